@@ -152,7 +152,7 @@ class Checkers(Checker):
 
 
 EVENTS_OF_A_TURN = 8
-"""Those of a turn, rarely more, and of the turns before it that are not in the journal yet."""
+"""Events to look back: those of a turn, rarely more, and of earlier turns that are not in the journal yet."""
 Id = tuple[str, int, int]
 """(site, fragment, sequence) of an accepted update."""
 
@@ -209,13 +209,13 @@ class ExactlyOnce(Checker):
                 self._decided(effect, merged)
             elif isinstance(effect, StartOuterStep):
                 self._starting(effect)
-        self.require(not merged, "merged and not told:", sorted(merged))
+        self.require(not merged, "merged, but no fate was told:", sorted(merged))
 
     def _starting(self, effect: StartOuterStep) -> None:
         again = self.under_way.get(effect.fragment)
         self.require(again in (None, effect), "an outer step was", again, "and is now", effect)
         self.under_way[effect.fragment] = effect
-        self.require(bool(effect.contributions), "a version is made of nothing")
+        self.require(bool(effect.contributions), "an outer step has no contribution")
         for part in effect.contributions:
             for update in part.updates:
                 key = (part.site, effect.fragment, update.sequence)
@@ -227,14 +227,14 @@ class ExactlyOnce(Checker):
         key = (effect.site, fate.fragment, fate.sequence)
         self.require(key not in self.fates, key, "has", self.fates.get(key), "and then", fate)
         self.require(self.accepted.get(key) == fate.digest, key, "has a fate and was not accepted")
-        self.require(fate.merged == (key in merged), key, "is told", fate, "and merged was", sorted(merged))
+        self.require(fate.merged == (key in merged), key, "has the fate", fate, "and merged are", sorted(merged))
         merged.discard(key)
         self.fates[key] = fate
 
     def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
         """Once the run has ended, every accepted update has a fate, and its site was told it or is gone."""
         lost = sorted(set(self.accepted) - set(self.fates))
-        self.require(not lost, "the run has ended and these have no fate:", lost)
+        self.require(not lost, "the run has ended, and these updates have no fate:", lost)
         for site in sites:
             if site.machine.state.lineage != machine.state.lineage:
                 continue  # It ended before the run was restored.
@@ -288,7 +288,7 @@ class Versions(Checker):
             if part.base_version >= 0:
                 now = (site.machine.state.lineage, part.base_version)
                 before = self.based.get((site.name, index), now)
-                self.require(now >= before, site.name, f"fragment {index} stood on", before, "and now on", now)
+                self.require(now >= before, site.name, f"fragment {index} had base", before, "and now has", now)
                 self.based[site.name, index] = now
 
     def recovered(self, machine: OuterSync) -> None:
@@ -367,7 +367,7 @@ class Weights(Checker):
     """
 
     name = "weights"
-    mutation = "weights are not divided by their sum, updates of a site are one, or a share counts who is not there"
+    mutation = "weights are not divided by their sum, a site's updates are one, or a share counts absent sites"
     of_the_disk = ("usual", "under_way")
 
     def __init__(self, plan: OuterPlan) -> None:
@@ -405,12 +405,12 @@ class Weights(Checker):
         by_update = self.plan.options.merge_by == "update"
         terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in step.contributions]
         whole = not by_update or all(len(part.updates) == 1 for part in step.contributions)
-        self.require(whole and len(set(terms)) == len(terms), "what is weighed is", step.contributions)
+        self.require(whole and len(set(terms)) == len(terms), "the contributions are", step.contributions)
         found = [part.weight for part in step.contributions]
         self.require(abs(sum(found) - 1) < 1e-12, "weights", found, "sum to", sum(found))
         told, before = (ids_of(step), step.share, found), self.under_way.get(step.fragment)
         if before is not None:  # A restarted process issues it again, when other sites may be live.
-            self.require(told == before, "it is", told, "again and was", before)
+            self.require(told == before, "the outer step is issued again as", told, "and was", before)
             return
         self.under_way[step.fragment] = told
         wanted = list(self._wanted(step, machine))
@@ -419,7 +419,7 @@ class Weights(Checker):
             and all(abs(weight - each / sum(raw)) < 1e-12 for weight, each in zip(found, raw, strict=True))
             for raw, share in wanted
         )
-        self.require(near, "weights are", found, "and the share", step.share, "and should be of", wanted)
+        self.require(near, "weights are", found, "and the share is", step.share, "and should be one of", wanted)
         self.require(0 < step.share <= 1, "the share is", step.share)
 
     def _wanted(self, step: StartOuterStep, machine: OuterSync) -> Iterator[tuple[list[float], float]]:
@@ -517,8 +517,8 @@ class Grace(Checker):
                 self.met_ns[index] = (opened_ns, now_ns, self._bound_ns(machine, index))
             waited_ns, grace_ns = now_ns - self.met_ns[index][1], self.met_ns[index][2]
             if fragment.merging_since_ns is None:
-                self.require(waited_ns < grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived))
-                self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all are here")
+                self.require(waited_ns < grace_ns, f"fragment {index} has waited {waited_ns} ns with", sorted(arrived))
+                self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all arrived")
         self.periods_ns = [self._live_periods_ns(state, index) for index in range(len(state.fragments))]
         self.longest_ns = [dict(each) for each in self.periods_ns]
 
@@ -561,7 +561,7 @@ class Merging(Checker):
     """Each version is one outer step from the version before, with exactly its updates; all sites get equal values."""
 
     name = "same_versions"
-    mutation = "the syncer publishes a version without what its codec rounded off"
+    mutation = "the syncer publishes a version without the rounding error of its codec"
     of_the_disk = ("theta", "newest")
 
     def __init__(self, plan: OuterPlan) -> None:
@@ -604,7 +604,7 @@ class Merging(Checker):
         """Compare the value that a site reconstructed with the published one."""
         published = self.published[site.machine.state.lineage, fragment, version]
         self.require(
-            value == published, site.name, "has", value, f"of fragment {fragment} version {version} and not", published
+            value == published, site.name, "has", value, f"of fragment {fragment} version {version}, not", published
         )
 
 

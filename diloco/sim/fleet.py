@@ -63,7 +63,7 @@ class Faults:
 
     def _look(self) -> None:
         fleet, seconds = self._fleet, self._fleet.plan.seconds
-        # Of the run, by its tokens or its time, or of the simulated time if that is more.
+        # The share of the run, by its tokens or its time, or of the simulated time, whichever is larger.
         share = max(fleet.machine.progress_ppm() / 1e6, fleet.heap.now_ns / to_ns(seconds) if seconds else 0.0)
         for fault in [fault for fault in self._waiting if fault.at_share is not None and fault.at_share <= share]:
             self._waiting.remove(fault)
@@ -201,13 +201,13 @@ class RegionalSyncer(Member):
 
 
 STILL_S = 24 * 3600.0
-"""After so long without a version, or ten periods of its slowest site if longer, a run by tokens counts as endless."""
+"""After this time without a version, or ten periods of its slowest site if longer, a run by tokens is endless."""
 COLLECT_EVERY = 100_000
 """The number of new objects after which Python's cycle collector runs."""
 
 
 class EndlessError(ValueError):
-    """A run that is to be simulated to its end never ends."""
+    """The run would never end, although it is to be simulated to its end."""
 
 
 def simulate(plan: FleetPlan, cargo: Cargo | None = None) -> FleetResult:

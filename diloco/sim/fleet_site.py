@@ -2,7 +2,7 @@
 
 ``Arrivals`` computes when versions arrive, once for all sites with the same link.
 
-Under the adopt rules ``ADOPT_KEEPS_UNSENT`` a site keeps what it trained since; without tensors it then makes no
+Under the adopt rules ``ADOPT_KEEPS_UNSENT`` a site keeps its unsent progress; without tensors it then makes no
 difference when an adopt happens between two updates of the fragment.  So a training site is not told of each version.
 When an update is due, the site computes from the instants of publication and the link which versions it would have
 fetched meanwhile, and when, and adopts only the newest.
@@ -190,7 +190,7 @@ class Hub:
             self.handle(event)
 
     def pause(self, lasts_ns: int, *, is_there: bool) -> None:
-        """Pause the syncer; events wait meanwhile.  Where it is not ``is_there``, its clock stands still as well."""
+        """Pause the syncer; events wait meanwhile.  Without ``is_there`` it is down: its clock stands still as well."""
         for site in self.sites:
             site.disturbed()
         before_ns = max(self.paused_until_ns, self.heap.now_ns)

@@ -69,7 +69,7 @@ class Replayer(Replay):
         assert isinstance(command, StartOuterStep), "no region"
         made = self.made_again(command)
         if (digest(made.published), digest(made.link)) != (event.digest, event.downlink_digest):
-            raise Damaged(f"version {event.version} of fragment {event.fragment} is another one now")
+            raise Damaged(f"version {event.version} of fragment {event.fragment} has another digest now")
         self.store(event.fragment, event.version, made)
 
     def lineage_began(self, event: LineageBegan) -> None:
@@ -139,12 +139,12 @@ class OuterDisk:
     def __init__(self, plan: OuterPlan) -> None:
         self.plan = plan
         self.doom: CrashPoint | None = None
-        """Where the process that uses the folder dies next."""
+        """The point at which the process that uses the folder dies next."""
         self.storage = Storage()
         self.chain = CHAIN_START
         self.segment = 0
         self.notes: list[str] = []
-        """The damage that the last recovery found and got past."""
+        """The damage that the last recovery found and could recover from."""
         self.released: deque[tuple[int, str]] = deque()
         """The payloads of decided updates, each with the segment at which it was marked by ``release``."""
 
@@ -171,7 +171,7 @@ class OuterDisk:
         self.storage.sync_names()
 
     def release(self, payload: str) -> None:
-        """Mark the payload of a decided update: it goes with the last snapshot whose replay needs it."""
+        """Mark the payload of a decided update for removal with the last snapshot whose replay needs it."""
         self.released.append((self.segment, payload))
 
     def write(self, frame: bytes, chain: bytes) -> Place:
@@ -200,7 +200,7 @@ class OuterDisk:
         begin from a snapshot without a journal.
         """
         for name in self.storage.names(""):
-            self.storage.remove(name)  # Left by an attempt that failed.
+            self.storage.remove(name)  # Left by a failed attempt.
         self.storage.sync_names()
         for name, data in begin.payloads:
             self.keep_payload(name, data)
@@ -236,7 +236,7 @@ class OuterDisk:
         self.segment, self.chain = segment, chain
 
     def end(self) -> Place:
-        """Return where the journal's last unit ends that a standby gets; marks stay on this disk."""
+        """Return the end of the journal's last unit that a standby gets: marks stay on this disk."""
         found = [unit.end for unit in units(self.storage.read(journal_name(self.segment))) if unit.kind != MARK]
         return self.segment, found[-1]
 

@@ -311,7 +311,7 @@ class OuterProcess(Process):
         self.deliver(lambda: self._take(action, from_outside=True))
 
     def own(self, action: Callable[[], None]) -> None:
-        """Take an action that this process itself has begun: it is queued for as long as it takes."""
+        """Take an action that this process itself has begun; it is queued, and never dropped."""
         self.deliver(lambda: self._take(action))
 
     def _take(self, action: Callable[[], None], *, from_outside: bool = False) -> None:
@@ -341,7 +341,7 @@ class OuterProcess(Process):
         self._turn.answers.append(answer)
 
     def go_on(self) -> None:
-        """Check the waiting turn again; if it may be told, finish it and take the next one."""
+        """Check the waiting turn again; if it need not wait any longer, finish it and take the next one."""
         if self._turn is not None:
             self._finish(self._turn)
             self._work()
@@ -378,7 +378,7 @@ class OuterProcess(Process):
         all_effects = [effect for _, effects in turn.decided for effect in effects]
         self.checkers.told(self.machine, turn.chain, all_effects)
         if turn.chain is not None and self.leadership is not None:
-            standing = self.leadership.lease.standing  # What the lease says, whatever this process believes.
+            standing = self.leadership.lease.standing  # The lease's real content, whatever this process believes.
             if standing is not None and standing.epoch == self.leadership.epoch and standing.heir:
                 self.checkers.told_with_an_heir(turn.chain)
         for record, effects in turn.decided:
@@ -406,7 +406,7 @@ class OuterProcess(Process):
             self.replicator.pump()
 
     def _arm(self) -> None:
-        """Plan a check of the deadlines for when the next one comes."""
+        """Plan a check of the deadlines at the instant of the next one."""
         wanted = [self.machine.next_deadline_ns(), self.leases.next_deadline_ns()]
         ahead = min((instant for instant in wanted if instant is not None), default=None)
         if ahead is not None and (self._armed_ns is None or ahead < self._armed_ns):
@@ -519,7 +519,7 @@ class OuterProcess(Process):
             self.leases.forget(site)
 
     def order(self, request: Callable[[int], OuterEvent]) -> None:
-        """Handle an operator's request, which ``request`` makes for the number of the call."""
+        """Handle an operator's request; ``request`` returns its event for a call number."""
         event = request(self._expect(lambda _: None))
         self._apply(event)
         if isinstance(event, SiteEvicted):
@@ -620,7 +620,7 @@ class Replicator:
     # --- a standby's side ----------------------------------------------------------------------------------------
 
     def follow(self, stream: Stream, chain: str, segment: int) -> None:
-        """Serve a standby from its place in the journal, or send it away."""
+        """Serve a standby from its place in the journal; ``GoAway`` where this journal does not continue its own."""
         if stream.served:
             return
         stream.served = True
@@ -681,7 +681,7 @@ class Replicator:
 
     def _payloads(self, names: list[str]) -> tuple[tuple[str, bytes], ...]:
         storage = self.process.disk.storage
-        # A missing payload was refused: the payloads that a frame accepted are kept as long as the frame.
+        # A missing payload is of a refused update: accepted payloads are kept as long as their frame.
         return tuple((name, storage.read(f"spool/{name}")) for name in names if storage.names(f"spool/{name}"))
 
     def _keep_alive(self, stream: Stream) -> None:

@@ -106,20 +106,20 @@ class Admission(Checker):
                 self.held.pop(key, None)
             elif isinstance(effect, StartOuterStep):
                 ids, held = ids_of(effect), self.held
-                self.require(ids.isdisjoint(held), "held, and merged without a word:", sorted(ids & set(held)))
+                self.require(ids.isdisjoint(held), "held, and merged with no decision:", sorted(ids & set(held)))
                 behind = [key for key in ids if any(key[:2] == each[:2] and key[2] > each[2] for each in held)]
-                self.require(not behind, "overtakes one that is held:", behind)
+                self.require(not behind, "merged before an earlier update that is held:", behind)
 
     def _arrived(self, event: UpdateArrived, effects: Sequence[OuterEffect]) -> None:
         answer = next(effect for effect in effects if isinstance(effect, AnswerPush))
         notes = [effect.what for effect in effects if isinstance(effect, Note)]
         taken = accepted(event, effects) is not None
         key = (event.site, event.fragment, event.sequence, event.digest)
-        self.require(not taken or key not in self.refused, event, "was refused as an outlier and is taken")
+        self.require(not taken or key not in self.refused, event, "was refused as an outlier and is accepted")
         if "outlier_again" in notes:
             self.require(key in self.refused, event, "was never refused as an outlier")
             return
-        self.require(answer.reason is not Reason.IMPLAUSIBLE, event, "is no lie, and refused as one")
+        self.require(answer.reason is not Reason.IMPLAUSIBLE, event, "is plausible and was refused")
         self.require(answer.reason is not Reason.OUTLIER or "outlier_refused" in notes, event, "is refused silently")
         if answer.reason is Reason.OUTLIER:
             self.refused.add(key)
@@ -151,10 +151,10 @@ class Admission(Checker):
 
 @dataclass(eq=False)
 class OneLeader(Checker):
-    """Epochs rise, a process is silent once one of a later (lineage, epoch) has spoken, a version has one digest."""
+    """Epochs rise, a version has one digest, and no process tells anything after one with a larger (lineage, epoch)."""
 
     name = "one_leader"
-    mutation = "a process does not ask for its lease before it tells anything"
+    mutation = "a process does not check its lease before it tells anything"
 
     started: tuple[int, int] = (1, 0)
     spoke: tuple[int, int] = (1, 0)
@@ -183,7 +183,7 @@ class Replicated(Checker):
     """Replication "sync": every turn that is told is in the standby's journal, unless an operator has detached it."""
 
     name = "replicated"
-    mutation = "the syncer tells what the standby does not have yet"
+    mutation = "the syncer tells effects of a turn that the standby lacks"
 
     def __init__(self, plan: OuterPlan) -> None:
         super().__init__(plan)
@@ -240,7 +240,7 @@ Place = tuple[str, int, int]
 class CountedOnce(Checker):
     """A unit is merged once all its sequences are, in every fragment; merged again, it counts as a repeat.
 
-    The record comes from what each site really trained on, which the syncer is never told.
+    The record comes from the data that each site really trained on, which no site reports to the syncer.
     """
 
     name = "counted_once"
@@ -261,12 +261,12 @@ class CountedOnce(Checker):
             self.drawn[key] = [(at, site.drawn.get(at)) for start, stop in seal.spans for at in range(start, stop)]
 
     def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """The update has its digest now: file its sequences under that."""
+        """The update has its digest now: record its sequences by that digest."""
         key = (site.name, event.fragment, event.sequence) if isinstance(event, Sealed) else None
         if isinstance(event, Sealed) and key in self.drawn:
             pairs = self.drawn.pop(key)
             named = all(drawn and not drawn[1] for _, drawn in pairs)
-            self.require(named, key, "names what was not drawn, or was drawn over again:", pairs)
+            self.require(named, key, "names sequences not drawn, or drawn again:", pairs)
             self.carried[event.fragment, event.sequence, event.digest] = [(at, drawn) for at, drawn in pairs if drawn]
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
@@ -284,16 +284,16 @@ class CountedOnce(Checker):
                 self._leased(event.site, effect)
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """The machine counts no unit that is not merged, and shows all repeats."""
+        """The machine counts only merged units, and counts all repeats."""
         units = machine.state.units
         if units is None or chain is None or not effects:
             return
         found = self._complete()
         counted = {unit for start, stop in units.over for unit in range(start, stop)}
         wrong = counted - set(found)
-        self.require(len(wrong) <= units.partly, "counted as merged, and not merged:", sorted(wrong))
+        self.require(len(wrong) <= units.partly, "counted as merged, but not merged:", sorted(wrong))
         again = sum(times - 1 for times in found.values())
-        self.require(again <= units.repeated, again, "were merged again and", units.repeated, "are shown")
+        self.require(again <= units.repeated, again, "were merged again, and", units.repeated, "are counted")
 
     def _complete(self) -> dict[int, int]:
         """Return how often single sites merged each unit as a whole; parts merged by other sites do not count."""
@@ -304,12 +304,12 @@ class CountedOnce(Checker):
         return {number: times for number, times in found.items() if times}
 
     def _leased(self, site: str, told: AnswerUnits) -> None:
-        """No part of a unit is merged when a site is first leased it."""
+        """No part of a unit is merged when a site leases it for the first time."""
         before = self.listed.setdefault(site, set())
         begun = {number for times in self.times for _, number, _ in times}
         for start, count in told.pieces:
             new = set(range(start, start + count)) - before if start != SKIPPED else set()
-            self.require(not new & begun, site, "is leased", sorted(new & begun), "of which something is merged")
+            self.require(not new & begun, site, "leases", sorted(new & begun), "of which parts are merged")
             before |= new
 
 
@@ -317,10 +317,10 @@ class Balanced(Checker):
     """Every unit that was ever leased is in exactly one place: merged, partly merged, in hand or given back."""
 
     name = "balanced"
-    mutation = "what is given back stays in the list of who comes back"
+    mutation = "units that were given back stay so when their site comes back"
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """No unit is in both places of a pair."""
+        """No unit is in two places."""
         units, options = machine.state.units, self.plan.options
         if units is None or chain is None or not effects:
             return
@@ -342,7 +342,7 @@ class Balanced(Checker):
         if machine.state.units is not None and all(site.status != "live" for site in machine.state.sites.values()):
             found = columns_of(self.plan.options, machine.state)
             silent = any(site.status == "silent" for site in machine.state.sites.values())
-            self.require(silent or found.in_hand == 0, "the run has ended, and in hand are", found)
+            self.require(silent or found.in_hand == 0, "the run has ended, and units are in hand:", found)
 
 
 @dataclass(eq=False)
@@ -384,7 +384,7 @@ class Ledger(Checker):
             before = self.lost[site.name][index]
             explained = isinstance(event, JoinAnswered) or len(part.orphans) < self.orphans[site.name][index]
             self.require(part.tokens_lost == before or explained, site.name, "lost tokens at", event, ledger)
-        if isinstance(event, StepDone | JoinAnswered):  # Derived from the fragments': rare checks do.
+        if isinstance(event, StepDone | JoinAnswered):  # Derived from the fragments' ledgers: rare checks suffice.
             whole = site_ledger(state)
             self.require(whole.balanced(), site.name, whole)
         self._remember(site)
@@ -394,7 +394,7 @@ class Carried(Checker):
     """Invariant 10: an update carries the progress of exactly the tokens that it declares."""
 
     name = "carried"
-    mutation = "an update is measured without what is in flight"
+    mutation = "an update is measured without the updates in flight"
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
         """The second number of every value counts tokens."""
@@ -439,7 +439,7 @@ class Farewell(Checker):
     """A site stops for a valid reason: no answer contradicts an earlier one, and a site leaves with nothing unsent."""
 
     name = "farewell"
-    mutation = "the last step before a goodbye is not sent"
+    mutation = "the last step before a leave is not sent"
 
     stopped: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
@@ -454,10 +454,10 @@ class Farewell(Checker):
                 self.require(not contradicted or site.twin, site.name, "stops:", effect.why)
                 self.stopped.add(site.name)
             elif isinstance(effect, Leave):
-                self.require(site.name in self.stopped, site.name, "says goodbye and continues to train")
-                self.require(site.at_rest or not site.training, site.name, "says goodbye in the middle of a step")
+                self.require(site.name in self.stopped, site.name, "leaves and continues to train")
+                self.require(site.at_rest or not site.training, site.name, "leaves in the middle of a step")
                 unanswered = [part for part in site.machine.state.fragments if part.unanswered()]
-                self.require(not unanswered, site.name, "says goodbye and waits for an answer:", unanswered)
+                self.require(not unanswered, site.name, "leaves and waits for an answer:", unanswered)
                 unsent = sum(part.unsent_tokens for part in site.machine.state.fragments)
                 self.require(unsent == 0 or site.name in self.finished, site.name, "leaves", unsent, "tokens unsent")
 
@@ -486,10 +486,10 @@ class Final(Checker):
 
 @dataclass(eq=False)
 class Cursor(Checker):
-    """No process of a site reads a batch again whose work was accepted."""
+    """No process of a site reads a batch again after the update with its progress was accepted."""
 
     name = "cursor"
-    mutation = "a restarted site is not told to skip what its accepted updates have consumed"
+    mutation = "a restarted site does not skip the batches that its accepted updates have consumed"
 
     consumed: dict[str, int] = field(default_factory=dict)
 
@@ -605,7 +605,7 @@ class Conservation(Checker):
                     if sent.merged_version is None and not (fate and fate.merged and fate.digest == sent.digest):
                         there = world.minus(there, site.sent[index, sent.sequence])
             learned = self.learned[index]
-            self.require(there == learned, f"of fragment {index}", learned, "was learned and", there, "is somewhere")
+            self.require(there == learned, f"of fragment {index}", learned, "was learned and", there, "is found")
 
 
 @dataclass(eq=False)

@@ -118,7 +118,7 @@ class Courier:
         self.process.heap.after(jittered, lambda: self.process.deliver(action))
 
     def join(self, backoff_ns: int, ticket: int = 0) -> None:
-        """Ask one machine after the other to accept this process; ``ticket`` is that of an answer ``AskToConfirm``."""
+        """Ask one machine after the other to accept this process; ``ticket`` comes from an ``AskToConfirm``."""
         process, seat = self.process, self._seats[self._at]
 
         def request(reply: Reply) -> None:
@@ -155,7 +155,7 @@ class Courier:
             self.process.exit(f"join refused: {reply}")
             return
         if not isinstance(reply, JoinAnswered) or (reply.lineage, reply.epoch) < (known.lineage, known.epoch):
-            again()  # It is away, accepts no site, or is an old leader that another has replaced.
+            again()  # The syncer is away, accepts no site, or is an old leader that another has replaced.
             return
         assert isinstance(outer, OuterProcess)
         self.session = Session(outer, reply.incarnation)
@@ -239,7 +239,7 @@ class Courier:
         self._ask(outer, lambda reply: outer.push(update, value, transfer_ns, reply), answered, deadline_ns)
 
     def fetch(self, effect: Fetch) -> None:
-        """Pull a newer version once: the down-links to it from the newest value here, or the whole values."""
+        """Pull a newer version once: its down-links since the newest version here, or the whole values."""
         process, index, session = self.process, effect.fragment, self.session
         lineage = process.machine.state.lineage
 

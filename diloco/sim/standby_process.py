@@ -46,7 +46,7 @@ class StandbyProcess(Process):
         self.replayer: Replayer | None = self.disk.recover() if self.disk.storage.names("snapshot-") else None
 
     def follow(self) -> None:
-        """Ask the syncer for what its journal has behind this one."""
+        """Ask the syncer for the units of its journal that this folder lacks."""
         stream = self._stream = Stream(self._name, self._link, self, self.take, self.lost)
         self._heard_ns = self.heap.now_ns
         segment, chain = 0, ""
@@ -124,7 +124,7 @@ class StandbyProcess(Process):
                 self.disk.keep_payload(name, data)
             self.disk.write(part.raw, part.chain)
             self.checkers.replicated(self.disk.storage, journal_name(self.disk.segment), part)
-        assert self.disk.chain == part.chain, "the journal here is another one"
+        assert self.disk.chain == part.chain, "the journal here differs from the syncer's"
         self._place = part.end
         self._ack(stream)
         if unit.kind == HEADER:
@@ -134,7 +134,7 @@ class StandbyProcess(Process):
             try:
                 effects = self.replayer.apply(record)
             except JournalError as error:
-                raise Violation("replicated", f"the standby computes something else: {error}") from error
+                raise Violation("replicated", f"the standby decides otherwise than the syncer: {error}") from error
             for effect in effects:
                 if isinstance(effect, TellFate):
                     self.disk.decided(effect.site, effect.fate)

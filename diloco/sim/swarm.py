@@ -492,7 +492,7 @@ class Several(Run):
         self.rise(self.syncers, "when all are up again")
         if old is not None:
             self._set_back(old)
-            self.rise(self.syncers, "after a machine was set back")
+            self.rise(self.syncers, "after a syncer was restored")
         self._apart()
 
     def _apart(self) -> None:
@@ -541,7 +541,7 @@ class Several(Run):
             raise Violation("across", " ".join(str(part) for part in parts))
 
     def stepped(self, parts: Sequence[SiteProcess]) -> None:
-        """All training parts of a site have made the same steps and were told of them, whichever syncers they reach."""
+        """All training parts of a site, and their machines, have made the same steps, whichever syncers they reach."""
         there = [part for part in parts[0].trainer.parts if part.alive and not part.frozen and not part.stopping]
         made = {(part.step, part.machine.state.step) for part in there}
         self.require(len(made) <= 1, parts[0].site, "has parts that made other steps:", sorted(made))

@@ -61,12 +61,12 @@ class OuterRule:
 
 
 def plus(a: Value, b: Value) -> Value:
-    """``a + b``."""
+    """Return ``a + b``."""
     return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
 
 
 def minus(a: Value, b: Value) -> Value:
-    """``a - b``."""
+    """Return ``a - b``."""
     return (a[0] - b[0], a[1] - b[1], a[2] - b[2])
 
 
@@ -290,7 +290,7 @@ Part = Begin | Unit | GoAway | None
 
 
 class Stream:
-    """One attempt of a standby to follow.  Its parts arrive in order, each exactly once."""
+    """One attempt of a standby to follow the syncer.  Its parts arrive in order, each exactly once."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ SEAL_BYTES = 16
 
 
 class Damaged(JournalError):
-    """The disk's content is not what was written; the message names the file."""
+    """The disk's content differs from what was written; the message names the file."""
 
 
 @dataclass(slots=True)
@@ -576,7 +576,7 @@ class LeaseLine:
         """Changes when the machine is lost: messages that the old machine sent are dropped."""
 
     def ask(self, process: Process, request: Callable[[Lease], object], answered: Callable[[object], None]) -> None:
-        """As the function ``ask``, with the lease; the request is dropped if this machine is lost in the meantime."""
+        """As the function ``ask``, with the lease; the request is dropped if this machine is lost before it arrives."""
         machine = self.machine
 
         def receive(reply: Callable[[object], None]) -> None:
