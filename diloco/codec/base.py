@@ -318,8 +318,8 @@ class PlainCodec(Codec):
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, length) of each piece of the values from ``start`` to ``stop`` in a payload of ``numel``.
 
-        Joined, the pieces are a payload of these values alone: so a payload on disk can be decoded by ranges, and one
-        that is still arriving as far as it has come.
+        Joined, the pieces are a payload of these values alone: so a payload on disk can be decoded by ranges, and an
+        arriving one as far as its bytes have arrived.
         """
 
     @abstractmethod
@@ -516,7 +516,7 @@ LONGER_MAX = 4 / 3
 
 
 class Buffers:
-    """Allocates tensors whose memory returns by itself when the last tensor, array or view on it is gone.
+    """Allocates tensors, and reuses the memory of a tensor once the last tensor, array or view on it is gone.
 
     Nothing has to be released explicitly: the storage of a tensor owns the array that it was made from, every view owns
     the storage, and the memory becomes spare when that array dies.  At most ``spare_max`` pieces are spare.  Any thread

@@ -180,7 +180,7 @@ class Layout:
 def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments: int, frozen: str = "") -> Layout:
     """Assign whole parameters to ``num_fragments`` fragments so that the largest is small.
 
-    Longest processing time first (Graham 1969): the parameters from large to small, each to the fragment that is
+    Longest processing time first (Graham 1969): assign the parameters from large to small, each to the fragment that is
     smallest so far.  The largest fragment is then at most 4/3 - 1/(3 ``num_fragments``) times the best possible; this
     is the "balanced tensor" fragmentation of Decoupled DiLoCo (arXiv 2604.21428).  Ties of sizes are broken by name,
     ties of fragments by index, so nothing depends on the order of ``parameters`` or on a hash seed.
@@ -249,11 +249,11 @@ def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
 def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
     """Assign fragments of ``numels`` values to one syncer for each of ``rates``; return each one's indices, ascending.
 
-    The fragments from large to small, each to the syncer whose link would finish first with it (Graham 1969; Gonzalez,
-    Ibarra and Sahni 1977 for different rates).  The last link then finishes after at most 4/3 - 1/(3n) times the best
-    possible time where the n rates are equal, and less than twice the best where they differ.  Ties of sizes and times
-    are broken by index; times are compared as fractions, so that no rounding decides.  ``ValueError`` for invalid
-    rates, and where a syncer would get no fragment.
+    It assigns the fragments from large to small, each to the syncer whose link would finish it first (Graham 1969;
+    Gonzalez, Ibarra and Sahni 1977 for different rates).  The last link then finishes after at most 4/3 - 1/(3n) times
+    the best possible time where the n rates are equal, and less than twice the best where they differ.  Ties of sizes
+    and times are broken by index; times are compared as fractions, so that no rounding decides.  ``ValueError`` for
+    invalid rates, and where a syncer would get no fragment.
     """
     if not rates:
         raise ValueError("rates is empty: one for each syncer")

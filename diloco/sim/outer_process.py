@@ -600,7 +600,7 @@ class Replicator:
     # --- the decision loop's side --------------------------------------------------------------------------------
 
     def wanting(self, end: Place) -> str | None:
-        """Return why the turn that ends at ``end`` must not be told yet, or None."""
+        """Return why the turn that ends at ``end`` must not be published yet; None if it may."""
         if end > self.machine.durable:
             self.pump()
         why, heir = self.machine.may_tell(end, self.process.heap.now_ns)

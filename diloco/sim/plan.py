@@ -307,7 +307,7 @@ def _detach(syncers: Syncers) -> bool:
 
 
 def _desert(syncers: Syncers, random: Random, outer: OuterProcess, between: Link) -> None:
-    """Cut primary and standby apart, detach, then freeze the primary, which has told what the standby lacks."""
+    """Cut primary and standby apart, detach, then freeze the primary, which has published what the standby lacks."""
     plan, heap = syncers.plan.replication, syncers.heap
     assert plan is not None
     between.cut(*Direction)

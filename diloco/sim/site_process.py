@@ -529,7 +529,7 @@ class Trainer:
         if not self._waiting or not self.complete(self._waiting):
             return
         takers, self._waiting = self._waiting, []
-        # A part whose syncer had finished was told of no step since: it resumes from an earlier one.
+        # A part whose syncer had finished has taken no step since: its counts are behind the others'.
         step, cursor = max(part.step for part in takers), max(part.cursor for part in takers)
         plan = takers[0].plan
         step_ns = int(plan.step_ns * (1 + plan.step_jitter * self._random.random()))

@@ -344,7 +344,7 @@ class StandbyDetached(OuterEvent):
 
 @dataclass(frozen=True, slots=True)
 class StandbyAttached(OuterEvent):
-    """``standby`` has caught up: what follows is durable on two disks before it is told."""
+    """``standby`` has caught up: what follows is durable on two disks before the syncer publishes it."""
 
     standby: str
 
@@ -399,7 +399,7 @@ class JoinAnswered(FromAbove):
 class StepDone(LearnerEvent):
     """The site finished inner step ``step``, which took ``step_ns`` and read ``tokens``; it has consumed ``cursor``
     batches and is between two steps now.  ``sequences`` is the number of leased sequences that the step read; 0: derive
-    it from ``tokens``.  ``passes``: the site handles no values at this boundary, whatever has come meanwhile, because
+    it from ``tokens``.  ``passes``: the site handles no values at this boundary, whatever has arrived, because
     ``may_act`` was false and its ranks agreed on that.  Several ``steps``, all but the last of which passed, may be
     reported as one event, with the tokens of all and the time of one.  A region's step is one update of a site, and has
     as many ``inner_steps`` as that update."""

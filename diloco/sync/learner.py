@@ -187,7 +187,7 @@ class LearnerSync:
         )
 
     def settled(self) -> bool:
-        """Return whether every update sent has its fate; in lock-step, also whether every version told of is adopted.
+        """Return whether every update sent has its fate; in lock-step, also whether every announced version is adopted.
 
         A fate and the end of the run can overtake the download of the version, and a site in lock-step ends with the
         model that the run ends with.  So does one that wants the final versions of a run that is finished.

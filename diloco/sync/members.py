@@ -161,7 +161,7 @@ def left(turn: Turn, event: SiteLeft) -> None:
     turn.attendance.site_changed(event.site)
     turn.effects.append(AnswerDone(event.call))
     turn.note("site_left", "it said goodbye", site=event.site)
-    fates.gone(turn, event.site, "it said goodbye")
+    fates.gone(turn, event.site, "it left")
 
 
 def readmitted(turn: Turn, event: SiteReadmitted) -> None:
@@ -187,7 +187,7 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
             refuse(turn, event.site, index, pending, Reason.EVICTED)
     turn.effects += [DropSite(event.site, site.incarnation, Reason.EVICTED), AnswerDone(event.call)]
     turn.note("site_evicted", "an operator's word", site=event.site)
-    fates.gone(turn, event.site, "it was put out")
+    fates.gone(turn, event.site, "it was evicted")
 
 
 @dataclass(slots=True)

@@ -312,7 +312,7 @@ def _feed(turn: Turn, index: int, event: LearnerEvent) -> None:
     upstream = turn.state.upstream
     assert upstream is not None
     if not 0 <= index < len(upstream.parts):
-        turn.note("upstream_ignored", f"the syncer above speaks of fragment {index}, and there is none")
+        turn.note("upstream_ignored", f"the syncer above names fragment {index}, which does not exist")
         return
     part = upstream.parts[index]
     before = _listed(part)

@@ -16,7 +16,7 @@ static inline Pair product_of_halves(Pair value) {
 #endif
 }
 
-// Eight lanes take each stripe of 64 bytes: a lane adds the product of its secret-mixed halves, and its neighbour as it is.
+// Eight lanes take each stripe of 64 bytes: a lane adds the product of its secret-mixed halves, and its neighbour unmixed.
 static inline void take_stripes(uint64_t *lanes, const uint8_t *data, int64_t stripes, const uint8_t *secret) {
 #ifdef AVX512
     __m512i sums = _mm512_loadu_si512(lanes);
