@@ -7,8 +7,8 @@ tensors, and returns without waiting for a socket or a file, except in lock-step
 ``transfer`` encode, write and send.  The lock is held for decisions and copies only, never while waiting.
 
 With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``.  Rank 0 broadcasts what it does at a
-boundary over the site's own process group, so that all ranks change at the same inner step (``ranks.Orders``).  All
-ranks know before a step ends whether anything may follow it (``may_act``); where nothing may, nothing is broadcast.
+boundary over the site's own process group, so that all ranks change at the same inner step (``ranks.Orders``).  Before
+a step ends, all ranks know whether rank 0 may act after it (``may_act``); if not, rank 0 broadcasts nothing.
 
 ``Touch`` sends heartbeats, the meter's events and the final Leave, in one background thread.  ``Meter`` measures how
 the training loop spends its time.
@@ -157,7 +157,7 @@ class Meter:
             self._ended_ns = self._ended_ns or time.perf_counter_ns()
 
     def read(self) -> Reading:
-        """Return the totals now; percentiles are over fewer than ``SAMPLES_MAX`` steps, evenly sampled from all."""
+        """Return the totals now; percentiles are over fewer than ``SAMPLES_MAX`` steps, sampled evenly from all."""
         with self._lock:
             samples_ns = list(self._samples_ns)
             until_ns = self._ended_ns or time.perf_counter_ns()
@@ -196,8 +196,8 @@ class Touch:
         self._site, self._meter_every_s = site, meter_every_s
         self._echo = Echo(site.tensors, site.changed)
         self._unheard = 0
-        self._in_vain = False  # Whether the last request for data units brought none.
-        self.leave_asked = False  # Set by a signal handler, so a plain store.
+        self._in_vain = False  # Whether the last heartbeat brought no new data units.
+        self.leave_asked = False  # A signal handler sets it, so a plain store.
         self.leaving = False
         self.over = False  # The site has left, knows every fate, and has reported that to the syncer.
 
@@ -330,7 +330,7 @@ def restored_machine(
     plain = meta.get("machine")
     parts = plain.get("fragments") if isinstance(plain, dict) else None
     if not isinstance(parts, list):
-        raise CheckpointError("the checkpoint is not one of a site: it says nothing about what was sent")
+        raise CheckpointError("the checkpoint is not one of a site: it has no list of fragments")
     if len(parts) != options.num_fragments:
         raise CheckpointError(
             f"num_fragments is {options.num_fragments}, and the checkpoint has {len(parts)} fragments"
@@ -351,7 +351,7 @@ def restored_machine(
     if redo is not None:
         step = StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor, redo.sequences)
         effects = machine.handle(step, time.monotonic_ns())
-        assert not effects, "before it has joined, a machine decides nothing"
+        assert not effects, "a machine that has not joined returns no effects"
     return machine
 
 
@@ -452,7 +452,7 @@ class Agent(Exchange):
         return self.machine.state.incarnation > 0
 
     def after_step(self, info: StepInfo) -> Verdict:
-        """Account for an inner step, seal and adopt what is due, and return whether to stop.  The loop's one call.
+        """Account for an inner step, seal and adopt what is due, and return whether to stop.  Called once per step.
 
         ``GroupError`` when a rank of the site that owns fragments is gone; ``TimeoutError`` when a wait in lock-step
         exceeds ``lock_step_timeout_s``.
@@ -499,11 +499,11 @@ class Agent(Exchange):
         return self.machine.state.progress_ppm / 1e6
 
     def units(self, place: int, count: int) -> list[tuple[int, int]]:
-        """Return the data units that the site draws from index ``place`` of its list on, for ``inner.data``."""
+        """Return up to ``count`` of the site's data units, from index ``place`` of its list on, for ``inner.data``."""
         with self.changed:
             found, again = units_from(self.machine.state, place, count)
         if again and not self._draws_again:
-            why = "no unit of the data is left, and no syncer has leased more: its own are drawn over again"
+            why = "no unit of the data is left, and no syncer has leased more: the site draws its own units again"
             self.emit("note", {"note": "units_again", "why": why})
         self._draws_again = again
         return found
@@ -573,7 +573,7 @@ class Agent(Exchange):
         return Finished(name, stop.why, found, self.machine.is_final())
 
     def withdraw(self) -> None:
-        """Leave, in one attempt, when the site does not start to train, so that no round waits for it."""
+        """Make one attempt to leave if the site does not start to train, so that no round waits for it."""
         if not self.has_joined or self.stopping.is_set():
             return
         with self.changed:
@@ -605,7 +605,7 @@ class Agent(Exchange):
                     return adopted
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError(f"site {self.site_id} waited in vain for {what}")
+                    raise TimeoutError(f"site {self.site_id} timed out waiting for {what}")
                 self.changed.wait(min(left_s, 0.5))
 
     # --- effects; the lock is held -----------------------------------------------------------------------------
@@ -648,7 +648,7 @@ class Agent(Exchange):
         """
         read = lambda: not self._unread or self.has_failed()  # noqa: E731
         if not self.changed.wait_for(read, max(0.0, until - time.monotonic())):
-            raise TimeoutError("this site waited in vain for its update to be encoded (lock_step)")
+            raise TimeoutError("this site timed out waiting for its update to be encoded (lock_step)")
 
     def _owner_of(self, fragment: int) -> Exchange | Owners:
         return self.owners if self.owners.owners[fragment] else self
@@ -670,14 +670,14 @@ class Agent(Exchange):
             assert not adopted, "values may change at a boundary only"
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
-        """Call ``do`` and pass ``event`` to the machine, atomically; return False where it is of another run or syncer.
+        """Call ``do`` and pass ``event`` to the machine, atomically; return False if it is from another run or syncer.
 
         ``source`` is where a fetched version came from; None for other events.
         """
         with self.changed:
             state = self.machine.state
             if source is not None and source.lineage != state.lineage:
-                return False  # Of an abandoned lineage; the new lineage's fetch is in the queue.
+                return False  # From an abandoned lineage; the new lineage's fetch is in the queue.
             if source is not None and 0 < source.epoch < state.epoch:  # The site has just joined another syncer.
                 assert isinstance(event, VersionFetched)
                 self.tell(FetchFailed(event.fragment))
@@ -693,6 +693,6 @@ class Agent(Exchange):
             self.changed.notify_all()
 
     def _stop_for(self, stop: StopTraining) -> None:
-        """Set the reason to stop; the first one counts, but a failure replaces a reason that is none."""
+        """Set the reason to stop; the first one counts, but a failure replaces one that is not a failure."""
         if self.stop is None or (stop.failed and not self.stop.failed):
             self.stop = stop

@@ -70,17 +70,17 @@ class AgentOptions:
     folder: str
     up_codec: str = "fp32"
     adopt_alpha: Annotated[float, within(0, 1)] = 0.5
-    """Share of the local values that ``blend`` keeps, or of its own update that ``eager`` applies ahead."""
+    """Share of the local values that ``blend`` keeps, or of its own update that ``eager`` applies early."""
     measure_from: Annotated[str, one_of(MEASURE_FROM)] = "adopted"
     """Under ``blend``: measure the next update from the blended values (``adopted``) or the version (``published``)."""
     ahead: OuterOptimizerOptions | None = None
-    """Under ``eager``: the run's outer step, which a site takes ahead on its own updates; None: it applies the share
-    ``adopt_alpha`` of them ahead."""
+    """Under ``eager``: the run's outer step, which a site applies early to its own updates; None: it applies the share
+    ``adopt_alpha`` of them early."""
     feedback: Annotated[float, within(0, 1)] = 0.0
     """Share of a codec's rounding error that is added to the next update; 0 under ``rebase``, which keeps it all."""
     join_timeout_s: Annotated[float, ABOVE_0] = 60.0
     takeover: bool = False
-    """Whether this process replaces a live one of its site that another folder belongs to, at once."""
+    """Whether this process at once replaces a live process of its site that runs in another folder."""
     lock_step_timeout_s: Annotated[float, ABOVE_0] = 300.0
     finish_timeout_s: Annotated[float, ABOVE_0] = 30.0
     """Longest wait at the end until all updates are accepted, and then again until their fates are known."""
@@ -291,10 +291,10 @@ class Owner(Exchange):
             found = what.get(timeout=self._bound_s)
         except queue.Empty:
             raise GroupError(
-                f"rank 0 of this site has ordered something and not said what ({self._bound_s:g} s)"
+                f"rank 0 of this site announced an order and did not send it within {self._bound_s:g} s"
             ) from None
         if found is None:
-            raise GroupError(f"rank 0 of this site is not heard any more: {self._lost}")
+            raise GroupError(f"the connection to rank 0 of this site is lost: {self._lost}")
         return found
 
     # --- the thread that hears rank 0 -------------------------------------------------------------------------------
@@ -395,9 +395,9 @@ class Owners:
         self.owners, self._channels = dealt.owners, dealt.channels
         self._agent, self._tensors, self._client, self._orders = agent, agent.tensors, agent.client, orders
         self.lost = ""
-        """Why a rank of the site is gone; empty while all are there."""
+        """Why a rank of the site is gone; empty while all are connected."""
         self.parting = False
-        """Whether the site ends, so that a lost connection to a rank is no failure."""
+        """Whether the site is ending: then a lost connection to a rank is not a failure."""
         # By fragment, the latest version that another rank has fetched.
         self._versions: list[int] = [-1] * len(dealt.owners)
         self._echoes: dict[int, tuple[int, int]] = {}
@@ -499,7 +499,7 @@ class Owners:
 
 
 class Follower:
-    """A rank above 0: takes part at each boundary in what rank 0 does, for each of the site's agents."""
+    """A rank above 0: at each boundary it takes part in what rank 0 does, for each of the site's agents."""
 
     def __init__(
         self, layouts: Sequence[Layout], holding: Holding, adopt: str, owned: Sequence[Owner | None] = ()
@@ -547,7 +547,7 @@ class Follower:
             part, fragment, owner = which
             if owner == group.rank:
                 own = self._owned[part]
-                assert own is not None, f"rank 0 orders something of agent {part}, of which this rank owns nothing"
+                assert own is not None, f"rank 0 sent an order for agent {part}, of which this rank owns nothing"
                 own.do()
             else:
                 lend_a_hand(self._holding, self._layouts[part].fragments[fragment], what, self._adopt, owner)

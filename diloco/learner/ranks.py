@@ -2,7 +2,7 @@
 
 Orders.  Between two steps rank 0 broadcasts what all ranks do next, before any value is read or written, so that each
 rank joins in the collective that follows: the values of a fragment are gathered from, or scattered to, the ranks that
-hold them.  Any number of such orders comes, then GO_ON or STOP for all ranks.
+hold them.  Rank 0 sends any number of such orders, then GO_ON or STOP to all ranks.
 
 Channel.  Background threads cannot wait for the collectives of the training threads.  So rank 0 has one connection to
 each other rank over the site's own network; the connecting process must know a key that was sent over the process
@@ -12,8 +12,8 @@ Owners.  The owner of a fragment is the rank that holds its exchange tensors.  I
 is rank 0, which can read the model alone.  If each rank holds a part, the fragments are distributed over the ranks, so
 that no rank holds the whole model's versions and updates, and all ranks encode and send.
 
-Door.  Accepts connections from processes that know a key.  It reads nothing else from other processes, and a silent one
-blocks no other.  It is for processes of one site, over its own network: what is sent afterwards is not encrypted.
+Door.  Accepts connections from processes that prove that they know a key.  It reads nothing but that proof from other
+processes, and a silent one blocks no other.  Use it within one site's own network: later messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Orders:
         self._is_site = True
 
     def of(self, part: int) -> Orders:
-        """Return the orders of one of several agents, which has layout ``part``; its ``go_on`` does nothing."""
+        """Return the orders for agent number ``part`` of several; their ``go_on`` does nothing."""
         found = Orders(self._group, part)
         found._turn, found._is_site = self._turn, False
         return found
 
     @contextmanager
     def all_do(self, what: int, fragment: int, owner: int = 0) -> Iterator[None]:
-        """Make the other ranks take part in the collective on ``fragment`` that is done inside this context."""
+        """Make the other ranks take part in the collective on ``fragment`` that the caller runs inside this context."""
         with self._turn:
             self._group.broadcast_small((what, self._part, fragment, owner))
             yield
@@ -111,7 +111,7 @@ class Channel:
                 if not self._closed:
                     lost("its connection within the site has ended")
             except Exception as error:
-                lost(f"what it said could not be done: {error!r}")
+                lost(f"its message could not be handled: {error!r}")
                 shut(self._connection)  # So that the other end sees that its messages are no longer read.
                 raise
 
@@ -157,18 +157,18 @@ def meet(group: SiteGroup) -> dict[int, Channel]:
                 try:
                     connection = door.come.get(timeout=group.timeout_s)
                 except queue.Empty:
-                    raise GroupError(f"only {len(found)} of {others} ranks of this site came to rank 0") from None
+                    raise GroupError(f"only {len(found)} of {others} ranks of this site connected to rank 0") from None
                 if not connection.poll(group.timeout_s):
-                    raise GroupError("a rank of this site came to rank 0 and does not say which")
+                    raise GroupError("a rank of this site connected to rank 0 and did not send its number")
                 found[connection.recv()] = Channel(connection)
         return found
     except (AuthenticationError, EOFError, OSError) as error:
-        raise GroupError(f"rank {group.rank} of this site could not meet rank 0: {error!r}") from error
+        raise GroupError(f"rank {group.rank} of this site could not connect to the others: {error!r}") from error
 
 
 def _loopback() -> bytes:
     """Return an id that two processes share exactly if they reach each other over the loopback address.  A host name is
-    not enough: two machines may have the same one, and containers of one machine different ones."""
+    not enough: two machines may have the same one, and containers on one machine may have different ones."""
     try:
         return f"{BOOT.read_text().strip()} {NETWORK.stat().st_ino}".encode()
     except OSError:
@@ -176,8 +176,8 @@ def _loopback() -> bytes:
 
 
 def _own_address(rendezvous: str) -> str:
-    """Return this machine's address on the route to ``rendezvous``; empty where ``rendezvous`` is this machine, whose
-    address the others know.  The machine's own name is not used: it may resolve to a loopback address."""
+    """Return this machine's address on the route to ``rendezvous``; empty if ``rendezvous`` is this machine: the others
+    know that address.  The machine's own name is not used: it may resolve to a loopback address."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, towards in socket.getaddrinfo(rendezvous, 1, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as way:
@@ -226,13 +226,13 @@ def owners_of(layout: Layout, holding: Holding) -> tuple[int, ...]:
 
 
 KNOCKING_MAX = 64
-"""Most connections that have not proved the key yet; a further one evicts the oldest."""
+"""Most connections that have not proved the key yet; one more evicts the oldest."""
 CLOSE_S = 10.0
 NEAR = "127.0.0.1"
 
 
 class Door:
-    """Listens, and puts connections that proved the key into ``come``.  A context; its end closes all waiting ones."""
+    """Listens, and puts connections that proved the key into ``come``; leaving its context closes all that wait."""
 
     def __init__(self, key: bytes, host: str = "", port: int = 0) -> None:
         """``host`` is the address to listen on, empty: all of them; ``port`` 0: the system chooses.
@@ -312,7 +312,7 @@ def knock(host: str, port: int, key: bytes, bound_s: float) -> Connection:
     except (AssertionError, EOFError, OSError) as error:
         connection.close()
         if isinstance(error, AssertionError):
-            raise AuthenticationError("no door of ours") from error
+            raise AuthenticationError("the listener does not know the key") from error
         raise ConnectionError(f"{host}:{port} does not answer: {error!r}") from error
     except AuthenticationError:
         connection.close()

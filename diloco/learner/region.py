@@ -1,7 +1,7 @@
 """A region's client of the syncer above it: a site without a training loop.
 
-The region's syncer has the state machine and the values.  Here are the threads that encode, send, fetch, listen and
-send heartbeats, the same as at any site.  What they receive goes to the machine as events, in order of arrival
+The region's syncer has the state machine and the values.  This module has the threads that encode, send, fetch, listen
+and send heartbeats, the same as at any site.  What they receive goes to the machine as events, in order of arrival
 (``Below``), and the machine's orders come back (``Above``); ``sync/region.py`` has both.
 """
 
@@ -126,7 +126,7 @@ class Upward(Participant):
         return UpstreamStarted(options.site, *rules, outbox, options.from_blend)
 
     def start(self) -> None:
-        """Start the threads, which try to join for as long as it takes; the region's own sites are served meanwhile."""
+        """Start the threads, which try to join without a limit; the syncer serves the region's own sites meanwhile."""
         self.begin_threads(self.listener.run, self._keep_in_touch)
 
     def seal(self, effect: Seal, reference: Tensor, values: Tensor) -> None:
@@ -161,7 +161,7 @@ class Upward(Participant):
     def finish(self) -> None:
         """Wait until the region has left, at most ``finish_timeout_s``."""
         if not self.left.wait(self._options.finish_timeout_s):
-            why = f"the syncer above has not taken what was left in {self._options.finish_timeout_s:g} s"
+            why = f"the syncer above did not accept the last updates within {self._options.finish_timeout_s:g} s"
             self.emit("note", {"note": "not_finished", "why": why})
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class Upward(Participant):
 
     def give_up(self, why: str) -> None:
         """Stop the region's syncer with the failure ``why``."""
-        self._below.give_up(f"no more of region {self.site_id} goes to the syncer above: {why}")
+        self._below.give_up(f"region {self.site_id} sends nothing more to the syncer above: {why}")
 
     def emit(self, what: str, facts: dict[str, object]) -> None:
         """Log an event as "upstream": under its own name it would look like an event of one of the region's sites."""

@@ -3,8 +3,8 @@
 Encoding happens where the values are.  On the host the codec itself encodes.  On an accelerator a codec that has
 kernels (``codec.gpu.accelerated``) encodes there, so that only the payload, a fault flag and a norm are copied to the
 host; with any other codec the pseudo-gradient is copied and encoded on the host.  Either way the bytes are the same.
-The host needs the decoded values for the update's digest and norm, which are computed in the same pass.  The model's
-device needs them for the arithmetic that follows; on the host that decodes the payload itself.
+The host needs the decoded values for the update's digest and norm, which the same pass computes.  An accelerator keeps
+them for later arithmetic; on the host, later arithmetic decodes the payload itself.
 
 Outbox.  A sealed update is durable before its first byte is sent, so that a new process can send the same bytes.  Each
 update is one file, ``<fragment>-<sequence>.update``: a line, then the payload.  The line holds the CRC-32 of its rest,
@@ -18,7 +18,7 @@ Odometer.  ``Odometer`` records how far the site got, readable after a kill -9. 
 a store to memory, cheap enough for the training thread, and the kernel keeps the page when the process dies.  A power
 cut may lose the last seconds.  The ledger then counts too few lost tokens, which is why the checkpoint and the syncer's
 figures are used as well.  The file holds two readings, each with a checksum, written in turn: a damaged or incomplete
-reading is detected, and the other one is of the step before it.  An earlier release kept one reading without a
+reading is detected, and the other one is from the step before it.  An earlier release kept one reading without a
 checksum.
 """
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An encoded update.  ``sent`` holds the decoded values on the model's device; on the host and without feedback, as
+    """An encoded update.  ``sent`` holds the decoded values on the model's device; on the host without feedback it is
     the payload before its entropy stage.
 
     ``norm`` is the L2 norm of the decoded values, ``digest`` their digest.  ``fed`` is the new residual, where feedback
@@ -245,7 +245,7 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
 FRESH_MAX = 4
 """Most updates kept in memory as well."""
 SPARE_MAX = 4
-"""Most files kept of updates that are no longer needed; the next updates are written over them."""
+"""Most files of unneeded updates that are kept; the next updates are written over them."""
 
 
 class OutboxError(ValueError):
@@ -354,7 +354,7 @@ def _read(path: Path) -> tuple[PushHeader, memoryview]:
     line, newline, _ = data.partition(b"\n")
     try:
         if not newline or line[:9] != b"%08x " % zlib.crc32(line[9:]):
-            raise ValueError("its header is not what was written")
+            raise ValueError("its header does not match its checksum")
         fields = parse_json(line[9:])
         fields["spans"] = tuple((start, stop) for start, stop in fields.get("spans", ()))
         header = PushHeader(**fields)
@@ -409,8 +409,8 @@ def _read_slots(data: bytes) -> tuple[tuple[int, int], str]:
     found = SLOT.iter_unpack(data) if len(data) == 2 * SLOT.size else iter(())
     good = [(step, tokens) for step, tokens, crc in found if crc == zlib.crc32(FIELDS.pack(step, tokens))]
     if not good:
-        return (0, 0), "is damaged: how far the site got is taken from its checkpoint"
+        return (0, 0), "is damaged: the site's progress is taken from its checkpoint"
     step, tokens = max(good, key=lambda reading: reading[1])
     if len(good) == 1:
-        return (step, tokens), f"is damaged in one of its two readings: the other one's {tokens:,} tokens are taken"
+        return (step, tokens), f"has one damaged reading of two: the site goes on from the other, {tokens:,} tokens"
     return (step, tokens), ""

@@ -2,14 +2,14 @@
 
 Each agent is complete, with its own client, outbox, odometer and machine, for the fragments of its syncer.  Nothing is
 atomic across fragments, so the agents are independent: one that cannot reach its syncer keeps training as an offline
-site does, while the others push and adopt.  What must be common to the site is decided here:
+site does, while the others push and adopt.  This module decides what all agents of the site must share:
 
 - the data cursor is the furthest that any syncer has accepted;
 - in lock-step, fragments are exchanged in one order, that of the whole model, whichever syncer holds them;
 - progress is the furthest that any syncer reports, so that a syncer that is away does not hold back the schedule;
 - training ends when every syncer has reported that the run is finished, or as soon as one is drained, the site is asked
   to leave, or a part has failed (a site evicted at one syncer cannot usefully train the rest of the model): then the
-  other parts leave in order.  What is trained after the end of one part counts as unsent there;
+  other parts leave in order.  Tokens trained after the end of one part count as unsent there;
 - a syncer that ended while no process of the site ran cannot report that.  Its report to an earlier process counts,
   unless another syncer with the same report continues now, because then the run got more tokens.  Without such a
   report, once one part of the run is finished, the site waits at most ``join_timeout_s`` for the others;
@@ -64,8 +64,8 @@ class Agents:
         self._agents, self._voice, self._orders = tuple(agents), voice, orders
         self._join_timeout_s, self._redo = join_timeout_s, redo
         self._meter = voice.spent
-        self._leave_asked = False  # Set by a signal handler, so a plain store.
-        self._given_up_at = 0.0  # When the site stops waiting for syncers that never answered; 0: not waiting to end.
+        self._leave_asked = False  # A signal handler sets it, so a plain store.
+        self._given_up_at = 0.0  # When the site ends without the syncers that never answered; 0: no end is due.
         self._why = ""
         self._finished_before = tuple(agent for agent in self._agents if agent.known.ending is Ending.FINISHED)
         """The agents whose syncers had reported to an earlier process that the run is finished."""
@@ -227,7 +227,7 @@ def part_restored(
 
 SUMMED = ("bytes_up", "bytes_down", "in_flight", "adopt_s")
 LARGEST = ("incarnation", "staleness")
-"""Meter fields that are summed, or of which the largest counts; others are the site's own or the first agent's."""
+"""Meter fields that are summed, or whose largest counts; the others are the site's own or the first agent's."""
 
 
 class OneVoice:
@@ -263,7 +263,7 @@ class OneVoice:
             with self._lock:
                 self._meters[syncer] = fields
                 first = min(self._meters)
-            if syncer == first:  # One event for all agents, as often as the first agent has one.
+            if syncer == first:  # One event for all agents, whenever the first agent emits one.
                 self.meter()
         elif what != "site_done":  # ``Agents.finish`` logs it for the whole site.
             self.emit(what, in_whole(fields, self._placement[syncer]) | {"of_syncer": syncer})

@@ -28,8 +28,8 @@ again with the next update, or an adopt in between discards it, which counts as 
 nothing is lost twice, and nothing is sent twice.
 
 When a fragment's values are replaced by the published ones (an update was discarded, the run was restored, an earlier
-process had sent later work, the base was damaged), its residual is dropped too, and the event reports its size: it is a
-remainder of updates that are worthless, or of updates that the syncer has and this process does not know.
+process had sent later work, the base was damaged), its residual is dropped too, and the event reports its norm: it is
+left over from updates that no longer count, or from updates that the syncer has and this process does not know.
 
 The residual is stored in the site's checkpoint in the fragment's canonical order, however many ranks the site has.
 
@@ -139,8 +139,8 @@ class Echo:
     def compute(self) -> tuple[int, int, int] | None:
         """Hash the next fragment's base; return the fragment, the version and the short digest.
 
-        None while it is too early, or where there is no base.  The digest is of the algorithm of the published one;
-        without that there is nothing to compare with, and the base is not hashed.
+        None while it is too early, or where there is no base.  The digest uses the published one's algorithm; a
+        base without a published digest is not hashed, because there is nothing to compare with.
         """
         began_s, fragment = self._clock_s(), self._turn
         if began_s < self._not_before_s:
@@ -284,9 +284,9 @@ class SiteTensors(Versions):
     ) -> None:
         """``place`` is the model's device, the host by default; ``feedback`` the share of a residual that is added to
         the next update, 0 under ``rebase``.  ``owned`` are the fragments whose tensors this rank has, all by default.
-        ``measure_from``: see ``outer.pseudo_gradient.MEASURE_FROM``.  ``ahead`` is the outer step that ``eager`` takes
-        ahead on the site's own updates (``outer.pseudo_gradient``); None: it applies ``adopt_alpha`` of them ahead."""
-        assert not (feedback and adopt in ADOPT_KEEPS_UNSENT), "what is not sent is the residual"
+        ``measure_from``: see ``outer.pseudo_gradient.MEASURE_FROM``.  ``ahead``: the outer step that ``eager`` applies
+        early to the site's own updates (``outer.pseudo_gradient``); None: it applies ``adopt_alpha`` of them early."""
+        assert not (feedback and adopt in ADOPT_KEEPS_UNSENT), "a rule that keeps unsent progress needs no feedback"
         super().__init__(layout, place if place is not None else Place(HOST))
         self.holding = holding
         self.adopt_rule = adopt
@@ -342,7 +342,7 @@ class SiteTensors(Versions):
     ) -> None:
         """Adopt the latest version into the model; see ``sync.effects.Adopt``."""
         latest = self.latest[fragment]
-        assert latest is not None, "a version is adopted that was never fetched"
+        assert latest is not None, "the version to adopt was never fetched"
         assert latest[0] == version, (latest[0], version)
         assert self.base[fragment] is not None
         taken = latest[1]

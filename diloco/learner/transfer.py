@@ -92,7 +92,7 @@ T = TypeVar("T")
 class LinkMeter:
     """Times the calls of a client.  Any thread may read; each direction is measured by one thread.
 
-    A call that raises is not measured: its duration is a wait, and not the speed of the link.
+    A call that raises is not measured: its duration shows a wait, not the speed of the link.
     """
 
     def __init__(self, client: SyncClient) -> None:
@@ -141,7 +141,7 @@ class LinkUse(LinkMeter):
     def codec(self, step_ns: int) -> str:
         """Return the codec of an update sealed now, where an inner step takes ``step_ns``; a change is logged once.
 
-        A change of connections takes effect with the next transfer, one of the overlap with the next seal; operations
+        A new number of connections takes effect with the next transfer, a new overlap with the next seal; operations
         under way are not affected.
         """
         before = self.adapter.choice
@@ -174,7 +174,7 @@ END_S = 5.0
 
 
 class Ahead:
-    """One pull that waits for a version, in its own thread from construction on.  Any thread may call ``take``."""
+    """A prefetch: one pull that waits for a version, in a thread that starts at once.  Any thread may call ``take``."""
 
     def __init__(self, client: SyncClient, ask: PullAsk, sink: PullSink) -> None:
         self.ask = ask
@@ -277,7 +277,7 @@ MALFORMED_MAX = 3
 
 CAP_S = 3.0
 CHOICE_CAP_S = 0.5
-"""Back-off cap where a standby may take over: all addresses are tried this often, which is what a failover costs."""
+"""Back-off cap where a standby may take over: the site tries all addresses this often, so a failover costs this."""
 
 
 class Pause:
@@ -311,11 +311,11 @@ ROOM_EVERY_S = 1.0
 def with_room(participant: Participant, what: str, write: Callable[[], T]) -> T | None:
     """Return the result of ``write``, retried while the disk is full; None if the participant stops before.
 
-    The log says that ``what`` waits for room, and when it no longer waits.
+    The log says that ``what`` waits for disk space, and when it no longer waits.
     """
 
     def say(full: OSError | None) -> None:
-        waits: dict[str, object] = {"note": "disk_full", "why": f"{what} waits for room: {full}"}
+        waits: dict[str, object] = {"note": "disk_full", "why": f"{what} waits for disk space: {full}"}
         participant.emit("note", waits if full is not None else {"note": "disk_has_room"})
 
     return when_there_is_room(write, participant.stopping, ROOM_EVERY_S, say)
@@ -388,7 +388,7 @@ class Sender:
                 return self.queue.get(timeout=LOOK_S if self._later else None)
 
     def _deliver(self, fragment: int, sequence: int) -> bool:
-        """Send one update until its answer; return False when the syncer wants it later (RETRY)."""
+        """Send one update until the syncer answers; return False when the syncer wants it later (RETRY)."""
         own, malformed = self._participant, 0
         pause = Pause(own)
         while not own.stopping.is_set():
@@ -506,7 +506,7 @@ class Fetcher:
         have = latest[0] if latest is not None else -1
         here = self._expected(fragment, lineage, have)
         incoming = self._of(fragment, lineage)
-        # After a restore of the run there is another order in the queue, and this one is void.
+        # After a restore of the run the queue holds another order, and this one is void.
         while not own.stopping.is_set() and own.known.lineage == lineage:
             ask = PullAsk(own.run_id, own.site_id, fragment, have)
             try:
@@ -521,7 +521,7 @@ class Fetcher:
             incoming.sink.give_back(pulled)
             if values is None:
                 # Whatever went wrong, here or in transit, fetching the whole fragment repairs it.
-                why = f"fragment {fragment}: what came is not version {pulled.header.version}"
+                why = f"fragment {fragment}: the fetched bytes are not version {pulled.header.version}"
                 own.emit("note", {"note": "digest_differs", "why": f"{why}; fetching it whole"})
                 if pulled.header.whole:
                     pause.wait()
@@ -663,12 +663,12 @@ def say_goodbye(own: Participant) -> bool:
 
 
 SILENT_S = 3.0
-"""Seconds without an answer to the first join after which the user hears what is awaited."""
+"""Seconds without an answer to the first join after which the log says what the site waits for."""
 FOLDER_ID = re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}")
 
 
 def _folder_id(folder: Path) -> str:
-    """Return the random 16 digits that ``folder`` keeps, so that a process started again in it is known by them."""
+    """Return the 16 random hex digits kept in ``folder``, which identify it to the syncer when a process restarts."""
     path = folder / "folder.id"
     with suppress(FileNotFoundError, UnicodeDecodeError):
         if FOLDER_ID.fullmatch(found := path.read_text("ascii")):
@@ -681,7 +681,7 @@ def _folder_id(folder: Path) -> str:
 class Listener:
     """Joins the run and reads the Watch stream; joins again when that breaks, and on ``wake`` and ``rejoin``.
 
-    It joins under one random process id for the life of the process.
+    It joins under one random id for the life of the process.
     """
 
     def __init__(
@@ -694,7 +694,7 @@ class Listener:
     ) -> None:
         """``encodes`` says where the site encodes, for the log.
 
-        With ``folder``, the process id names it, and a live process of another folder is not replaced.
+        With ``folder``, the process id contains its id, and the syncer keeps a live process of another folder.
         """
         self._participant, self._agreement, self._layout = participant, agreement, layout
         self._encodes, self._process = encodes, secrets.token_hex(8) + (_folder_id(folder) if folder else "")

@@ -323,7 +323,7 @@ def test_without_rank_0_no_thread_waits(pair: Pair) -> None:
     waits.start()
     waits.join(10)
     assert not waits.is_alive()
-    with pytest.raises(GroupError, match="rank 0 of this site is not heard any more"):
+    with pytest.raises(GroupError, match="the connection to rank 0 of this site is lost"):
         pair.owner.do()
 
 

@@ -77,7 +77,7 @@ def test_what_cannot_be_done_is_told_as_a_loss(monkeypatch: pytest.MonkeyPatch) 
 
     mine.hear(fail, lost.put)
     theirs.send(("order",))
-    assert "could not be done" in lost.get(timeout=BOUND_S)
+    assert "could not be handled" in lost.get(timeout=BOUND_S)
     assert theirs.poll(BOUND_S), "who spoke to it is told as well: nothing is heard there any more"
     with pytest.raises(EOFError):
         theirs.recv()
@@ -201,9 +201,9 @@ def goes_away(host: str, port: int, key: bytes, bound_s: float) -> Connection:
 @pytest.mark.parametrize(
     ("knocks", "words"),
     [
-        (stranger, "only 0 of 1 ranks of this site came to rank 0"),
-        (refused, "only 0 of 1 ranks of this site came to rank 0"),
-        (goes_away, "rank 0 of this site could not meet rank 0"),
+        (stranger, "only 0 of 1 ranks of this site connected to rank 0"),
+        (refused, "only 0 of 1 ranks of this site connected to rank 0"),
+        (goes_away, "rank 0 of this site could not connect to the others"),
     ],
 )
 def test_a_rank_that_does_not_come_is_said_and_a_stranger_is_none(
@@ -219,7 +219,7 @@ def test_a_rank_that_does_not_come_is_said_and_a_stranger_is_none(
         told.append(str(error.value).partition(":")[0])
 
     side_by_side(2, do)
-    assert sorted(told) == [words, "rank 1 of this site could not meet rank 0"]
+    assert sorted(told) == [words, "rank 1 of this site could not connect to the others"]
 
 
 # --- Who knows the key comes in; who does not, or says nothing, keeps none waiting ------------------------------------

@@ -225,4 +225,4 @@ def test_one_that_is_put_out_says_so(tmp_path: Path, syncer: Syncer) -> None:
     with upward(tmp_path / "region", syncer) as (_, below):
         syncer.api.evict("region-a")
         eventually(lambda: below.ended, "the end of its part")
-        assert "no more of region region-a" in below.ended[0]
+        assert "region region-a sends nothing more" in below.ended[0]

@@ -76,7 +76,7 @@ def test_it_survives_sigkill(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reading", "words"),
     [
-        *((each, (0, 0), "is damaged: how far the site got is taken from its") for each in (b"", b"short", b"x" * 48)),
+        *((each, (0, 0), "is damaged: the site's progress is taken from its") for each in (b"", b"short", b"x" * 48)),
         (
             FIELDS.pack(7, 7168),
             (7, 7168),
@@ -117,7 +117,7 @@ def test_no_flipped_bit_is_believed(tmp_path: Path) -> None:
     with odometer(tmp_path, notes) as again:
         assert again.reading == (1, 16)
     (note,) = notes
-    assert note.endswith("odometer is damaged in one of its two readings: the other one's 16 tokens are taken")
+    assert note.endswith("odometer has one damaged reading of two: the site goes on from the other, 16 tokens")
 
 
 @pytest.fixture
