@@ -1,16 +1,16 @@
-"""The network's calls (``wire.handlers.SyncerApi``) by way of the decision loop, and each incoming push.
+"""``Api`` answers the network's calls (``wire.handlers.SyncerApi``) through the decision loop; ``Reception`` is a push.
 
 ``difference`` compares a caller's run with the run that is served here, and names the first difference.
 
 Requests for data units come with the heartbeat. Most change nothing, and are answered without a journal record.
 
-Vital signs. ``Measuring`` sums up a decoded update block by block, as the blocks come. Sums are in fp64, because the
+Vital signs. ``Measuring`` sums up a decoded update block by block, as the blocks arrive. Sums are in fp64, because the
 square of an fp32 value may not fit fp32.
 
-Inspection. An update is checked while it arrives: is it well formed, finite, and what its site decoded, and how large
-is it. The received bytes are read back from the disk by ranges and decoded, so that only the last range is left for the
-commit, and no update is ever whole in memory. An update with an entropy stage has no ranges: once all of it is here, it
-is unpacked on the disk and then checked like the others.
+Inspection. While an update arrives, the syncer checks that it is well formed, finite, and what its site decoded, and
+measures its norm. It reads the received bytes back from the disk by ranges and decodes them, so that only the last
+range is left for the commit, and no update is ever whole in memory. An update with an entropy stage has no ranges: once
+all of it has arrived, it is unpacked on the disk and then checked like the others.
 
 Memory: for each of the concurrent ``checks`` the payload of one range, on plain torch also its values and the sums'
 temporaries (``wire.options.CHECK_BYTES_MAX``), and the memory to unpack a frame.
@@ -132,7 +132,7 @@ def probed(plan: RunPlan, ask: ProbeAsk) -> ProbeAnswer:
 
 JOIN_REFUSALS = MappingProxyType(
     {
-        Reason.EVICTED: (Status.PERMISSION_DENIED, "site {site} was put out of the run by an operator"),
+        Reason.EVICTED: (Status.PERMISSION_DENIED, "an operator evicted site {site} from the run"),
         Reason.SUPERSEDED: (Status.ALREADY_EXISTS, "a newer process speaks for site {site}: is it started twice?"),
         Reason.FULL: (
             Status.RESOURCE_EXHAUSTED,
@@ -182,12 +182,12 @@ class Api:
         self._room, self._replicator, self.emit = room, replicator, emit
         self.status, self.snapshot = status, snapshot
         self.behind = ""
-        """Why this process is an old one, as far as a site has told it."""
+        """Why this process may be outdated: a site of another lineage has tried to join. Empty until then."""
         self._protocols: dict[str, int] = {}
         """The protocol version of each site; the newest until it has rejoined this process, as every site does.
 
-        Taken for an older one, a site would get digests that do not match its own. An older one gets those of its own
-        updates as it made them, and cannot read the others: it asks again once it has joined.
+        A site wrongly taken for an older one would get digests that do not match its own. One wrongly taken for a newer
+        one gets those of its own updates as it made them, and cannot read the others: it asks again once it has joined.
         """
         self._earlier = publish.EarlierDigests(len(plan.layout.fragments))
         self.checks = threading.BoundedSemaphore(network.checks_max)
@@ -258,7 +258,7 @@ class Api:
             raise Refusal(Status.UNAVAILABLE, text, retry_ms=HELD_RETRY_MS, reason=Reason.SUPERSEDED)
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
-        """Return what a join would be refused for, without asking the machine."""
+        """Return why the syncer would refuse a join, without asking the machine."""
         return probed(self._plan, ask)
 
     def open_push(self, header: PushHeader) -> Reception | PushResult:
@@ -300,7 +300,7 @@ class Api:
             raise Refusal(Status.NOT_FOUND, f"fragment is {fragment}: the run has no such fragment")
 
     def _misshapen(self, header: PushHeader) -> str | None:
-        """Return which field, named first, has an impossible value or does not fit fragment and encoding."""
+        """Return a text that begins with the field whose value is impossible here; None if all values fit."""
         numel = self._plan.layout.fragments[header.fragment].numel
         if not 1 <= header.tokens <= TOKENS_MAX:
             return f"tokens is {header.tokens}: 1 to {TOKENS_MAX} in one update"
@@ -382,7 +382,7 @@ class Api:
         """Take a heartbeat: a sign of life, and figures for status."""
         core = self.core
         core.heard(report.site_id)
-        protocol = self._protocols.get(report.site_id)  # None: unknown in which form it got its digests.
+        protocol = self._protocols.get(report.site_id)  # None: the form of its digests is unknown.
         earlier = protocol is not None and protocol < PROTOCOL
         if earlier:  # Compute, after a start, the digests that the previous process sent to the site.
             for fragment, held in enumerate(self.holdings.values[: len(report.versions)]):
@@ -408,7 +408,7 @@ class Api:
 
         try:
             reply, bases = core.ask(look)
-        except CoreHeld:  # The site gets no answer; its figures are shown all the same.
+        except CoreHeld:  # The site gets no answer, but the status shows its figures.
             if core.ask(is_known, early=True) and self.tally.heard(report):
                 self.emit("reported", recorded(report))
             raise
@@ -424,7 +424,7 @@ class Api:
             if self.tally.heard(report):
                 self.emit("reported", recorded(report))
             for fragment, version in self.tally.differing(report.site_id, bases).items():
-                why = f"what it holds of fragment {fragment} is not version {version}; it is told to take it whole"
+                why = f"its copy of fragment {fragment} is not version {version}; it must fetch the whole fragment"
                 self.emit("note", {"note": "base_differs", "why": why, "site": report.site_id})
         return reply
 
@@ -474,7 +474,7 @@ class Api:
     def promote(self, *, lossy: bool) -> None:
         """Refuse: only a standby can be promoted."""
         del lossy
-        raise Refusal(Status.FAILED_PRECONDITION, "this is no standby: it is the syncer")
+        raise Refusal(Status.FAILED_PRECONDITION, "this is the syncer, not a standby")
 
     def detach(self) -> None:
         """Continue without a standby until one has caught up."""
@@ -496,7 +496,7 @@ class Api:
 
 
 def _refusal(reason: Reason, site: str) -> Refusal:
-    """Return the refusal's text with its reason: a site ends for some reasons."""
+    """Return the refusal with its text and its reason: some reasons end a site."""
     status, text = JOIN_REFUSALS[reason]
     return Refusal(status, text.format(site=site), reason=reason)
 
@@ -535,7 +535,7 @@ class Measuring:
         """Add the next block's ``sums``, taken against the same part of the momentum if there is one.
 
         An update may take longer to arrive than a version to be made. Then each block is measured against the momentum
-        at its arrival, and the cosine is that to the vector of those parts.
+        at its arrival, and the cosine is taken to the vector of those parts.
         """
         if not self.finite:
             return
@@ -598,7 +598,7 @@ class Inspection:
                 self._look(part, count, 0, bounds)
 
     def finish(self) -> Vitals:
-        """Check the rest of the complete payload; raise ``DecodeError`` unless it is what the codec makes."""
+        """Check the rest of the complete payload; raise ``DecodeError`` if it is malformed."""
         header = self._header
         self.advance(header.payload_bytes)
         if self._next is not None and self._malformed is None:  # A frame of the entropy stage has no ranges.
@@ -659,7 +659,7 @@ DECLARED = tuple({each.name for each in fields(UpdateArrived)} & {each.name for 
 
 
 class Reception:
-    """Satisfies ``wire.handlers.PushSession``.  The ack it gives means: durable in spool and journal."""
+    """One push; satisfies ``wire.handlers.PushSession``.  Its ack means: durable in spool and journal."""
 
     def __init__(self, api: Api, header: PushHeader, protocol: int, epoch: int) -> None:
         """``protocol`` is the site's, ``epoch`` the syncer's."""
@@ -682,7 +682,7 @@ class Reception:
 
     @property
     def offset(self) -> int:
-        """Bytes that are here, from this attempt and earlier ones."""
+        """The number of bytes received, in this attempt and earlier ones."""
         return self._partial.offset
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -743,7 +743,7 @@ class Reception:
             tally.refused(answer.reason.value)
         if answer.reason is Reason.CORRUPT:
             tally.count(header.site_id, updates_corrupt=1)
-            why = f"update {header.sequence} of fragment {header.fragment} decodes to other values here than there"
+            why = f"update {header.sequence} of fragment {header.fragment} decodes to other values than at the site"
             self._api.emit("note", {"note": "update_corrupt", "why": why, "site": header.site_id})
         self._settle(reference, answer, self._partial)
         result = PushResult(answer.outcome, answer.version, answer.reason, answer.fate, epoch=self._epoch)

@@ -1,14 +1,14 @@
 """Backups: copies of the syncer's state in another place, made beside the run without delaying it.
 
-A backup is the newest intact snapshot, the journal from it on as far as it reads at that instant, and every payload
-that snapshot or journal name: all that a recovery needs, as of the moment of the copy. It is read from the data folder;
-the decision loop is never involved. Damage is not copied: every snapshot, payload and image is compared with the digest
+A backup is the newest intact snapshot, the journal after it as far as it is readable at that instant, and every payload
+that either names: all that a recovery needs, as of the moment of the copy. It is read from the data folder; the
+decision loop is never involved. Damage is not copied: every snapshot, payload and image is compared with the digest
 that it was written with, before an older backup may be deleted.
 
-A failure is reported and retried; it ends nothing. The status gives the age of the last good backup. The process of a
-run that ends makes a last one, after its last snapshot.
+A failure is reported and retried; it never ends the process. The status gives the age of the last good backup. When a
+run ends, its process makes a last backup after the last snapshot.
 
-Vault. The place where backups are stored: a folder or any object store that fsspec knows, in one form for all of them.
+Vault. The place where backups are stored: a folder or any object store that fsspec knows, with the same layout in each.
 
     URL/RUN/0000000001-0000000004-000012-000000123456/  run.json  snapshots/...  journal/...  spool/...  backup.json
 
@@ -61,7 +61,7 @@ class BackupError(ValueError):
 
 
 class DamagedError(BackupError):
-    """A file to be copied is not what was written there; ``relative`` is its name in the backup."""
+    """A file to be copied differs from what was written; ``relative`` is its name in the backup."""
 
     def __init__(self, relative: str, content: Path | bytes) -> None:
         path = relative if isinstance(content, bytes) else content
@@ -185,7 +185,7 @@ class Vault:
         whole = replace(facts, files=told)
         plain, path = asdict(whole), self._at(run_id, name, MARKER)
         marker = json.dumps({**plain, "sha256": digest_of(plain)}, indent=1, sort_keys=True).encode()
-        if self._is_folder:  # In a folder a plain write has its name before its content.
+        if self._is_folder:  # A plain write has its name before its content.
             self._disk.write_file(Path(path), marker, Step.BACKUP_WHOLE)
         else:
             self._copy(marker, path, Step.BACKUP_WHOLE, Hasher())
@@ -207,7 +207,7 @@ class Vault:
         for relative, wanted in sorted(facts.files.items()):
             parts = PurePosixPath(relative).parts
             if not parts or ".." in parts or relative.startswith("/"):
-                raise BackupError(f"{self.url}/{run_id}/{name}/{MARKER} names {relative!r}: outside of it")
+                raise BackupError(f"{self.url}/{run_id}/{name}/{MARKER} names {relative!r}, outside of the backup")
             target = folder.joinpath(*parts)
             if target.parent not in made:
                 disk.settle(target.parent, Step.RESTORE_FETCH)
@@ -281,7 +281,7 @@ An unfinished copy is no backup."""
 
 @dataclass(kw_only=True, slots=True)
 class BackupOptions:
-    """``url`` is a folder or what fsspec makes of it; empty: no backups."""
+    """``url`` is a folder or any URL that fsspec opens; empty: no backups."""
 
     url: str = ""
     every_s: float = 600.0
@@ -299,7 +299,7 @@ class BackupOptions:
 def back_up(folder: Path, vault: Vault, note: Callable[[str], None] = lambda why: None) -> tuple[str, BackupFacts]:
     """Copy the data folder as it is now; return the backup's name and facts.
 
-    Compares every file that has a digest with that as it is copied. If a snapshot is damaged, the one before it is
+    Compares every file that has a digest with it during the copy. If a snapshot is damaged, the one before it is
     copied, with the longer journal, and ``note`` gets the reason. Other damage raises ``DamagedError`` and leaves no
     backup. Raises ``KeptError``, ``BackupError`` or the store's own error when the copy is impossible, or when a file
     disappears meanwhile.
@@ -373,7 +373,7 @@ def _copied(
 
 
 class Backups:
-    """Makes backups, one every ``every_s``, in a thread of its own."""
+    """Makes a backup every ``every_s`` seconds, in its own thread."""
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ class Backups:
         self._last = ""
         self._failing = ""
         self.behind = ""
-        """Why this process is an old one, or its folder, as far as the backups there tell."""
+        """Why this process or its folder is outdated, according to the backups at ``url``; empty if it is not."""
         self._makes_last = False
         # A store that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="backups", daemon=True)
@@ -408,7 +408,7 @@ class Backups:
         if self._thread.is_alive():
             self._thread.join(LAST_S if last else STOP_S)
         if last and self._thread.is_alive():
-            self._failing = f"the last one was not complete after {LAST_S:g} s"
+            self._failing = f"the last backup was not complete after {LAST_S:g} s"
 
     def status(self) -> dict[str, object]:
         """Status for ``diloco status``; ``age_s`` is the age of this process's last good backup, None before it;
@@ -467,9 +467,9 @@ class Backups:
         self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})
 
     def _compare(self, found: Mapping[str, BackupFacts | BackupError], reach: tuple[int, ...], made: str = "") -> None:
-        """Note whether one of the backups goes further than ``reach``: that of this process, or of the one it ``made``.
+        """Note whether a backup goes further than ``reach``, that of this process or of the backup that it ``made``.
 
-        One of a later epoch is of a syncer that has taken over, while this one was started again in the old folder.
+        A backup of a later epoch is from a syncer that has taken over; this one was started again in the old folder.
         """
         good = [(name, facts) for name, facts in found.items() if isinstance(facts, BackupFacts)]
         name, newest = good[-1] if good else ("", None)
@@ -477,9 +477,9 @@ class Backups:
         if newest is not None and newest.reach[:2] > reach[:2]:
             theirs, ours = (f"lineage {lineage}, epoch {epoch}" for lineage, epoch in (newest.reach[:2], reach[:2]))
             behind = f"a backup in {self._vault.url} is of {theirs}, and this syncer is of {ours}: "
-            behind += "where another syncer leads the run now, end this one"
+            behind += "if another syncer leads the run now, end this one"
         elif made and name != made:
-            behind = f"{made} is made, and {name} there goes further: a restore takes that unless it is told"
+            behind = f"{made} is made, and {name} there goes further: a restore takes that unless you name another"
         if behind and behind != self.behind:
             self._emit("note", {"note": "backup_behind", "why": behind})
         self.behind = behind

@@ -12,8 +12,7 @@ nothing is, because only this loop answers calls.
 Readiness says whether the syncer accepts updates at present, and if not, why. The health service reports it.
 
 Readiness is not liveness. A syncer that drains or waits for disk space is healthy and must not be killed for it, so the
-health service answers SERVING for the server itself (the empty name) all the while, and not for the run and the
-service.
+health service keeps answering SERVING for the server itself (the empty name), but not for the run and the service.
 
 Room watches the disk space. A sender learns before its first byte that the disk is full, and every site learns when
 there is space again. The disk counts as full when less than the reserve is free, or when the journal found no space.
@@ -123,7 +122,7 @@ class FolderLostError(OSError):
 
 
 class Room:
-    """Watch the free space on the disk of ``folder``; any thread may call.
+    """Watches the free space on the disk of ``folder``; any thread may call.
 
     ``on_change`` receives the missing condition, or None. The caller holds the folder's lock file, which identifies it.
     """
@@ -159,7 +158,7 @@ class Room:
                 self._on_change(want)
 
     def run(self, stopping: threading.Event) -> None:
-        """The watching thread: look until ``stopping``; raise ``FolderLostError`` when the folder is lost."""
+        """Run the watching thread: look until ``stopping``; raise ``FolderLostError`` when the folder is lost."""
         while not stopping.wait(LOOK_EVERY_S):
             if (why := self.lost()) is not None:
                 raise FolderLostError(why)
@@ -173,8 +172,8 @@ class Room:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(self._folder / LOCK), self._lock_file):
                 return None
-            return f"{self._folder} is another folder now than the one that this process serves from"
-        return f"{self._folder} is gone, or was emptied, under this process"
+            return f"{self._folder} was replaced: it is not the folder that this process serves from"
+        return f"{self._folder} was removed or emptied while this process served from it"
 
     def _low(self, more_bytes: int) -> str | None:
         if not self._reserve_bytes:
@@ -518,7 +517,7 @@ class Core:
     def _decide(self, event: OuterEvent, decided: list[OuterEffect], records: list[Record]) -> None:
         """Let the machine decide ``event``, and record it unless nothing changed.
 
-        A deadline that is due is decided first, in a record of its own. So an update that is not accepted changes
+        A deadline that is due is decided first, in its own record. So an update that is not accepted changes
         nothing, even if its push came late, and is not journalled: a record names only payloads that are kept.
         ``SyncerStarted`` comes before any deadline: what it finds under way must not have been begun by this process.
         """
@@ -560,7 +559,7 @@ class Core:
 
 
 def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
-    """Return whether the machine is as it was before ``event``: then it is not journalled (DESIGN section 4).
+    """Return whether ``event`` left the machine unchanged, so that it is not journalled (DESIGN section 4).
 
     That is so when the only effect is an answer that refuses, or the answer to a join that was known already.
     """

@@ -1,21 +1,21 @@
 """The journal on disk: segments ``journal-000001.log`` and on, their bytes as in ``sync/journal.py``.
 
 The end. ``JournalEnd`` notes in a separate file where the journal's durable end was, so that a truncated journal is
-noticed. The journal itself cannot show it: cut off between two units it is an intact, shorter journal. So after each
-frame that is durable, and before anything is told of it, the end is noted in a file of two slots, in turn:
+noticed. The journal itself cannot show it: if it is cut off between two units, it is an intact, shorter journal. So
+once a frame is durable, and before the syncer tells anything of it, the end is noted in a file of two slots, in turn:
 
     u32 CRC-32 of the rest | u64 count | u32 segment | u64 end of its last durable unit
 
 The note is not synced. A killed process loses none of it. A power cut may leave an older note or none. An older note
 names an end that the journal has reached and passed, and so raises no false alarm.
 
-Segments. What is made durable when (each line is a call here, in the order in which a process makes them):
+Segments. When each part becomes durable (each line is a call here, in the order in which a process makes them):
 
-- ``take_over`` (a start): what a crash left half written is cut off, the segment synced, its last mark written if it
-  has none. From then on all of it counts as acknowledged.
+- ``take_over`` (a start): an incomplete write of a crash is cut off, the segment synced, its last mark written if it is
+  missing. From then on all of it counts as acknowledged.
 - ``append``: one frame is written. Nothing is synced. ``flush``: the segment is synced (fdatasync); then the frame's
-  mark is written and *not* synced, and the end of the frame is noted (``JournalEnd``), not synced either. Only after
-  that may anything be told that follows from the frame.
+  mark is written and *not* synced, and the end of the frame is noted (``JournalEnd``), not synced either. Only then
+  may the syncer tell anything that follows from the frame.
 - ``rotate``: the old segment is synced, its last mark with it. The new one gets its header and is synced, then the
   folder is synced, then the header's mark is written. Only after that may a snapshot name the new segment.
 - ``prune``: segments that nothing needs are removed, oldest first. Nothing is synced: the next prune removes one that a
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 REST = struct.Struct("<QIQ")
 CHECKSUM = struct.Struct("<I")
 SLOT_BYTES = 512
-"""Each slot has a sector of its own, so that a torn write spoils only one of the two."""
+"""Each slot has its own sector, so that a torn write spoils only one of the two."""
 
 
 class JournalEnd:
@@ -207,7 +207,7 @@ class JournalFiles:
         if header.segment != read.index:
             raise JournalError(f"{path}: unit at byte 0 says that this is segment {header.segment}")
         if before is not None and header.before != before.hex():
-            raise JournalError(f"{path}: unit at byte 0 does not go on from what was written before this segment")
+            raise JournalError(f"{path}: unit at byte 0 does not continue the segment before it")
         for name in sorted(self._run.keys() & header.run.keys()):
             if header.run[name] != self._run[name]:
                 raise JournalError(f"{path}: unit at byte 0 has {name} {header.run[name]!r}: it is of another run")
@@ -226,7 +226,7 @@ class JournalFiles:
     def begin(self, place: Position | None = None) -> Position:
         """Begin the first segment of a new folder, at ``place`` when it continues another folder's journal.
 
-        Segments left by a process that died while doing the same are removed.
+        Removes segments that an interrupted call left.
         """
         for index in self.segments():
             self._disk.remove(self.path(index), Step.JOURNAL_CUT)
@@ -247,7 +247,7 @@ class JournalFiles:
         path = self.path(self.index)
         read = read_file(path)
         if read.end < read.size:
-            notes.append(f"{path} is cut off at byte {read.end}: {read.size - read.end} bytes there were never whole")
+            notes.append(f"{path} is cut off at byte {read.end}: {read.size - read.end} bytes there were incomplete")
         if read.found is not None and read.found.header is None:
             self._disk.remove(path, Step.JOURNAL_CUT)
             self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
@@ -275,7 +275,7 @@ class JournalFiles:
         return self.append_body(encode_records(records))
 
     def append_body(self, body: bytes) -> Place:
-        """Like ``append``, with encoded records, perhaps of another version's process."""
+        """Like ``append``, with records that are already encoded, perhaps by another version of the program."""
         data, chain = encode_frame(body, self.chain)
         self._put(data, Step.JOURNAL_WRITE)
         self.chain, self._synced, self._marked = chain, False, False

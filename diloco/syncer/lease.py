@@ -1,4 +1,5 @@
-"""The lease by which one process at a time leads a run, in a file or in etcd, checked before anything is told.
+"""The lease by which one process at a time leads a run, in a file or in etcd. The leader checks it before it tells
+anything.
 
 Lease. It holds the *epoch*, which only rises: the process that takes the lease gets a larger one than any before, by
 compare-and-swap, so that of many concurrent attempts one wins. It names the *holder*, and the *heir*: the standby that
@@ -7,22 +8,23 @@ has everything which any site was told, and so may take over without loss when t
 Leadership. ``LeaseHolder`` renews the lease in a thread, and the syncer asks it before it tells anything.
 ``sync/leadership`` decides the answers.
 
-What follows the check is told within the same turn. A process frozen in that very instant still tells it when it
-resumes: with a standby that is nothing that a new leader lacks (``replicator``), and it carries the old epoch.
+The syncer tells what follows the check within the same turn. A process frozen in that very instant still tells it when
+it resumes: with a standby the new leader has all of it (``replicator``), and the messages carry the old epoch.
 
 File. ``FileLease`` is a lease in a file that both machines reach. The file is replaced only as a whole. The new content
 is written beside it and synced. Then, under a ``flock`` on ``NAME.lock``, the file is compared with what was read
 before, and the new content is renamed to it. Then the folder is synced. A crash leaves the old content or the new one.
 
-No two machines' clocks are compared. The holder counts its renewals up. A taker takes the lease when the count has
-stood still for the holder's own ``ttl_s`` by the taker's clock, and compares it once more under the lock.
+The clocks of two machines are never compared. The holder increments a count at each renewal. A taker takes the lease
+when the count has not changed for the longer of both ``ttl_s`` by its own clock, and compares it once more under the
+lock.
 
 The file system must provide ``flock``, which is tested before the lease is taken, and renames that all machines see at
 once. A local disk does, for processes of one machine, and so does NFS from version 4 on; NFS 3 with its cache of names
 does not. A process that is frozen between the comparison and the rename keeps every other from the lease until it
-resumes or ends: that delays a take-over, but never makes two leaders. NFS takes a lock away from a machine that it has
-not heard from for its own lease time (often 90 s): one that is frozen there for so long may overwrite what its heir has
-written. Where that can happen, use kind=etcd.
+resumes or ends: that delays a take-over, but never makes two leaders. NFS revokes the lock of a machine that it has not
+heard from for NFS's lease time (often 90 s): a process frozen for that long may overwrite what its heir has written.
+Where that can happen, use kind=etcd.
 
 etcd. ``EtcdLease`` holds two keys, through the JSON gateway (v3) with the standard library only:
 
@@ -30,11 +32,11 @@ etcd. ``EtcdLease`` holds two keys, through the JSON gateway (v3) with the stand
     /diloco/RUN/holder    the epoch, under an etcd lease of ``ttl_s``: it exists while a process holds the lease
 
 Every change is one transaction that compares both keys as they were read. Only etcd measures time. It counts a renewal
-from its arrival, which is later than its sending, from which the holder counts.
+from its arrival; the holder counts from its sending, which is earlier.
 
 Endpoints are tried one after another, each for a bounded time. A request without an answer may have been carried out
-all the same: the next one finds out. Without users, everyone who reaches etcd may change the lease. With users, etcd
-refuses a request whose certificate has a common name: this client's certificate must have none.
+anyway: the next one shows that. Without users, everyone who reaches etcd may change the lease. With users, etcd refuses
+a request whose certificate has a common name: this client's certificate must have none.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def is_held(standing: Standing, own: Standing) -> bool:
 
 def not_trusted(place: object, what: str) -> LeaseError:
     """Return the error for a lease with invalid content; ``what`` describes the fault."""
-    return LeaseError(f"{place} is no lease that can be trusted: {what}; no process takes it before it is mended")
+    return LeaseError(f"{place} is not a valid lease: {what}; no process takes it until it is repaired")
 
 
 def standing_of(plain: object, place: object) -> Standing:
@@ -218,7 +220,7 @@ class LeaseHolder:
             try:
                 self._lease.change(self._own, released=True)
             except LeaseError as error:
-                self._emit("note", {"note": "lease", "why": f"not given back, it will run out: {error}"})
+                self._emit("note", {"note": "lease", "why": f"it was not released and will expire: {error}"})
 
     def _run(self) -> None:
         while not self._stopping.is_set() and self.machine.lost is None:
@@ -259,7 +261,7 @@ class LeaseHolder:
 class Remembered:
     """What a data folder records of leases: its own name in them, and the place of the lease it was led under.
 
-    ``home`` tells the folder itself from a copy of it; empty in a record of a version that did not write it.
+    ``home`` distinguishes the folder from a copy of it; empty in a record of a version that did not write it.
     """
 
     name: str
@@ -425,13 +427,13 @@ class FileLease:
             contextlib.suppress(BlockingIOError),
         ):
             lock(other)  # Some file systems grant it to every caller.
-            raise LeaseError(f"{self.path} lies on a file system without locks (flock): take another, or kind=etcd")
+            raise LeaseError(f"{self.path} is on a file system without locks (flock): use another, or kind=etcd")
         own, count = next_standing(standing, claim), content.count if content else 0
         taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self._run_id))
         return own if taken else None
 
     def _watched(self) -> tuple[_Content | None, bool]:
-        """Read the file, and note since when its content has been the same; return it, and whether it has run out."""
+        """Read the file, and note since when its content is the same; return it, and whether the lease has expired."""
         content = self._read()
         if content != self._seen or content is None:
             self._seen, self._since_s = content, self._clock_s()
@@ -608,7 +610,7 @@ class EtcdLease:
         for endpoint in endpoints:
             parts = urlsplit(endpoint)
             if "@" in parts.netloc:
-                raise ValueError("endpoints has one with a name or password, which etcd is not told: http://host:2379")
+                raise ValueError("endpoints has one with a name or password, which etcd never gets: http://host:2379")
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
                 raise ValueError(f"endpoints has {endpoint!r}: like http://host:2379")
         if not endpoints:
@@ -657,7 +659,7 @@ class EtcdLease:
         if not changes:
             answer = self.ask("lease/keepalive", {"ID": self._number}).get("result")
             if not isinstance(answer, dict):
-                raise LeaseError(f"{self.place}: etcd answered what cannot be read: {answer}")
+                raise LeaseError(f"{self.place}: the answer of etcd cannot be read: {answer}")
             return _number(answer.get("TTL")) > 0 and self._ours(own) is not None
         while (found := self._ours(own)) is not None:
             assert found.standing is not None
@@ -684,7 +686,7 @@ class EtcdLease:
             changed, held_changed = (int(key["mod_revision"]) if key else 0 for key in (lease, holder))
             return _Found(standing, changed, epoch, held_changed)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise LeaseError(f"{self.place}: etcd answered what cannot be read: {answers}") from error
+            raise LeaseError(f"{self.place}: the answer of etcd cannot be read: {answers}") from error
 
     def _put(self, found: _Found, standing: Standing, holder: dict[str, str] | None = None) -> bool:
         """Write ``standing``, and the holder's key if it is given, unless either key has changed since ``found``."""

@@ -9,11 +9,11 @@ fragment, T threads, M sites in a round, and fp32 everywhere:
                  none where a version is sent whole
     new versions ``VERSIONS_MAX`` times the state of the largest fragment and its down-link
     the fold     for each thread ``RANGES`` ranges of values, and for each update of the round ``PAGES_BYTES`` of its
-                 payload, which lies on the disk, and is unpacked there if there is space; each thread unpacks one
+                 payload, which is on the disk, and is unpacked there if there is space; each thread unpacks one
     the merge    where it is not the mean: the largest fragment once more, and for each thread a range of every site
     reception    ``ServerOptions.memory_bytes_max``
-    a region     of every fragment what it measures from, the version above and the updates that go up, as many as may
-                 be in flight there and a last one, and of the largest fragment ``TAKING`` times its values while a
+    a region     for every fragment its reference, the version above and its updates for the syncer above, as many as
+                 may be in flight there and a last one; for the largest fragment ``TAKING`` times its values while a
                  version above is fetched, kept and taken
 
 The bound excludes old versions that a reader still holds. A snapshot releases each fragment once it is written, so it
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from diloco.wire.options import ServerOptions
 
 THREADS_MAX = 4
-"""More threads would wait for the memory rather than for each other."""
+"""More threads would only wait for the memory."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SyncerOptions:
-    """Options of the process around the machine. ``folder`` is its own data folder."""
+    """Options of a syncer's process. ``folder`` is its data folder."""
 
     folder: str
     up_codecs: list[str] = field(default_factory=lambda: ["fp32"])
@@ -59,16 +59,16 @@ class SyncerOptions:
     snapshot_every: int = 16
     """Outer steps (over all fragments) between two snapshots."""
     downlinks_kept: int = 32
-    """Versions per fragment that a site may lag behind and still be sent differences."""
+    """Versions per fragment that a site may lag behind and still get differences."""
     heartbeat_s: float = 1.0
     linger_s: float = 10.0
-    """After the last version: longest wait for the sites to have heard of it."""
+    """Longest wait, after the last version, for the sites to get their fates and to leave."""
     retain_steps: int = 256
     """Outer steps (over all fragments) of the past that can be replayed; 0: only what recovery needs is kept."""
     retain_mb: int = 8192
-    """What the past may take beyond what recovery needs: old snapshots, journal, payloads.  The oldest goes first."""
+    """Disk space for old snapshots, journal and payloads beyond what recovery needs; the oldest are deleted first."""
     disk_reserve_mb: int = 64
-    """Free space below which no update is taken in; 0: as long as the disk takes it."""
+    """Free disk space below which the syncer accepts no update; 0: it accepts them until a write fails."""
     threads: int = 0
     """Threads that merge a round, each a range of the fragment at a time; 0: up to 4 of the process's cores."""
     memory_check_s: float = 10.0
@@ -148,8 +148,8 @@ def state_bytes_max(numels: Sequence[int], outer_kind: str, down_codec: str, dow
 
 
 def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptions, updates_above: int = 0) -> int:
-    """Return the sum of these bounds, for as many sites in a round as ``network`` admits, each with one update.
-    ``updates_above`` of a region's updates may be in flight; 0 if it is none."""
+    """Return the module's bound in bytes, for as many sites in a round as ``network`` admits, each with one update.
+    ``updates_above`` of a region's updates may be in flight; 0 if the syncer is not a region."""
     numels = [fragment.numel for fragment in plan.layout.fragments]
     ups = [make_codec(name) for name in options.up_codecs]
     largest, sites = max(numels), network.sites_max

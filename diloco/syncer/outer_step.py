@@ -5,7 +5,7 @@ gives the same bits (DESIGN invariant 11). It works on ranges of the fragment, o
 range reads its part of every payload from the disk. Memory holds the new version (its tensors and its down-link), for
 each thread a few ranges, and of each site's payload what the present ranges need.
 
-A region. ``taken`` makes a version of a region from one of the syncer above, and from no update.
+A region. ``taken`` makes a region's version from a version of the syncer above, without any update.
 
 Costs. ``RoundCosts`` times each stage of a round in this process: for its events, its status and its metrics.
 
@@ -99,7 +99,7 @@ def run_outer_step(
         parallel: Callable[..., Iterable[Any]] = map
         if threads > 1:
             pool = ThreadPoolExecutor(threads, "fold")
-            stack.callback(pool.shutdown, cancel_futures=True)  # After one that fails the others are cancelled.
+            stack.callback(pool.shutdown, cancel_futures=True)  # After a failed task the others are cancelled.
             parallel = pool.map
         contributions, payloads = _opened(command, spool, values.theta.numel(), parallel)
         times.append(time.perf_counter())
@@ -199,7 +199,7 @@ class RoundCosts:
 
     ``receive_s`` is this process's working time on the round's updates as they arrived: writing, decoding, measuring,
     the fsync; not the network's time. ``read_s``, ``fused_s`` and ``digest_s`` are those of ``Costs``. ``publish_s`` is
-    from there until sites are told: the journal, its fsync, a standby.
+    the time after that until sites are told: the journal, its fsync, a standby.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:

@@ -315,7 +315,7 @@ class Holdings:
         """Choose a pull's answer: a chain of down-links if that is shorter, else the whole fragment in fp32.
 
         ``state`` gives the epoch, and how many sites have updates in the version and not in the one before, as far as
-        its kept fates still tell.
+        the fates that it keeps show.
         """
         held, fragment = self.values[ask.fragment], ask.fragment
         numel, version = held.published.numel(), ask.want_version or held.version

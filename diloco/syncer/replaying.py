@@ -11,9 +11,9 @@ such a round would have met its quorum, and when, is not considered. A step of w
 keeps its number: values, momentum and published values are those of the version before. The down-link chain is computed
 again, because what a codec rounds off in one version is part of the next.
 
-Not undone: an update that was measured from a base with a chosen one in it stays as it is. Those are counted. They can
-do harm: after a poisoned version the other sites learn to get away from it, and those corrections lead astray in a run
-that was never poisoned. With ``and_later`` they are left out as well.
+Not undone: an update that was measured from a base with a chosen one in it is merged unchanged, and counted. Such
+updates can do harm: after a poisoned version the other sites learn to correct it, and those corrections are errors in a
+run that was never poisoned. With ``and_later`` they are left out as well.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class ReplayerWithout(Replayer):
         lacking = run_outer_step(lacks, values, self.spool, self.rule, self.holdings.down_codec)
         if lacking is None:
             raise LeaveOutError(
-                f"version {event.version} of fragment {event.fragment} has no finite result without what is left out"
+                f"version {event.version} of fragment {event.fragment} has no finite result without left-out updates"
             )
         return lacking
 
@@ -213,8 +213,8 @@ class ReplayerWithout(Replayer):
         """Continue with the lineage's first values; ``LeaveOutError`` when an update of an earlier one was left out."""
         if self.left_out:
             raise LeaveOutError(
-                f"lineage {event.lineage} began after what is left out, with values that were given to it; leaving "
-                "something out of an earlier lineage changes nothing of it"
+                f"lineage {event.lineage} began after the left-out updates, with values that a restore gave it: "
+                "leaving out updates of an earlier lineage does not change it"
             )
         values, last = self.lineages.values(event), self.last
         if last is None or all(first.version <= last for first in values):

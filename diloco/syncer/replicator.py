@@ -89,7 +89,7 @@ class Replicator:
     # --- the decision loop's side ------------------------------------------------------------------------------------
 
     def replicated(self, end: Place) -> str | None:
-        """Return why nothing may be told yet of the turn whose records end there, or None."""
+        """Return why the syncer must not tell anything yet of the turn whose records end at ``end``, or None."""
         with self.changed:
             durable, slow = self.machine.durable, self.machine.slow
             why, heir = self.machine.may_tell(end, time.monotonic_ns())
@@ -189,7 +189,7 @@ class Follower:
                     if snapshot.journal_chain:
                         break
             else:
-                raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet that a standby could begin with: come back")
+                raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet to begin with: try again later")
             self._snapshot = self._store.snapshots.folder / f"{number:08d}"
             self._segment, self._chain = snapshot.journal_segment, snapshot.journal_chain
             self._waiting = sorted(payloads_in(snapshot.state))
@@ -263,8 +263,8 @@ class Follower:
     def _too_slow(self, name: str) -> Refusal:
         """Refuse: ``name`` was deleted although pinned, as the disk is full or the pin held too many bytes."""
         if self._anew:
-            return Refusal(Status.UNAVAILABLE, f"{name} is not kept any more: the copy begins again from what is")
-        text = f"{name} is not kept any more: the standby is too far behind, give it an empty folder"
+            return Refusal(Status.UNAVAILABLE, f"{name} was deleted meanwhile: the copy starts over")
+        text = f"{name} was deleted meanwhile: the standby is too far behind, give it an empty folder"
         return Refusal(Status.FAILED_PRECONDITION, text)
 
     def _find(self, start: FollowStart) -> Place:
@@ -277,7 +277,7 @@ class Follower:
                 return start.segment + 1, 0
             break
         lineage = self._replicator.core.machine.state.lineage
-        other = f"standby {start.standby} has a journal that this one, of lineage {lineage}, does not go on from"
+        other = f"standby {start.standby} has a journal that this one, of lineage {lineage}, does not continue"
         raise Refusal(Status.FAILED_PRECONDITION, f"{other}: give it an empty folder")
 
     def _segment_bytes(self, segment: int) -> bytes:
@@ -323,7 +323,7 @@ class Follower:
                 # Its first values go before its record: a standby with the record cannot go back.
                 folder = self._store.lineages.folder / str(event.lineage)
                 if not folder.exists():
-                    text = f"lineage {event.lineage} began with values that are not kept any more"
+                    text = f"lineage {event.lineage} began with values that were deleted"
                     raise Refusal(Status.FAILED_PRECONDITION, f"{text}: give the standby an empty folder")
                 for path in sorted(folder.iterdir()):
                     yield from self._file(path)
@@ -332,9 +332,9 @@ class Follower:
                 if path.exists():
                     yield from self._file(path)
                 elif event.payload in self._replicator.core.ask(lambda it: payloads_in(it.snapshot()), early=True):
-                    # One of an update that was not accepted is missing, and not needed.
+                    # The payload of an update that was not accepted may be missing: nothing needs it.
                     why = f"spool/{event.payload} is missing on the syncer's disk, and its update has no fate yet"
-                    raise Refusal(Status.FAILED_PRECONDITION, f"{why}: nothing can follow it")
+                    raise Refusal(Status.FAILED_PRECONDITION, f"{why}: no standby can follow")
             if isinstance(event, Sealed):
                 path = self._store.folder / outbox_file(event.fragment, event.sequence)
                 yield from self._file(path, may_be_gone=True)

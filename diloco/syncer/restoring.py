@@ -4,8 +4,8 @@ Reading. ``Kept`` reads what a syncer's data folder keeps of the past; it never 
 The folder may be that of a running syncer. Its journal then grows during the read, and a snapshot, a segment or a
 payload may be deleted: ``Kept.replay`` then reads again, a bounded number of times.
 
-Restoring. The order of writes, such that no crash leaves half a restore, in the data folder of a stopped run, whose
-lock the caller holds:
+Restoring. In the data folder of a stopped run, whose lock the caller holds, the order of writes is such that no crash
+leaves half a restore:
 
 1. the values, as each fragment's next version, into ``lineages/``: durable, and nothing reads them yet;
 2. the record ``LineageBegan`` into the journal, durable: from here on the restore has happened, and every recovery of
@@ -61,7 +61,7 @@ ATTEMPTS = 5
 
 
 class KeptError(ValueError):
-    """The request is not in the folder, or is damaged; the text says what is there, or names the file."""
+    """The folder lacks what was requested, or it is damaged; the text says what is there, or names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Kept:
                 state, segment = self.snapshots.peek(number)
                 found.append(Point(number, from_plain(OuterState, state, "state"), segment))
             except SnapshotError as error:
-                self._note(f"{error}; it is passed over")
+                self._note(f"{error}; it is skipped")
             except PlainError as error:
                 raise KeptError(f"snapshot {number} in {self.folder} is of another version: {error}") from error
         if not found:
@@ -171,7 +171,7 @@ class Kept:
                 snapshot = self.snapshots.load(point.number)
                 break
             except SnapshotError as error:
-                self._note(f"{error}; it is passed over")
+                self._note(f"{error}; it is skipped")
         else:
             raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
         try:
@@ -225,7 +225,7 @@ def _card(path: Path) -> RunCard:
         return RunCard(facts["run_id"], facts["layout_fingerprint"], facts["shared_digest"])
     except FileNotFoundError:
         if any(path.parent.glob("snapshots/[0-9]*")):
-            raise KeptError(f"{path} is missing: a start of the run's syncer writes it anew") from None
+            raise KeptError(f"{path} is missing: start the run's syncer, which writes it again") from None
         raise KeptError(f"{path.parent} is no syncer's data folder: it has no {path.name}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise KeptError(f"{path} is damaged: {error}") from error
@@ -259,7 +259,7 @@ KEEP_PAST = Retention(steps=1 << 40, bytes_max=1 << 60)
 """A restore deletes nothing that can be replayed; the syncer that continues applies its own settings."""
 LEFT_ALONE = frozenset({LOCK, "leadership.json", STAGING})
 MOVED = ("journal", "run.json", "spool", "lineages", "snapshots")
-"""The order in which a restored folder's parts are moved into place: recoverable only with the last."""
+"""The order in which a restored folder's parts are moved into place: it is recoverable only with the last."""
 
 
 class RestoreError(ValueError):
@@ -326,13 +326,13 @@ def begin_lineage(
 def restore_in_place(
     folder: Path, card: RunCard, rules: Rules, image: Image, why: str, known: Known, disk: Disk = PLAIN_DISK
 ) -> Restored:
-    """Continue the run in ``folder`` from ``image``. ``RestoreError``; ``StoreError`` when the folder is not intact."""
+    """Continue the run in ``folder`` from ``image``; raise ``RestoreError``, or ``StoreError`` for a damaged folder."""
     if (name := card.difference(image.card)) is not None:
         theirs, ours = image.card.get(name), getattr(card, name)
         raise RestoreError(f"the image is of another run: its {name} is {theirs!r}, and here it is {ours!r}")
     with _opened(folder, card, disk) as store:
         if store.is_new():
-            raise RestoreError(f"{folder} holds no run: an image says what the values are, and not who was in the run")
+            raise RestoreError(f"{folder} holds no run: an image has the run's values, but not its sites")
         # Waiting updates are refused, intact or not.
         machine = store.recover(rules, merges=False).machine
         lineage = known.next_lineage(machine.state.lineage)
@@ -407,7 +407,7 @@ def _staged(folder: Path, disk: Disk) -> Iterator[Path]:
     there = sorted(path.name for path in folder.iterdir() if path.name not in LEFT_ALONE)
     # A restore that was interrupted after its last move has left a complete run, which may have continued since.
     if there and staging.exists() and any(folder.glob("snapshots/[0-9]*")):
-        raise RestoreError(f"{folder} is restored, and only what tidies up after it was cut short: start the syncer")
+        raise RestoreError(f"{folder} is restored, and only the clean-up after it was interrupted: start the syncer")
     if there and not staging.exists():
         raise RestoreError(
             f"{folder} is not empty (it holds {', '.join(there[:5])}): move it away first, nothing in it is overwritten"

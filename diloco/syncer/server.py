@@ -184,7 +184,7 @@ class Syncer:
         if self.options.backup.url:
             run_id = self.plan.agreement.run_id
             self.backups = backups = Backups(self.options.backup, self.store.folder, run_id, self.emit, self._disk)
-            # Runs after keeper.finish: the last one has the last snapshot. The run of a hand-over has no last one.
+            # Runs after keeper.finish: the last backup has the last snapshot. Only a run that has ended gets one.
             self._taken.callback(lambda: backups.stop(last=self.ending is not None and self.failed is None))
         self.core.start()
         self._taken.callback(self.keeper.finish)  # Runs after core.stop: no other snapshot begins.
@@ -291,7 +291,7 @@ class Syncer:
         self._above = above = self._make_above()
         self.region = Region(above, self)
         self.core.post(self.region.begin(machine))
-        # Once that is durable, also at a standby: a syncer that another has replaced must not act for the region above.
+        # Once that is durable, also at a standby: a syncer that was replaced must not act for the region above.
         self.core.do_soon(lambda machine: above.start())
 
     def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
@@ -310,7 +310,7 @@ class Syncer:
                 time.sleep(LOOK_EVERY_S / 10)
 
     def _await_word(self, stopping: threading.Event) -> None:
-        """Keep a region finished that had finished before, unless the syncer above answers. Runs in its own thread."""
+        """Finish again a region that had finished before, unless the syncer above answers. Runs in its own thread."""
         while not stopping.wait(START_WAIT_S):
             with suppress(CoreHeld, CoreStopped):
                 if not self.core.ask(lambda machine: has_joined(machine.state)):
@@ -414,7 +414,7 @@ class Syncer:
             time.sleep(LOOK_S)
 
     def drain(self) -> bool:
-        """Begin the last round of this part of the run; return False if the loop is held, and so did not begin it."""
+        """Begin the last round of this part of the run; return False if the loop is held and cannot begin it."""
         try:
             self.api.drain()
         except CoreHeld:
@@ -665,8 +665,8 @@ class Region:
     def tell(self, event: RegionEvent) -> None:
         """Pass an event to the machine.
 
-        While the loop waits for disk space, versions go on being published above. So unprocessed ones take one place in
-        the queue for each fragment, and the newest replaces the others.
+        While the loop waits for disk space, the syncer above keeps publishing versions. So the queue holds at most one
+        unprocessed version of each fragment, the newest.
         """
         if not isinstance(event, VersionPublished):
             self.syncer.core.post(event)
@@ -701,7 +701,7 @@ class Region:
 
     def carry_out(self, effect: RegionEffect) -> None:
         """Carry out the machine's effect towards the syncer above."""
-        assert not isinstance(effect, TakeVersion), "an outer step like any other"
+        assert not isinstance(effect, TakeVersion), "TakeVersion is carried out as an outer step"
         match effect:
             case LetGo():
                 self.syncer.store.release(effect.payload)
@@ -709,7 +709,7 @@ class Region:
                 self.give_up(effect.why)
             case Seal():
                 values = self.syncer.holdings.values[effect.fragment]
-                assert values.reference is not None, "an update is made, and there is nothing to measure it from"
+                assert values.reference is not None, "an update needs a reference to be measured from"
                 self.above.seal(effect, values.reference, values.theta)
             case _:
                 self.above.order(effect)
@@ -720,8 +720,8 @@ def check_site(state: OuterState, site: str) -> None:
     if state.upstream is None:
         if site and any(fragment.version for fragment in state.fragments):
             raise StoreError(
-                f"upstream.site_id is {site!r}, and this run has begun without a syncer above, whose values would take "
-                "the place of its own: take another run.name"
+                f"upstream.site_id is {site!r}, and this run has begun without a syncer above, whose values would "
+                "replace its own: take another run.name"
             )
     elif state.upstream.site and state.upstream.site != site:
         now = f"upstream.site_id is {site!r}" if site else "upstream.endpoint is null"

@@ -9,8 +9,8 @@ complete. Every file is verified on reading. The error names a damaged snapshot;
 Retention decides how much of the past a data folder keeps: which snapshots may go, and with them the journal and
 payloads behind them. The newest two snapshots always stay: recovery needs one, and another if that is damaged. Beyond
 those, the past is kept from one snapshot on, the *anchor*: everything from it to now can be replayed. The anchor is the
-newest snapshot that is at least ``steps`` outer steps old. Of the snapshots after it only so many stay that the next
-anchor is never far. If all that takes more than ``bytes_max``, the oldest goes first.
+newest snapshot that is at least ``steps`` outer steps old. Of the snapshots after it, only as many stay as keep the
+next anchor close. If all that takes more than ``bytes_max``, the oldest goes first.
 
 Writing. Safetensors files are written straight from the tensors' memory: no copy is made, whatever their size. The
 library's own writer joins all tensors to one string first, which at a billion parameters takes as much memory as the
@@ -25,7 +25,7 @@ Images. An image is the values of every fragment at one instant, in a folder fro
     IMAGE/  fragment-0.safetensors ...  image.json (what it is, sizes and SHA-256 of the others)
 
 An image is written into a temporary folder beside its place, every file made durable, then renamed: a folder with an
-``image.json`` is complete. On reading every file is verified, ``image.json`` by a digest of its own, and every fragment
+``image.json`` is complete. On reading every file is verified, ``image.json`` by its own digest, and every fragment
 against the digest of its published values.
 
 Lineages. ``Lineages`` keeps the values that each lineage of a run began with, until no snapshot is older than its
@@ -83,7 +83,7 @@ NEWEST = 2
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep ``steps`` outer steps over all fragments (0: recovery's need), in ``bytes_max`` beyond that need."""
+    """Keep ``steps`` outer steps over all fragments (0: what recovery needs), in ``bytes_max`` beyond that need."""
 
     steps: int = 0
     bytes_max: int = 0
@@ -123,7 +123,7 @@ def choose(points: Sequence[Point], retention: Retention, bytes_in: Callable[[ra
     anchor = old_enough[-1] if old_enough else past[0]
     kept: list[Point] = []
     for point in past:
-        # Half of ``steps`` apart, so that few stay, and yet the anchor is hardly ever twice as old as it must be.
+        # Half of ``steps`` apart: few stay, and the anchor is hardly ever twice as old as it must be.
         if point.steps >= anchor.steps and (not kept or point.steps - kept[-1].steps >= retention.steps / 2):
             kept.append(point)
     cut = False
@@ -199,7 +199,7 @@ def _write_files(
     manifest: tuple[str, dict[str, object]],
     step: Step,
 ) -> Facts:
-    """Write ``files`` and last the named ``manifest``, with their facts and a digest of its own; return the facts."""
+    """Write ``files`` and last the named ``manifest``, with their facts and its own digest; return the facts."""
     facts: Facts = {}
     for name, parts in files:
         found = hashlib.sha256()
@@ -275,8 +275,8 @@ class NewerSnapshotError(SnapshotError):
 class FragmentValues:
     """A fragment at one version, flat fp32: ``theta`` (Θ), ``published`` (Θ̂), and its outer ``optimizer`` state.
 
-    ``digest`` is that of ``published``. A region measures what it sends up from its ``reference``: its values right
-    after it took the last version of the syncer above. The tensors are never written to again: a new version is a new
+    ``digest`` is that of ``published``. A region measures its updates from ``reference``: its values right after it
+    took the last version of the syncer above. The tensors are never written to again: a new version is a new
     object.
     """
 
@@ -427,7 +427,7 @@ class Snapshots:
             odd = set(files) ^ {path.name for path in folder.iterdir()} ^ {"manifest.json"}
             if odd:
                 words = ", ".join(sorted(odd))[:200]
-                raise SnapshotError(f"{folder} is damaged: its manifest and what lies there differ in {words}")
+                raise SnapshotError(f"{folder} is damaged: its manifest and its files differ in {words}")
             yield files
 
 
@@ -465,7 +465,7 @@ def unpack(data: bytes | Tensor) -> FragmentValues:
     held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if isinstance(data, bytes) else data
     begin = 8 + int.from_bytes(held[:8].numpy().tobytes(), "little")
     if not 8 < begin <= len(held):
-        raise ValueError(f"the header is said to end at byte {begin} of {len(held)}")
+        raise ValueError(f"its header claims to end at byte {begin} of {len(held)}")
     header = parse_json(held[8:begin].numpy().tobytes())
     facts = header.pop("__metadata__")
     tensors = {name: _values(held[begin:], told) for name, told in header.items()}
@@ -493,7 +493,7 @@ def _values(held: Tensor, told: dict[str, object]) -> Tensor:
 Held = dict[tuple[str, int], tuple[int, int]]
 """(site, fragment) to the tokens and updates of that site that some values hold."""
 IMAGE_FORMAT = 2
-"""Format 1 had no digest of its own, and was never released."""
+"""Format 1 had no digest of itself, and was never released."""
 IMAGE_MANIFEST = "image.json"
 MODEL = "model.safetensors"
 
@@ -524,7 +524,7 @@ def write_image(
     A caller whose state relies on the image passes its own ``step``.
     """
     if folder.exists():
-        raise ImageError(f"{folder} exists already: an image gets a folder of its own")
+        raise ImageError(f"{folder} exists already: an image gets its own folder")
     beside = folder.with_name(f".{folder.name}.tmp")
     disk.remove(beside, step)
     disk.make_folder(beside, step)
@@ -557,7 +557,7 @@ def read_image(folder: Path) -> Image:
         for index, (values, version, told) in enumerate(zip(fragments, versions, digests, strict=True)):
             if (values.version, values.digest, digest(values.published, told)) != (version, told, told):
                 path = folder / _fragment_file(index)
-                raise ImageError(f"{path} is not the version {version} that {IMAGE_MANIFEST} speaks of")
+                raise ImageError(f"{path} is not the version {version} that {IMAGE_MANIFEST} names")
         held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}
         return Image(dict(manifest["card"]), tuple(fragments), held, dict(manifest["facts"]))
 
@@ -689,6 +689,6 @@ class MemoryCheck:
         if damaged is not None:
             raise MemoryDamaged(
                 f"{damaged} of version {held.version} of fragment {fragment} changed in this process's memory: this "
-                "machine corrupts data; started again, here or on another one, the syncer goes on from its disk"
+                "machine corrupts data; started again, here or elsewhere, the syncer continues from its disk"
             )
         self.seen[fragment] = own

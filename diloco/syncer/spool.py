@@ -122,7 +122,7 @@ class Spool:
         self.partial = folder / ".partial"  # No site's name begins with a dot.
         disk.make_folder(self.partial, Step.FOLDER)
         self._sites: set[str] = set()
-        self._claims: dict[str, list[Settled | None]] = {}  # By payload, its attempts; gone with the last of them.
+        self._claims: dict[str, list[Settled | None]] = {}  # By payload, its attempts; removed with the last of them.
         self._claims_lock = threading.Lock()
 
     def reference(self, site: str, fragment: int, sequence: int, digest: str) -> str:
@@ -141,9 +141,9 @@ class Spool:
     def keep(self, partial: PartialUpdate) -> str:
         """Make a complete update durable under its final name; ``settle`` must follow.
 
-        Two attempts at the same update may be here at once, when a site gave up a push and sent it again: name and
-        content are the same. If the name exists already, an earlier attempt has kept it for good: a later attempt that
-        is refused, as its process has been replaced meanwhile, must not remove it.
+        Two attempts at the same update may overlap, when a site gave up a push and sent it again: name and content are
+        the same. If the name exists already, an earlier attempt has kept it for good: a later attempt that is refused,
+        because its process has been replaced meanwhile, must not remove it.
         """
         reference = partial.reference
         with self._claims_lock:
@@ -232,7 +232,7 @@ class Spool:
             raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
 
     def sweep(self, needed: Collection[str]) -> int:
-        """Delete every complete update that is not ``needed``, and unfinished copies; return how many updates went."""
+        """Delete every complete update that is not ``needed``, and unfinished copies; return the number of updates."""
         wanted = set(needed)
         gone = 0
         for leftover in self.folder.glob("*/.*.tmp"):
@@ -246,7 +246,7 @@ class Spool:
 
 
 class PartialUpdate:
-    """An incoming update. ``offset`` bytes are here; ``write`` appends, ``hash`` is over all of them."""
+    """An incoming update. ``offset`` bytes have arrived; ``write`` appends, ``hash`` is over all of them."""
 
     def __init__(self, path: Path, reference: str, payload_bytes: int, disk: Disk, like: str) -> None:
         """``reference`` is its final name; ``like`` is the declared digest, which sets the digest's form."""

@@ -14,9 +14,9 @@ With a lease a thread polls it. An heir has everything that any site was told, s
 holder has let it expire, without a command. Any other standby takes over only by an operator's command (``lossy``),
 once no process holds the lease. What it lacks is lost, so a new lineage begins with what it has.
 
-Without a lease the operator's command alone decides, and the standby reports what speaks against it: that the syncer is
-still alive, or may have told sites what the standby lacks. ``lossy`` overrides both, because a new lineage fences
-either. Nothing watches a standby whose thread has died, so any failure other than a lease error ends the standby, with
+Without a lease the operator's command alone decides. The standby refuses it while the syncer is still alive, or if the
+syncer may have told sites what the standby lacks. ``lossy`` overrides both, because a new lineage fences off the old
+syncer. Nothing watches a standby whose thread has died, so any failure other than a lease error ends the standby, with
 its reason.
 
 Process. ``StandingBy`` follows, reports its status, sends every other caller to the syncer, and frees the address for a
@@ -145,7 +145,7 @@ class Incoming:
             self._disk.remove(self._beside, Step.STANDBY_FILE)
 
 
-ANEW = "move {} away and run the same `diloco standby follow` again, which copies the run anew"
+ANEW = "move {} away and run the same `diloco standby follow` again, which copies the whole run"
 BEHIND_MAX = 1024
 """Turns that are durable here and not replayed yet; at this many the standby takes nothing more: the syncer waits."""
 PAUSE_S = 0.5
@@ -236,7 +236,7 @@ class Standby:
         return replayer.machine.state if replayer is not None and self.failed is None else None
 
     def still_hears(self) -> bool:
-        """Return whether the syncer sends anything within the time in which it must; not to be called in the thread
+        """Return whether the syncer sends anything within the time in which it must; do not call this in the thread
         that follows."""
         asked_s = time.monotonic()
         while self.connected and time.monotonic() - asked_s < HEARS_TIMES * self._options.replication.alive_s:
@@ -246,10 +246,10 @@ class Standby:
         return False
 
     def may_lack(self) -> str | None:
-        """Return why the syncer may have told sites what is not here, as far as is known; None where it cannot have."""
+        """Return why the syncer may have told sites something that this standby lacks; None if it cannot have."""
         state = self.state()
         if state is not None and state.detached:
-            return "the syncer did not wait for this standby when it was last heard"
+            return "the syncer did not wait for this standby when it last sent anything"
         if not self._waits:
             return "the syncer goes on without a standby that is away, because it does not replicate in mode sync"
         return None
@@ -260,7 +260,7 @@ class Standby:
         if self.failed is not None or self._replayer is None:
             self._taken.close()
             raise StandbyError(
-                f"standby {self.name} has no state to go on from: {self.failed or 'it has followed no syncer'}"
+                f"standby {self.name} has no state to continue from: {self.failed or 'it has followed no syncer'}"
             )
         machine = self._replayer.machine
         epoch = promoted_epoch(machine.state.epoch, int(time.time()))
@@ -296,7 +296,7 @@ class Standby:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over and the syncer stopped in order, so that no standby is needed."""
+        """Whether the run is over and the syncer has said that it stops, so that no standby is needed."""
         state = self.state()
         return self._left and state is not None and state.phase is Phase.ENDED and state.ending is Ending.FINISHED
 
@@ -392,7 +392,7 @@ class Standby:
         match part:
             case Follows():
                 if part.anew != (self._replayer is None):
-                    raise StandbyError(f"the syncer began somewhere else than was asked: {ANEW.format(self.folder)}")
+                    raise StandbyError(f"the syncer did not begin where it was asked to: {ANEW.format(self.folder)}")
                 self._began_at = Position(part.segment, part.chain) if part.anew else None
                 for leftover in self.store.snapshots.folder.glob(".incoming-*"):
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
@@ -403,7 +403,7 @@ class Standby:
                 self._incoming = Incoming(self.store, part, self.disk)
             case Chunk():
                 if self._incoming is None:
-                    raise StandbyError("a chunk came of nothing")
+                    raise StandbyError("a chunk arrived without an item")
                 self._incoming.accept(part)
             case Alive():
                 stream.ack(FollowAck(*self.acked))
@@ -437,7 +437,7 @@ class Standby:
                 self._orders.put(records)  # Also if only its mark finds no space: the frame is written.
         if journal.chain != unit.chain:
             raise StandbyError(
-                f"byte {item.offset} of segment {item.segment} does not go on from the journal here: "
+                f"byte {item.offset} of segment {item.segment} does not continue the journal here: "
                 f"{ANEW.format(self.folder)}"
             )
 
@@ -476,7 +476,7 @@ class Standby:
                     if isinstance(record.event, Sealed):
                         self._clear_outbox(replayer.machine.state, record.event)
             except (JournalError, SpoolError) as error:
-                # The record is durable all the same, but a standby that computes other bits must not continue.
+                # The record is durable, but a standby that computes other bits must not continue.
                 self.fail(StandbyError(str(error)))
             except Exception as error:
                 self.fail(error)
@@ -550,18 +550,18 @@ class Succession:
                 return None
             if self._standby.still_hears():
                 return (
-                    "the syncer that this standby follows is still heard: stop that first, so that never two lead; or "
-                    f"{anew}, and what the other tells from then on is given up"
+                    "this standby still hears the syncer that it follows: stop that first, so that never two lead; or "
+                    f"{anew}, and everything that the other tells from then on is lost"
                 )
             why = self._standby.may_lack()
             return why and f"{why}, so that this standby may lack what was told: start that one again; or {anew}"
         if self._trouble is not None or self._standing is None:
-            return f"what the lease {self._lease.place} says is not known: {self._trouble or 'it was not read yet'}"
+            return f"the state of the lease {self._lease.place} is not known: {self._trouble or 'it was not read yet'}"
         standing, name = self._standing, self._standby.identity
         if not self._vacant:
             itself = ", and this standby takes over by itself then" if standing.heir == name else ""
             return (
-                f"{standing.holder} holds the lease {self._lease.place}: stop it, or wait until it has run out{itself}"
+                f"{standing.holder} holds the lease {self._lease.place}: stop it, or wait until it has expired{itself}"
             )
         if not lossy and name not in (standing.heir, standing.holder):
             return (
@@ -603,7 +603,7 @@ class Succession:
                     self._on_taken()
                     return
         except Exception as error:
-            text = f"the lease {lease.place} is not watched any more: {type(error).__name__}: {error}"
+            text = f"this standby no longer watches the lease {lease.place}: {type(error).__name__}: {error}"
             self._standby.fail(StandbyError(text))
 
     def _look(self, lease: Lease) -> bool:
@@ -642,7 +642,7 @@ ANSWER_S = 0.5
 
 
 class StandingBy:
-    """Use: ``start``, then ``wait`` until it returns what a syncer on the same address continues with; ``stop`` always.
+    """A standby's process. Use: ``start``, ``wait`` until it returns what a syncer continues with, and always ``stop``.
 
     It serves the address from the start, so that a setting that cannot work shows before it is needed, and sites that
     come too early learn where to go: it satisfies ``wire.handlers.SyncerApi`` itself.
@@ -693,7 +693,7 @@ class StandingBy:
 
     @property
     def ended(self) -> bool:
-        """Whether the standby may end: the run is over, and the syncer has stopped in order."""
+        """Whether the standby may end: the run is over, and the syncer has said that it stops."""
         return self.standby.ended and not self.promoted.is_set()
 
     def stop(self) -> None:
@@ -719,7 +719,7 @@ class StandingBy:
     drain = evict = readmit = admit = refuse = snapshot = detach = elsewhere
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
-        """Answer a probe of a connection that matters when this standby takes over."""
+        """Answer a probe: a site tests the connection that it needs once this standby takes over."""
         return replace(probed(self.standby.plan, ask), standby_of=self._primary)
 
     def status(self) -> dict[str, object]:
@@ -735,7 +735,7 @@ class StandingBy:
     def promote(self, *, lossy: bool) -> None:
         """Take over as soon as everything received is replayed."""
         if self.standby.state() is None:
-            raise Refusal(Status.FAILED_PRECONDITION, "this standby has no state to go on from yet")
+            raise Refusal(Status.FAILED_PRECONDITION, "this standby has no state to continue from yet")
         if (why := self._succession.refusal(lossy=lossy)) is not None:
             raise Refusal(Status.FAILED_PRECONDITION, why)
         self.lossy = lossy

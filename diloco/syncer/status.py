@@ -45,7 +45,7 @@ class SiteTally:
 
 
 RECORD_EVERY_S = 5.0
-"""Between two heartbeats of a site in the event log: enough for a chart, and little beside the rounds."""
+"""Seconds between two heartbeats of a site in the event log: enough for a chart, and few beside the rounds."""
 
 
 class Tally:
@@ -81,7 +81,7 @@ class Tally:
             return due
 
     def last_words(self, site: str) -> ReportInfo | None:
-        """Return the last heartbeat of ``site`` if it is not recorded yet; it is from now on."""
+        """Return the last heartbeat of ``site`` if it is not recorded yet; it counts as recorded then."""
         with self._lock:
             known = self._sites.get(site)
             if known is None or known.recorded_s >= known.heard_s:

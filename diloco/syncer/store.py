@@ -82,8 +82,8 @@ STAGING = ".restoring"
 """The subfolder in which ``restoring.py`` builds the files that it then moves into the folder."""
 
 WAYS_OUT = (
-    "put that file back from a standby's spool or a backup's, or have all that waits refused and go on with what is "
-    "merged (`diloco replay RUN --out IMAGE`, then `diloco restore RUN --from IMAGE`)"
+    "copy that file back from the spool of a standby or a backup, or refuse all waiting updates and continue with what "
+    "is merged (`diloco replay RUN --out IMAGE`, then `diloco restore RUN --from IMAGE`)"
 )
 """The remedies for a payload that was damaged before it was merged; part of an error text."""
 
@@ -162,7 +162,7 @@ class Store:
         staging = folder / STAGING
         if staging.exists():
             if not any(folder.glob("snapshots/[0-9]*")):
-                raise StoreError(f"{folder} is being restored, or was when that was cut short: restore it again")
+                raise StoreError(f"{folder} holds an unfinished restore: restore it again")
             disk.remove(staging, Step.FOLDER)  # Left by a restore that is complete.
         self._check_card(card)
         self.spool = Spool(folder / "spool", disk)
@@ -194,7 +194,7 @@ class Store:
         if (name := card.difference(theirs)) is not None:
             raise StoreError(
                 f"{path} has {name} {shown(theirs.get(name))} and this run has {getattr(card, name)!r}: "
-                "another folder, please"
+                "use another folder"
             )
         if {**theirs, **ours} != theirs:  # An earlier release wrote it.
             self.write_lineage(theirs.get("lineage", 1), Step.CARD)
@@ -214,9 +214,9 @@ class Store:
             said = dict(parse_json(path.read_bytes())).get("lineage")
             if type(said) is int and said == lineage:
                 return
-            why = f"{path} said lineage {shown(said)}: the journal's is {lineage}, and is written there"
+            why = f"{path} had lineage {shown(said)}: now it has the journal's, {lineage}"
         except FileNotFoundError:
-            why = f"{path} was missing: it is written anew, with the lineage of the journal, {lineage}"
+            why = f"{path} was missing: it is written again, with the journal's lineage, {lineage}"
         self.write_lineage(lineage)
         self._note("recovery", why)
 
@@ -286,7 +286,7 @@ class Store:
                     ) from error
 
     def decided(self, site: str, fate: Fate) -> None:
-        """Note that an update has its fate: its payload may go once every snapshot kept is newer than that."""
+        """Note that an update has its fate: its payload may be deleted once every kept snapshot is newer than that."""
         self.release(self.spool.reference(site, fate.fragment, fate.sequence, fate.digest))
 
     def release(self, reference: str) -> None:
@@ -300,7 +300,7 @@ class Store:
         place: Position | None = None,
         check: Callable[[int, FragmentValues], None] = lambda index, values: None,
     ) -> Callable[[], int]:
-        """Cut the journal here, or take it as cut at ``place``; return the (long) rest, to be run beside the machine.
+        """Cut the journal here, or use the cut at ``place``; return the (long) rest, to be run beside the machine.
 
         Raises ``DiskFullError`` when there is no space to begin: nothing has changed.
 
@@ -325,7 +325,7 @@ class Store:
                 steps, most = self._retention.steps, self._retention.bytes_max
                 self._note(
                     "retention",
-                    f"less than the last {steps} outer steps can be replayed: {most} bytes do not hold them",
+                    f"less than the last {steps} outer steps can be replayed: they need more than {most} bytes",
                 )
             kept = choice.kept  # Noted again only after all that retention asks for could be replayed.
             falls_short = bool(kept) and kept[0].steps > 0 and kept[-1].steps - kept[0].steps < self._retention.steps
@@ -340,7 +340,7 @@ class Store:
         self._prune(RECOVERY_ONLY)
         gone = len(before) - len(self.snapshots.numbers())
         if gone:
-            self._note("retention", f"{gone} old snapshots and what is behind them went: the disk is full")
+            self._note("retention", f"{gone} old snapshots and the journal behind them are deleted: the disk is full")
 
     def _prune(self, retention: Retention) -> Choice:
         """Delete what ``retention`` does not keep and no standby is being sent.
@@ -383,7 +383,7 @@ class Store:
         try:
             records = self.journal.read(min(self.journal.segments()))
         except JournalError as error:
-            why = f"{error}; it is older than the snapshot in use, and no payload is dropped for it"
+            why = f"{error}; it is older than the snapshot in use, so no payload is dropped"
             self._note("recovery", why)
             return
         needed |= payloads_named(records).keys()

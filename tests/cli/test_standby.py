@@ -61,7 +61,7 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(
                 assert main([*verb, address]) == 0
                 assert f"standby standby follows {first}  versions " in capsys.readouterr().out
             refused(1, "is no standby, but the syncer", "standby", "status", first)
-            refused(1, "this is no standby: it is the syncer", "standby", "promote", first)
+            refused(1, "this is the syncer, not a standby", "standby", "promote", first)
             refused(3, f"this is the standby of {first}: ask there", "standby", "detach", address)
             eventually(lambda: standing.standby.state() is not None, BOUND_S, "it has a state")
             assert main(["standby", "promote", address, "--lossy"]) == 0

@@ -109,7 +109,7 @@ def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
     assert "site-b" not in told
     broken = "permissions cannot be used, its last good content stays in force: permissions p: it is not JSON"
     assert f"  {broken}  TAKES NO" in heading({**STATUS, "identity_complaints": [broken], "not_ready": ["disk_full"]})
-    assert "  BEHIND: where another" in heading({**STATUS, "behind": "where another syncer leads the run now"})
+    assert "  BEHIND: if another" in heading({**STATUS, "behind": "if another syncer leads the run now"})
     standby = {"mode": "sync", "standby": "osl", "following": True, "away_seconds": None, "detached": False}
     assert "  standby osl follows" in heading({**STATUS, "replication": standby})
     away = {**standby, "following": False, "away_seconds": 41.2}

@@ -67,7 +67,7 @@ def test_a_run_without_a_name_says_how_it_goes_on_and_its_syncer_ends_in_words_o
         assert first.endswith(f"; the same command with run.name={name} goes on")
         shutil.rmtree(tmp_path / f"runs/{name}/syncer")
         assert syncer.end() == 1
-        last = f"diloco syncer: runs/{name}/syncer is gone, or was emptied, under this process"
+        last = f"diloco syncer: runs/{name}/syncer was removed or emptied while this process served from it"
         assert syncer.text().splitlines()[-1] == last
         assert "Traceback" not in syncer.text()
 

@@ -196,7 +196,7 @@ def test_a_site_says_it_of_the_address_where_somebody_is(mutual: str) -> None:
     config = compose(["site.id=a", f"site.syncer='127.0.0.1:{free_port()}, {mutual}'"])
     said = join_text(config, "unreachable", "Join: Socket closed")
     assert f"Join: Socket closed; {mutual} {GIVE}" in said
-    assert "TLS" not in join_text(config, "refused", "put out of the run")
+    assert "TLS" not in join_text(config, "refused", "evicted from the run")
 
 
 def test_nothing_is_added_where_it_would_not_help(mutual: str, authority: Authority) -> None:

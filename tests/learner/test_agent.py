@@ -72,7 +72,7 @@ def test_a_first_fetch_that_takes_longer_than_a_heartbeat_ends_no_site(tmp_path:
         ("cut", "unreachable", "the line is cut"),
         ("silent", "unreachable", "timed out waiting for the first versions"),
         ("other", "mismatch", "run_id is 'other' at the site"),
-        ("evicted", "refused", "put out of the run"),
+        ("evicted", "refused", "an operator evicted site"),
         ("not permitted", "refused", "not in the permissions"),
     ],
 )

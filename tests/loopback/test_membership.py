@@ -99,7 +99,7 @@ def test_one_that_is_put_out_stops_in_words_and_stays_out(tmp_path: Path) -> Non
         run.merges("good")
         merged = run.merged("bad")
         again = SiteThread(run.toy, "bad", run.address, step_s=STEP_S)
-        with again, pytest.raises(RuntimeError, match="put out of the run by an operator"):
+        with again, pytest.raises(RuntimeError, match="an operator evicted site bad from the run"):
             again.join(BOUND_S)
         with pytest.raises(Refused) as caught:
             run.operator.evict("nobody")

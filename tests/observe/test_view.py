@@ -262,10 +262,10 @@ def test_what_changes_about_who_may_come_in_is_said_and_no_other_note() -> None:
     for kind in ("identity", "digest_differs"):
         lines(event("note", note=kind, why="permissions cannot be used"))
     lines(event("syncer_started"))
-    lines(event("note", note="backup_behind", why="where another syncer leads the run now, end this one"))
+    lines(event("note", note="backup_behind", why="if another syncer leads the run now, end this one"))
     first, last = out.getvalue().splitlines()
     assert first == "who may come in: permissions cannot be used"
-    assert last == "BEHIND: where another syncer leads the run now, end this one"
+    assert last == "BEHIND: if another syncer leads the run now, end this one"
 
 
 def test_a_terminal_that_went_away_ends_nothing() -> None:

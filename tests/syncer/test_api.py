@@ -212,7 +212,7 @@ def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
         for site, process, reason, status, words in (
             ("b", "00000001", Reason.SUPERSEDED, Status.ALREADY_EXISTS, "newer process speaks for site b: is it start"),
             ("c", "0123abcd", Reason.FULL, Status.RESOURCE_EXHAUSTED, "no room for site c: outer.sites_max is reached"),
-            ("a", "0123abcd", Reason.EVICTED, Status.PERMISSION_DENIED, "site a was put out of the run by an operator"),
+            ("a", "0123abcd", Reason.EVICTED, Status.PERMISSION_DENIED, "an operator evicted site a from the run"),
         ):
             if reason is Reason.EVICTED:
                 syncer.api.evict("a")
@@ -357,7 +357,7 @@ def test_an_evicted_site_is_told_so_on_every_way_and_reads_no_more_under_whateve
         lambda: syncer.api.pull(PullAsk(RUN, "", 0, -1), site),
         lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE),
     ):
-        with pytest.raises(Refusal, match="site a was put out of the run by an operator") as raised:
+        with pytest.raises(Refusal, match="an operator evicted site a from the run") as raised:
             call()
         assert (raised.value.status, raised.value.reason) == (Status.PERMISSION_DENIED, Reason.EVICTED)
     syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
@@ -443,7 +443,7 @@ def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -
         assert said(right[1], right[0]) == (0, 1)
         notes = events.of("note")
         assert [note["note"] for note in notes] == ["base_differs"] * 2
-        assert "what it holds of fragment 1 is not version 0" in notes[0]["why"]
+        assert "its copy of fragment 1 is not version 0" in notes[0]["why"]
         assert said(*right) == ()
         sites: Any = syncer.api.status()["sites"]
         assert (sites["a"]["bases_differed"], sites["b"]["bases_differed"]) == (2, 0)

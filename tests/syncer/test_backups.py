@@ -217,7 +217,7 @@ def test_a_syncer_that_is_started_again_after_a_standby_has_taken_over_learns_it
     backed.backups.stop(last=False)
     assert note["note"] == "backup_behind"
     assert note["why"] == backed.backups.behind
-    assert "is of lineage 1, epoch 9, and this syncer is of lineage 1, epoch 2: where another syncer" in note["why"]
+    assert "is of lineage 1, epoch 9, and this syncer is of lineage 1, epoch 2: if another syncer" in note["why"]
     for _ in range(2):
         backed.go_on()
         backed.backups._once()
@@ -328,8 +328,8 @@ def test_damage_is_named_and_nothing_is_written_outside(tmp_path: Path) -> None:
         vault.fetch("run", "first", tmp_path / "back")
     for changed, said in (
         (marker.replace('"format": 1', '"format": 9'), "has format 9"),
-        (marker.replace("run.json", "../out.json"), "names '../out.json': outside of it"),
-        (marker.replace("run.json", "/out.json"), "names '/out.json': outside of it"),
+        (marker.replace("run.json", "../out.json"), "names '../out.json', outside of the backup"),
+        (marker.replace("run.json", "/out.json"), "names '/out.json', outside of the backup"),
         (marker[:-9], "is damaged"),
         (whole.replace('"epoch": 7', '"epoch": 5'), "is damaged: its own digest does not match"),
     ):

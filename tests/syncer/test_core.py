@@ -692,9 +692,9 @@ def replace(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("lose", "words"),
     [
-        (shutil.rmtree, "is gone, or was emptied, under this process"),
-        (empty, "is gone, or was emptied, under this process"),
-        (replace, "is another folder now than the one that this process serves from"),
+        (shutil.rmtree, "was removed or emptied while this process served from it"),
+        (empty, "was removed or emptied while this process served from it"),
+        (replace, "was replaced: it is not the folder that this process serves from"),
     ],
 )
 def test_a_folder_that_is_lost_takes_nothing_in(folder: Path, lose: Callable[[Path], None], words: str) -> None:
@@ -715,7 +715,7 @@ def test_a_syncer_that_lost_its_folder_ends_in_words(tmp_path: Path) -> None:
     syncer = new_syncer(folder, Events().emit)
     syncer.start()
     shutil.rmtree(folder)
-    with pytest.raises(FolderLostError, match="syncer is gone, or was emptied, under this process"):
+    with pytest.raises(FolderLostError, match="syncer was removed or emptied while this process served from it"):
         eventually(lambda: syncer.wait(0.1), "an end")
     syncer.stop(0.1)
     assert not folder.exists(), "nothing was written there afterwards"

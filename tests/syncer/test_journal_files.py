@@ -175,8 +175,8 @@ def test_a_segment_from_elsewhere_is_not_taken_for_ours(tmp_path: Path) -> None:
     ours = tmp_path / "run" / "journal-000002.log"
     foreign, third = (tmp_path / "other" / ours.name).read_bytes(), (tmp_path / "run/journal-000003.log").read_bytes()
     for content, first, chain, words in (
-        (foreign, 1, "", "does not go on from what was written before"),
-        (foreign, 2, places[1].chain, "does not go on from what was written before"),
+        (foreign, 1, "", "does not continue the segment before it"),
+        (foreign, 2, places[1].chain, "does not continue the segment before it"),
         (third, 1, "", "says that this is segment 3"),
         (b"", 1, "", "is damaged: the segment has lost its header"),
     ):

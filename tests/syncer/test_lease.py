@@ -424,7 +424,7 @@ def test_a_damaged_lease_is_an_error_in_words_for_everybody(path: Path, damage: 
     path.write_bytes(damage(path.read_bytes()))
     damaged = path.read_bytes()
     for claim in (FIRST, HEIR, Claim("third", 9, 9)):
-        with pytest.raises(LeaseError, match=r"lease\.json is no lease that can be trusted"):
+        with pytest.raises(LeaseError, match=r"lease\.json is not a valid lease"):
             FileLease(path, "run", TTL_S).acquire(claim)
     for change_it in (held.renew, lambda: held.mark("second"), held.release):
         with pytest.raises(LeaseError, match="no process takes it"):

@@ -95,9 +95,9 @@ def test_a_lease_is_json_that_people_can_read_and_damage_is_named(
     assert plain == {"epoch": 1, "lineage": 1, "holder": "first", "heir": "", "released": False}
     mine.ask("kv/put", {"key": key_of(mine), "value": base64.b64encode(damage).decode()})
     for claim in (FIRST, SECOND, Claim("third", 9, 9)):
-        with pytest.raises(LeaseError, match="no lease that can be trusted"):
+        with pytest.raises(LeaseError, match="is not a valid lease"):
             lease().acquire(claim)
-    with pytest.raises(LeaseError, match="no lease that can be trusted"):
+    with pytest.raises(LeaseError, match="is not a valid lease"):
         held.renew()
     mine.ask("kv/deleterange", {"key": key_of(mine)})
     with pytest.raises(LeaseError, match="was removed"):

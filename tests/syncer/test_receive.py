@@ -138,7 +138,7 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
         assert {**state, "now_ns": 0} == {**after, "now_ns": 0}
         note, _ = events.of("note")
         assert (note["note"], note["site"]) == ("update_corrupt", "a")
-        assert "update 1 of fragment 0 decodes to other values here than there" in note["why"]
+        assert "update 1 of fragment 0 decodes to other values than at the site" in note["why"]
         status: Any = syncer.api.status()
         assert status["refused_at_the_door"] == {"non_finite": 3, "corrupt": 2}
         assert status["sites"]["a"]["updates_corrupt"] == 2

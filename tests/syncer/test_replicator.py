@@ -211,7 +211,7 @@ def test_a_copy_that_is_too_slow_for_what_may_be_kept_begins_again_in_words(
         if isinstance(next(parts), Alive):
             break
     three_snapshots(replicator)
-    with pytest.raises(Refusal, match="is not kept any more: the copy begins again") as refused:
+    with pytest.raises(Refusal, match="was deleted meanwhile: the copy starts over") as refused:
         units_of(parts)
     assert refused.value.status is Status.UNAVAILABLE, "it comes again by itself"
 
@@ -242,7 +242,7 @@ def test_a_payload_that_is_gone_is_needed_only_while_its_update_has_no_fate(
     [
         ({"layout_fingerprint": "c" * 64}, "layout_fingerprint is cccccccccccc at the standby"),
         ({"shared_digest": "c" * 64}, "shared_digest is cccccccccccc at the standby"),
-        ({"segment": 1, "chain": "c" * 64}, "this one, of lineage 1, does not go on from: give it an empty folder"),
+        ({"segment": 1, "chain": "c" * 64}, "this one, of lineage 1, does not continue: give it an empty folder"),
         ({"segment": 7, "chain": "c" * 64}, "give it an empty folder"),
     ],
 )

@@ -141,7 +141,7 @@ def test_an_image_becomes_the_next_version_of_every_fragment(tmp_path: Path) -> 
     assert rebuilt.machine.state.lineage == CLOCK_S, "a replay goes across the beginning of a lineage"
     assert all(same_values(one, other) for one, other in zip(rebuilt.values, again.values, strict=True))
     assert rebuilt.held == held_of(again.machine.state)
-    with pytest.raises(KeptError, match=f"lineage {CLOCK_S} began after what is left out"):
+    with pytest.raises(KeptError, match=f"lineage {CLOCK_S} began after the left-out updates"):
         kept.replay(RULES, [Selection("a", "versions", kept.points()[0].state.fragments[0].version + 1, 10**6)])
     again = Desk(tmp_path / "run")
     assert again.store.lineages.numbers() == [CLOCK_S], "a snapshot is older"
@@ -316,6 +316,6 @@ def test_a_restore_that_was_cut_short_behind_its_last_move_says_that_it_has_happ
 
     with pytest.raises(Crash):
         restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN, TidyingDisk())
-    with pytest.raises(RestoreError, match="is restored, and only what tidies up after it was cut short: start the"):
+    with pytest.raises(RestoreError, match="is restored, and only the clean-up after it was interrupted: start"):
         restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN)
     assert_versions(tmp_path / "run", [version + 1 for version in versions(desk)])

@@ -99,7 +99,7 @@ def test_nothing_is_acknowledged_before_there_is_a_standby_and_it_is_said(tmp_pa
         (held,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "held")
         assert "no standby has followed" in str(held["why"])
         assert "diloco standby detach" in str(operator.status()["wanting"])
-        with pytest.raises(Refused, match="no standby"):
+        with pytest.raises(Refused, match="not a standby"):
             operator.promote()
         with SiteThread(toy, "a", address, step_s=STEP_S) as site:
             with following(toy, address):
@@ -322,7 +322,7 @@ def test_a_lease_that_cannot_be_read_lets_nobody_take_over_and_is_said(tmp_path:
     scene = Scene(tmp_path, heir=False)
     scene.path.write_text("{")
     with scene as succession:
-        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "no lease that can be trusted" in str(note["why"]))
+        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "is not a valid lease" in str(note["why"]))
         assert "is not known" in str(succession.refusal(lossy=True))
 
 
@@ -346,7 +346,7 @@ def test_whatever_else_goes_wrong_while_it_looks_ends_the_standby_in_words(
     with scene:
         (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
     assert isinstance(failed["error"], StandbyError)
-    assert "is not watched any more" in str(failed["error"])
+    assert "no longer watches the lease" in str(failed["error"])
     assert "Input/output error" in str(failed["error"])
 
 

@@ -75,7 +75,7 @@ def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_
             shutil.rmtree(tmp_path / "syncer" / "lineages" / "5")
             with serving(toy):
                 eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
-            gone = "lineage 5 began with values that are not kept any more: give the standby an empty folder"
+            gone = "lineage 5 began with values that were deleted: give the standby an empty folder"
             assert gone in str(standby.failed)
             assert f"move {standby.folder} away and run the same `diloco standby follow` again" in str(standby.failed)
             return
@@ -119,7 +119,7 @@ def test_why_a_standby_is_not_let_in_is_said_once_and_it_does_not_take_over(tmp_
         assert (note["note"], "another run" in str(note["why"])) == ("not_following", True)
         assert "another run" in str(standby.status()["trouble"])
         eventually(lambda: not standby.connected, BOUND_S, "it does not follow")
-        with pytest.raises(StandbyError, match="no state to go on from"):
+        with pytest.raises(StandbyError, match="no state to continue from"):
             standby.promote()
 
 
@@ -213,7 +213,7 @@ def test_without_a_lease_an_operator_hears_why_it_is_not_promoted_or_gives_up_wh
         standing = standing_by(toy, first, 0)
         with AdminClient(standing.start()) as operator:
             eventually(lambda: standing.standby.state() is not None, BOUND_S, "it has a state")
-            with pytest.raises(Refused, match="still heard: stop that first"):
+            with pytest.raises(Refused, match="still hears the syncer that it follows: stop that first"):
                 operator.promote()
             assert standing.wait(0.0) is None
             if stale == "detached":
@@ -236,7 +236,7 @@ def test_it_is_not_promoted_before_it_has_followed(tmp_path: Path) -> None:
     toy = a_toy(tmp_path)
     standing = standing_by(toy, f"127.0.0.1:{free_port()}", 0)
     try:
-        with AdminClient(standing.start()) as operator, pytest.raises(Refused, match="no state to go on from"):
+        with AdminClient(standing.start()) as operator, pytest.raises(Refused, match="no state to continue from"):
             operator.promote()
         standing.standby.failed = StandbyError("give the standby an empty folder")
         with pytest.raises(StandbyError, match="empty folder"):

@@ -263,7 +263,7 @@ def test_other_options_than_the_journal_was_written_with_are_noticed_in_words(
 def test_the_folder_of_another_run_is_refused_with_the_field(tmp_path: Path, field: str) -> None:
     Desk(tmp_path).close()
     before = files(tmp_path)
-    with pytest.raises(StoreError, match=f"run.json has {field} .*another folder, please"):
+    with pytest.raises(StoreError, match=f"run.json has {field} .*use another folder"):
         Store(tmp_path, replace(CARD, **{field: "else"}))
     assert files(tmp_path) == before
 
@@ -414,7 +414,7 @@ def test_a_bound_on_the_past_is_kept_and_said_and_a_full_disk_takes_all_of_it(tm
             story.tell(10)
             story.desk.snapshot()
         (note,) = story.desk.notes
-        assert note == "less than the last 1000 outer steps can be replayed: 20000 bytes do not hold them"
+        assert note == "less than the last 1000 outer steps can be replayed: they need more than 20000 bytes"
         kept = [store.snapshots.point(number) for number in store.snapshots.numbers()]
         past = sum(point.size for point in kept[:-2]) + store._bytes_in(range(kept[0].segment, kept[-2].segment))
         assert past <= 20_000
@@ -425,7 +425,7 @@ def test_a_bound_on_the_past_is_kept_and_said_and_a_full_disk_takes_all_of_it(tm
         assert len(story.desk.store.snapshots.numbers()) > 2
         story.desk.store.let_go_of_the_past()
         assert len(story.desk.store.snapshots.numbers()) == 2
-        assert story.desk.notes[-1].endswith("what is behind them went: the disk is full")
+        assert story.desk.notes[-1].endswith("and the journal behind them are deleted: the disk is full")
     said_by_the_next(story.desk, "what recovery needs is there")
 
 
@@ -449,7 +449,9 @@ def test_a_run_card_that_is_missing_or_of_another_lineage_is_named_and_written_a
         path.unlink()
     again = Desk(tmp_path)
     assert again.recovered is not None
-    said = "was missing: it is written anew" if wrong is None else f"said lineage {wrong!r}: the journal's is 7"
+    said = (
+        "was missing: it is written again" if wrong is None else f"had lineage {wrong!r}: now it has the journal's, 7"
+    )
     assert [note for note in again.notes if f"{path} {said}" in note]
     assert json.loads(path.read_text()) == whole
     again.close()
