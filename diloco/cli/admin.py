@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 WHERE = """
 
-Name the syncer by HOST:PORT or by a run folder; with several syncers, all are told, one after the other.  Where it
-authenticates callers: site.token_file=... site.tls_ca=...  The journal records the command; repeating it changes
+Name the syncer by HOST:PORT or by a run folder; of several syncers, each gets the command, one after the other.  Where
+it authenticates callers: site.token_file=... site.tls_ca=...  The journal records the command; repeating it changes
 nothing."""
 NUMBERS = ("FRAGMENT", "SEQUENCE")
 
@@ -45,7 +45,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "update {sequence} of fragment {fragment} of {site} is admitted",
         ),
         "refuse": Command(
-            "Refuse an accepted update that is held or waits; its site discards the progress.\n\n"
+            "Refuse an accepted update that is held or waits for its round; its site discards the progress.\n\n"
             "  diloco refuse runs/nimble-otter site-b 0 17",
             ("SITE", *NUMBERS),
             "update {sequence} of fragment {fragment} of {site} is refused: withdrawn",

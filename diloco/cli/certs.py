@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument(
         "--host", action="append", default=[], metavar="NAME", help="issue: a name or address it serves"
     )
-    parser.add_argument("--days", type=int, metavar="N", help="issue: how long it is good for (default: 90)")
+    parser.add_argument("--days", type=int, metavar="N", help="issue: days of validity (default: 90)")
     parser.add_argument("--force", action="store_true", help="init, issue: overwrite what is there")
     given = parser.parse_args(arguments)
     from diloco.deploy.certificates import CertificateError
@@ -76,7 +76,7 @@ def _init(given: argparse.Namespace) -> ExitCode:
     write_file(files[0], authority.certificate, 0o644)
     _write_revoked(folder, [], [])
     write_file(files[3], b"", 0o644)
-    print(f"{folder}/ca.pem signs, with {folder}/ca.key, which stays with you")
+    print(f"{folder}/ca.pem is the authority's certificate; {folder}/ca.key signs with it: keep that key to yourself")
     return ExitCode.OK
 
 
@@ -111,7 +111,7 @@ def _issue(given: argparse.Namespace) -> ExitCode:
         os.fsync(issued.fileno())
     write_file(key, pair.key, 0o600)
     write_file(cert, pair.certificate, 0o644)
-    print(f"{cert} is {facts.ids[0]}, good until {facts.ends:%Y-%m-%d}; the settings that use it:")
+    print(f"{cert} is {facts.ids[0]}, valid until {facts.ends:%Y-%m-%d}; the settings that use it:")
     above = "cluster.syncer" if who == "syncer" else "site"
     words = [f"{above}.tls_cert={cert}", f"{above}.tls_key={key}", f"{above}.tls_ca={folder}/ca.pem"]
     if who == "syncer":
@@ -135,8 +135,8 @@ def _show(given: argparse.Namespace) -> ExitCode:
         "id": ", ".join(facts.ids) or "none",
         "hosts": ", ".join(facts.hosts) or "none",
         "may sign others": "yes" if facts.is_authority else "no",
-        "good from": f"{facts.begins:%Y-%m-%d %H:%M} UTC",
-        "good until": f"{facts.ends:%Y-%m-%d %H:%M} UTC ({state})",
+        "valid from": f"{facts.begins:%Y-%m-%d %H:%M} UTC",
+        "valid until": f"{facts.ends:%Y-%m-%d %H:%M} UTC ({state})",
         "fingerprint": facts.fingerprint,
     }
     for name, value in rows.items():
@@ -168,16 +168,16 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
     # An expired certificate is refused anyway; leaving it out keeps the list from growing without bound.
     ended = {fingerprint for _, fingerprint, ends in issued if ends < datetime.now(UTC)}
     _write_revoked(folder, [fingerprint for fingerprint in [*gone, *fresh] if fingerprint not in ended], ids)
-    print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file lets them in no more")
+    print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file refuses them")
     if who == "standby":
-        print(f"sites go on trusting it as a syncer until {last:%Y-%m-%d}, at any address of theirs that it can take")
+        print(f"sites still trust it as a syncer until {last:%Y-%m-%d}, at any syncer address that it can take")
     return ExitCode.OK
 
 
 def _issued(file: Path) -> list[tuple[str, str, datetime]]:
-    """Return for whom each certificate was issued, its fingerprint and its end.
+    """Return each certificate's holder, its fingerprint and the end of its validity.
 
-    A line torn by a crash is reported and skipped: its content is lost.
+    A line that a crash cut short is reported and skipped: its content is lost.
     """
     found: list[tuple[str, str, datetime]] = []
     for number, line in enumerate(_read(file).splitlines(), 1):
@@ -188,7 +188,7 @@ def _issued(file: Path) -> list[tuple[str, str, datetime]]:
                 found.append((str(table["who"]), str(table["fingerprint"]), ends))
         except (ValueError, KeyError, TypeError):
             told = "if a process still has that certificate, list its fingerprint in revoked.json by hand"
-            print(f"{file}: line {number} is torn and left out; {told}", file=sys.stderr)
+            print(f"{file}: line {number} is incomplete and was skipped; {told}", file=sys.stderr)
     return found
 
 
@@ -208,7 +208,7 @@ def _only(given: argparse.Namespace, *allowed: str) -> None:
     """Refuse an option that this subcommand does not use, instead of silently ignoring it."""
     for name in ("trust_domain", "site", *ROLES, "host", "days", "force"):
         if name not in allowed and getattr(given, name) not in (None, False, []):
-            raise ConfigError(f"--{name.replace('_', '-')} says nothing to diloco certs {given.what}")
+            raise ConfigError(f"--{name.replace('_', '-')} is not an option of diloco certs {given.what}")
 
 
 def _check_free(files: Sequence[Path], force: bool) -> None:
@@ -222,7 +222,7 @@ def _read(file: Path) -> bytes:
         return file.read_bytes()
     except FileNotFoundError:
         hint = ": diloco certs init makes it" if file.name in OWN_FILES else ""
-        raise VerbError(ExitCode.FAILED, f"{file} is not there{hint}") from None
+        raise VerbError(ExitCode.FAILED, f"{file} does not exist{hint}") from None
 
 
 def _write_revoked(folder: Path, fingerprints: Sequence[str], ids: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ DOES = """Check this machine and the path to a syncer, and say what to change.
   diloco doctor a:7077/b:7077                           and the path to each of several syncers
   diloco doctor --config site.yaml                      as the site of this file
 
-It changes nothing of the run, and measures bandwidth with filler, at most 64 MiB each way.
+It does not change the run.  It measures bandwidth with filler data, at most 64 MiB each way.
 Exit code 1: a check failed; 3: no address could be reached."""
 SECONDS_MAX = 10
 CHECK_S = 60.0
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("doctor", DOES, shown=False)
     parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
-    told = "longest time that filler takes each way, to measure bandwidth: 0 (not measured) to 10; usually 3"
+    told = "measure bandwidth for at most this many seconds each way: 0 (not at all) to 10; default: 3"
     parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help=told)
     given = parser.parse_args(arguments)
     if not 0 <= given.seconds <= SECONDS_MAX:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the syncer, named by HOST:PORT, ``site.syncer=`` or ``server=``, and all settings by their full names."""
+    """Return the syncer's address (from HOST:PORT, ``site.syncer=`` or ``server=``) and the settings' full names."""
     server, spelled = None, []
     for text in settings:
         key, _, value = text.partition("=")
@@ -87,7 +87,7 @@ def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
 class Examination:
     """Runs all checks in order; prints each finding as it is made, unless it is ``quiet``.
 
-    ``config`` is that of ``settings``, which the run's own complete; ``settings`` are None where ``config`` is whole.
+    ``config`` is made from ``settings``, which the run's settings complete; None where a file gave all of ``config``.
     """
 
     def __init__(self, config: RunConfig, settings: Sequence[str] | None, seconds: float, *, quiet: bool) -> None:
@@ -133,16 +133,16 @@ class Examination:
             return self._links_to(server)
         found, whole = [], self._config
         parts = (replace(whole, site=replace(whole.site, syncer=each)) for each in server.split(BETWEEN))
-        # Without an answer, and without settings of the run, nothing says which syncer holds what.
+        # Without an answer and without the run's settings, it is unknown which syncer holds which fragments.
         for part in towards(whole) if told or self._settings is None or whole.run.name else parts:
             self._config = part
             found.append(self._links_to(part.site.syncer))
         return all(reached for reached, _ in found), next((link for _, link in found if link is not None), None)
 
     def _complete(self, server: str) -> bool:
-        """Take what the settings leave out from the run, as a site does; return whether a syncer told it.
+        """Complete the settings with the run's, as a site does; return whether a syncer sent them.
 
-        The other checks say why none does.
+        The other checks report why no syncer did.
         """
         from diloco.config import connecting
         from diloco.config.syncer_settings import ask, fill_in
@@ -157,7 +157,7 @@ class Examination:
         try:
             self._config = fill_in(self._settings, told)
         except ConfigError as error:
-            self._add([fail("settings", str(error), "a site by these words is refused: give what fits the run")])
+            self._add([fail("settings", str(error), "the syncer refuses a site with these settings: give the run's")])
         return True
 
     def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
@@ -185,7 +185,7 @@ class Examination:
         return reached, link
 
     def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
-        """Return this end's credentials; None, and a finding, where they cannot be used."""
+        """Return this site's credentials; where they cannot be used, add a finding and return None."""
         from diloco.config import connecting
         from diloco.wire.channel import check_address
 
@@ -194,7 +194,7 @@ class Examination:
             for address in addresses:
                 check_address(address, security)
         except ConfigError as error:
-            self._add([fail("files", str(error), "give files that are there, secrets for their owner's eyes alone")])
+            self._add([fail("files", str(error), "name files that exist; only their owner may read secrets")])
             return None
         except ValueError as error:
             self._add([fail("files", str(error), "a token needs TLS wherever others may listen")])
@@ -228,7 +228,7 @@ class Examination:
         return True, visited
 
     def _visitor(self) -> Visitor:
-        """Return this site's identity and the content of its join; of an unknown run there is nothing to compare."""
+        """Return this site's identity and the content of its join, without a layout where the run is unknown."""
         from diloco.config import build
         from diloco.doctor.syncer import Visitor
         from diloco.sync.options import PROTOCOL
@@ -236,7 +236,7 @@ class Examination:
 
         config = self._config
         ask = ProbeAsk(PROTOCOL)
-        # What a model of a file looks like is told by the site's own training loop.
+        # Only the site's own training loop knows the layout of a model that comes from a file.
         if config.run.name is not None and (config.model.kind != "file" or config.run.init_from is not None):
             layout = build.layout_of(config)
             said = build.agreement(config, layout)
@@ -248,23 +248,24 @@ class Examination:
 # --- ``diloco canary`` -----------------------------------------------------------------------------------------------
 
 CANARY = """\
-Re-runs a few inner steps from a site's recorded state, twice, and compares the bits: a machine that corrupts
-data silently is found this way and no other.
+Run a few inner steps twice from a site's recorded state, and compare the bits: no other check finds a machine that
+corrupts data silently.
 
   diloco canary runs/nimble-otter/sites/site-a
   diloco canary runs/nimble-otter/sites/site-a/checkpoints/step-0000000050 --expect DIGEST
 
-With --expect it runs once and compares with what another machine has printed.  Only machines of one kind (processor or
-accelerator, torch, number of threads) round alike: between others a difference means nothing.  Exit 1: different."""
+With --expect it runs once and compares with the digest that another machine printed.  Only machines of one kind
+(processor or accelerator, torch, number of threads) round alike: between others a difference means nothing.
+Exit 1: different."""
 
 
 def canary(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = OneLineParser("canary", CANARY)
     parser.add_argument("target", metavar="CHECKPOINT|SITE_FOLDER", type=Path)
-    parser.add_argument("--steps", type=int, default=4, help="inner steps to do again (default 4)")
-    parser.add_argument("--expect", metavar="DIGEST", help="compare with this instead of a second run here")
-    parser.add_argument("--nice", type=int, default=0, help="give other processes so much precedence, 0 to 19")
+    parser.add_argument("--steps", type=int, default=4, help="inner steps to repeat (default 4)")
+    parser.add_argument("--expect", metavar="DIGEST", help="compare with this digest instead of running twice")
+    parser.add_argument("--nice", type=int, default=0, help="niceness of this process, 0 to 19 (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     require(given.steps >= 1, "--steps", given.steps, "at least 1")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LAB = "+lab="
 FIGURES = ("seconds", "bytes_up", "goodput", "sites_per_version")
-"""What is printed of each of a row's cells."""
+"""The values printed for each cell of a row."""
 DOES = """Train each row of a lab file with each seed, under virtual time, and compare them: loss at equal tokens,
 time and bytes.  Rows that were trained before are read from the folder, so the same command resumes.
 
@@ -43,15 +43,15 @@ Lab files are like those in configs/lab.  Settings given here apply to every row
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("lab", DOES, file=False, shown=False)
-    parser.add_argument("--seeds", metavar="0,1,2", help="in place of the laboratory's own")
-    parser.add_argument("--rows", metavar="NAME,NAME", default="", help="these alone (all)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells at once (one for each core)")
-    parser.add_argument("--out", type=Path, help="the folder (runs/lab)")
+    parser.add_argument("--seeds", metavar="0,1,2", help="in place of the lab file's seeds")
+    parser.add_argument("--rows", metavar="NAME,NAME", default="", help="only these rows (default: all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells trained at once (one a core)")
+    parser.add_argument("--out", type=Path, help="the folder of the results (default: runs/lab)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     named = [each.removeprefix(LAB) for each in arguments if each.startswith(LAB)]
     given = parser.parse_args([each for each in arguments if not each.startswith(LAB)])
     if not named:
-        raise ConfigError("+lab is not given: which laboratory, such as +lab=smoke")
+        raise ConfigError("+lab is not given: name a lab file, such as +lab=smoke")
     require(given.jobs >= 1, "--jobs", given.jobs, "at least 1")
     lab = labs.read(named[-1])
     try:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if older := sum(here.code != labs.code_digest() for here in found.values()):
         # Most code changes do not change results, and a laboratory takes hours: the user decides.
         print(
-            f"{older} of {len(found)} cells that are kept are of other code: another --out trains them anew",
+            f"{older} of {len(found)} stored cells were trained by other code: another --out trains them again",
             file=sys.stderr,
         )
     with _bar(len(found) + len(missing), len(found), quiet=given.json) as advance:
@@ -121,7 +121,7 @@ def _begin_worker(parent: int, kernels: str) -> None:
 
 @contextmanager
 def _bar(total: int, before: int, *, quiet: bool) -> Iterator[Callable[[Cell, Found], None]]:
-    """Show a progress bar over all cells on standard error; yield what advances it, by a line without a terminal."""
+    """Show a progress bar over all cells on standard error (a line for each without a terminal); yield its advance."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from diloco.config.schema import RunConfig
 
-DOES = """A run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes what
-the tool there needs, from the same settings as everything else; each process reads its own complete file of them.
+DOES = """Run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes the
+files that the manager's tool needs, from the same settings as every verb; each process reads its own resolved file.
 
   diloco launch docker --dry-run                         a Dockerfile, printed
   diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8
   diloco launch kubernetes --dry-run --to manifests run.name=first launch.namespace=training
   diloco launch skypilot --to tasks run.name=first site.syncer=203.0.113.7:7077
 
-Without --dry-run the tool (docker, sbatch, kubectl or sky) is called, after showing how and asking.  Delete what is
-not to run there: a run may have sites in many places."""
+Without --dry-run it shows the commands of the tool (docker, sbatch, kubectl or sky), asks, and runs them.  Delete the
+files of processes that are not to run there: a run may have sites in many places."""
 TOOLS: Mapping[str, str] = {"docker": "docker", "slurm": "sbatch", "kubernetes": "kubectl", "skypilot": "sky"}
 """The command-line tool for each kind of launch."""
 
@@ -42,14 +42,14 @@ class Launch:
     files: list[File]
     calls: list[list[str]]
     wheel: Path | None = None
-    """To be copied beside the files."""
+    """The package to copy beside the files, if any."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("launch", DOES)
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write there; default: below the run's folder")
-    parser.add_argument("--dry-run", action="store_true", help="write, or without --to print, and call nothing")
+    parser.add_argument("--dry-run", action="store_true", help="only write the files, or print them without --to")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     given = parser.parse_args(arguments)
     words = [text for text in given.settings if "=" not in text]
@@ -90,7 +90,7 @@ def prepared(kind: str, config: RunConfig) -> Launch:
     found = kubernetes.prepared(config) if kind == "kubernetes" else processes(config)
     if kind != "kubernetes" and not has_syncer(config):
         listens = f"cluster.syncer.listen is {config.cluster.syncer.listen!r}"
-        print(f"note: no files for the syncer, which other machines do not reach: {listens}", file=sys.stderr)
+        print(f"note: no files for the syncer, since other machines cannot reach it: {listens}", file=sys.stderr)
     files = list(dict.fromkeys(file for each in found for file in way.files(each)))
     return Launch(files, [way.call(each) for each in found], package(config).wheel if kind == "skypilot" else None)
 
@@ -102,7 +102,7 @@ def write(folder: Path, files: Sequence[File]) -> None:
     for file in files:
         path = folder / file.name
         if path.exists() and path.read_text("utf-8", "replace") != file.text:
-            raise ConfigError(f"{path} is there and is another: take it away, or give another --to")
+            raise ConfigError(f"{path} exists with other content: remove it, or give another --to")
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         write_file(folder / file.name, file.text.encode())
@@ -115,12 +115,12 @@ def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCo
         print(f"  {shlex.join(words)}", flush=True)
     if asks:
         if not sys.stdin.isatty():
-            raise VerbError(ExitCode.USAGE, "there is no terminal to ask at: --yes does it")
-        if input("do it? [y/N] ").strip().lower() not in ("y", "yes"):
-            print("nothing was called")
+            raise VerbError(ExitCode.USAGE, "there is no terminal to ask on: --yes runs the commands without asking")
+        if input("run these commands? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("no command was run")
             return ExitCode.OK
     for words in found:
         code = subprocess.run(words, cwd=folder, check=False).returncode
         if code != 0:
-            raise VerbError(ExitCode.FAILED, f"{shlex.join(words)} ended with code {code}; nothing after it was called")
+            raise VerbError(ExitCode.FAILED, f"{shlex.join(words)} ended with code {code}; no later command was run")
     return ExitCode.OK

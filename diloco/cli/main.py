@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """``call`` is ``MODULE:FUNCTION`` below ``diloco``, a function of the arguments that returns an ``ExitCode``."""
+    """A verb.  ``call`` is ``MODULE:FUNCTION`` below ``diloco``; it takes the arguments and returns an ``ExitCode``."""
 
     name: str
     call: str
@@ -90,8 +90,8 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 OF_OTHERS = (
     ("run start", "diloco up runs everything on this machine; diloco syncer and diloco site run a part each"),
-    ("resume continue restart", "a run goes on by the command that began it, diloco up or diloco site"),
-    ("stop end cancel down", "diloco drain ends a run so that it can go on later"),
+    ("resume continue restart", "the command that began a run resumes it, such as diloco up or diloco site"),
+    ("stop end cancel down", "diloco drain ends a run so that it can be resumed later"),
     ("serve server master", "did you mean syncer?"),
     ("join client worker", "did you mean site?"),
     ("ps ls list top watch", "diloco runs lists the runs here; diloco status shows one"),
@@ -118,7 +118,7 @@ complete -o nospace -F _diloco diloco
 
 
 def completion(arguments: Sequence[str]) -> ExitCode:
-    """Print what the shell needs to complete verbs, groups and settings; nothing is asked of this program later."""
+    """Print the shell code that completes verbs, groups and settings; it does not call this program later."""
     from diloco.config.compose import GROUPS as CHOICES
     from diloco.config.keys import leaves
 
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = f"{error.filename}: {error.strerror}" if error.strerror and error.filename else str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f"{error.filename}: " if error.filename else ""
-            text = f"{where}the disk is full: make room there, and the same command goes on"
+            text = f"{where}the disk is full: free space there, and repeat the same command"
         return _said(verb, text, ExitCode.FAILED)
 
 
@@ -195,8 +195,8 @@ def _verb(given: list[str]) -> Verb | None:
             "\n".join([f"{name}:", *(f"  {verb.name:<8} {verb.does}" for verb in group)])
             for name, group in GROUPS.items()
         )
-        + "\n\ndiloco VERB --help lists what it decides.  Exit codes: 0 ok, 1 failed, 2 usage, 3 syncer unreachable,\n"
-        "4 not the same run, 75 drained: the same command goes on.",
+        + "\n\ndiloco VERB --help lists its options.  Exit codes: 0 ok, 1 failed, 2 usage, 3 syncer unreachable,\n"
+        "4 not the same run, 75 drained: the same command resumes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="diloco VERB [settings]",
     )

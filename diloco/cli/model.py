@@ -49,16 +49,16 @@ def export(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("export", EXPORT, shown=False)
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write it there; the folder must not exist")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the values; default: fp32")
-    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest file, as in 500MB; default: 5GB")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="number format; default: fp32")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest file, such as 500MB; default: 5GB")
     given = parsed(parser, arguments)
     sources = [text for text in given.settings if "=" not in text]
     settings = [text for text in given.settings if "=" in text]
     if len(sources) != (0 if given.syncer else 1):
         raise VerbError(ExitCode.USAGE, "give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
     if given.to is None:
-        raise VerbError(ExitCode.USAGE, "--to is missing: the folder that is to be made")
-    require(not given.to.exists(), "--to", str(given.to), "it exists already, and a model gets a folder of its own")
+        raise VerbError(ExitCode.USAGE, "--to is missing: name the folder to create")
+    require(not given.to.exists(), "--to", str(given.to), "it exists already; name a new folder")
     shard_bytes = size_of(given.shard_size)
     taken = taken_from(given, sources, settings, threads=1)
 
@@ -72,7 +72,7 @@ def export(arguments: Sequence[str]) -> ExitCode:
             given.to, taken.parameters, options, tokenizer, dtype=DTYPES[given.dtype], shard_bytes=shard_bytes
         )
     except ValueError as error:
-        raise ConfigError(f"{taken.called}: of another model: {error}") from error
+        raise ConfigError(f"{taken.called} does not fit the model of these settings: {error}") from error
     print(f"{given.to}: {taken.called}, {size:,} bytes of {given.dtype}")
     return ExitCode.OK
 
@@ -103,10 +103,10 @@ LETTER_TOKENS_MAX = 4
 def generate(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("generate", GENERATE, shown=False)
-    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="how many to make; default: 100")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest; default: 0.8")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0: from all")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw; default: 0")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to generate; default: 100")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest token; default: 0.8")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws; default: 0")
     given = parsed(parser, arguments)
     sources, prompt, settings = _parted(given)
 
@@ -172,9 +172,9 @@ def texts(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a verb's arguments; a first one HOST:PORT, or ``site.syncer=``, is the ``syncer`` that has the model."""
-    parser.add_argument("--syncer", metavar="HOST:PORT", help="as HOST:PORT alone: what it publishes now")
-    parser.add_argument("--version", metavar="N", default="newest", help="of every fragment; default: the newest")
+    """Parse a verb's arguments; a first argument HOST:PORT, or ``site.syncer=HOST:PORT``, is taken as ``--syncer``."""
+    parser.add_argument("--syncer", metavar="HOST:PORT", help="the model that it publishes now, as HOST:PORT alone")
+    parser.add_argument("--version", metavar="N", default="newest", help="every fragment's version; default: newest")
     given = parser.parse_args(arguments)
     if given.syncer is None and given.settings and is_address(first := given.settings[0].removeprefix(SYNCER)):
         given.syncer, given.settings = first, given.settings[1:]
@@ -188,7 +188,7 @@ def version_of(given: argparse.Namespace) -> int | None:
         return None
     require(text.isascii() and text.isdecimal(), "--version", text, "a number from 0 on, or newest")
     if given.syncer:
-        raise ConfigError(f"--version is {text}: a syncer hands out its newest alone; a run's folder has others")
+        raise ConfigError(f"--version is {text}: a syncer serves only its newest; a run's folder has older ones")
     return int(text)
 
 
@@ -227,11 +227,11 @@ GIVE_UP_S = 60.0
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("eval", DOES, shown=False)
-    parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
-    parser.add_argument("--json", action="store_true", help="say each evaluation as one JSON object")
-    parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: time between two")
-    parser.add_argument("--tasks", metavar="NAME,...", help="score it in these tasks instead")
-    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="with --tasks: where others are described")
+    parser.add_argument("--follow", action="store_true", help="evaluate new versions until the run has ended")
+    parser.add_argument("--json", action="store_true", help="print each evaluation as one JSON object")
+    parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: the interval")
+    parser.add_argument("--tasks", metavar="NAME,...", help="score the model in these tasks instead")
+    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="with --tasks: a folder of more tasks")
     parser.add_argument("--fewshot", type=int, metavar="N", help="with --tasks: examples before each question")
     parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: the first N questions of each")
     given = parsed(parser, arguments)
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
         raise VerbError(ExitCode.USAGE, "give one run folder, or the syncer's HOST:PORT")
     for option in ("include_path", "fewshot", "limit"):
         if given.tasks is None and (value := getattr(given, option)) is not None:
-            raise VerbError(ExitCode.USAGE, f"--{option.replace('_', '-')} is {value}: it is for --tasks")
+            raise VerbError(ExitCode.USAGE, f"--{option.replace('_', '-')} is {value}: only --tasks uses it")
     if given.tasks is not None:
         _score_tasks(given, folders, settings)
         return ExitCode.OK
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 def _of_file(given: argparse.Namespace, folders: Sequence[str], settings: Sequence[str]) -> ExitCode:
     """Evaluate a checkpoint, a Hugging Face folder or an earlier version of a run on the whole validation text."""
     if given.syncer or given.follow:
-        raise VerbError(ExitCode.USAGE, f"{folders[0]} is evaluated as it lies: no --syncer, no --follow")
+        raise VerbError(ExitCode.USAGE, f"{folders[0]} is evaluated once, from its files: no --syncer, no --follow")
     taken = taken_from(given, folders, settings, threads=0)
 
     from diloco.config import build, build_syncer
@@ -289,7 +289,7 @@ def _say(called: str, facts: Mapping[str, object], *, as_json: bool) -> None:
     print(
         f"{called}: val loss {facts['val_loss']:.4f} nats/token, {facts['val_bits_per_byte']:.4f} bits/byte"
         + (" (whole validation split)" if facts["whole"] else "")
-        # A model's folder does not say on which text it was trained: data.* does, or it is this Python's sources.
+        # A model's folder does not record its training text; the settings data.* chose this one, or the default.
         + (f", of the text {facts['text']}" if "text" in facts else ""),
         flush=True,
     )
@@ -352,7 +352,7 @@ class _Evaluation:
         return ExitCode.OK
 
     def _version_zero(self) -> None:
-        """Evaluate version 0, unless that was done: a fast run publishes the next version before it can be fetched."""
+        """Evaluate version 0, if not done yet: a fast run publishes the next version before this one can be fetched."""
         from diloco.config.model_files import load_values
 
         if self._run_dir is None or self._finals():
@@ -420,8 +420,7 @@ class _Evaluation:
 def _score_tasks(given: argparse.Namespace, folders: Sequence[str], settings: Sequence[str]) -> None:
     """Score the model in ``folders``, or what a syncer publishes, in the tasks that ``given`` names; print the scores.
 
-    The harness chooses the examples in a prompt where ``--fewshot`` is left out, and takes every document of a task
-    where ``--limit`` is.
+    Without ``--fewshot`` each task's own number of examples is used; without ``--limit``, all of its documents.
     """
     if given.follow:
         raise VerbError(ExitCode.USAGE, "--tasks are scored once: no --follow")
@@ -429,12 +428,12 @@ def _score_tasks(given: argparse.Namespace, folders: Sequence[str], settings: Se
     differ = all(names) and len(set(names)) == len(names)
     require(differ, "--tasks", given.tasks, "names of different tasks, with commas between them")
     folder = given.include_path
-    require(folder is None or folder.is_dir(), "--include-path", str(folder), "a folder that is there")
+    require(folder is None or folder.is_dir(), "--include-path", str(folder), "an existing folder")
     for option, least in (("fewshot", 0), ("limit", 1)):
         value = getattr(given, option)
         require(value is None or value >= least, f"--{option}", value, f"at least {least}")
     if folders and given.syncer:
-        raise VerbError(ExitCode.USAGE, f"--tasks are scored of {folders[0]} or of what --syncer publishes: give one")
+        raise VerbError(ExitCode.USAGE, f"--tasks scores one model: give {folders[0]} or --syncer, not both")
     try:
         from diloco.integrations import lm_eval
     except ImportError as error:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 EXPERIMENT = "experiment"
-DOES = """Estimate a run before any machine is rented: the bytes of a round, the links that a share of the time spent
-training needs, the rhythm that your links allow, the syncer's memory, the price, the goodput, and how all of it grows
-with the model and the sites.  Bytes are the codecs' own; a formula and a simulation give every other figure.
+DOES = """Estimate a run before any machine is rented: the bytes of a round, the link rates that keep sites training for
+a given share of the time, the inner steps per round that your links allow, the syncer's memory, the price, the goodput,
+and how each grows with the model and the sites.  The codecs give the bytes; a formula and a simulation give the rest.
 
   diloco plan +experiment=100t_20dc
   diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
@@ -55,7 +55,7 @@ class _Parser(OneLineParser):
             meaning = " ".join(told.get((Question.__name__, item.name), "").split())
             lines.append(f"  {name:<34} {meaning}")
         return "\n".join(
-            [super().format_help(), "What can be set (in brackets: unless an experiment says other):", *lines, ""]
+            [super().format_help(), "Settings (in brackets: the defaults without an experiment):", *lines, ""]
         )
 
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser = _Parser("plan", DOES)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="how bytes grow with the sites, as a picture")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart: bytes by number of sites")
     told_link = "a site's link as `diloco doctor` measured it; once for each site"
     parser.add_argument("--link", type=Path, action="append", default=[], metavar="FILE", help=told_link)
     given = parser.parse_intermixed_args(list(arguments))
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def question_of(settings: Sequence[str], links: Sequence[MeasuredLink] = ()) -> tuple[str | None, Question]:
-    """Return the preset that is named, if any, and the question; ConfigError in one line."""
+    """Return the named preset, if any, and the question; raise ConfigError for a wrong setting."""
     hints, name, values = get_type_hints(Question), None, dict[str, object]()
     for text in settings:
         key, equals, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""``diloco journal``, ``replay`` and ``restore``: read what a syncer has kept, and take a run up again from it."""
+"""``diloco journal``, ``replay`` and ``restore``: read a syncer's stored data, and restore a run from it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 JOURNAL = """\
-diloco journal show RUN_DIR     every event that changed the outer machine: instant in seconds, event, fields,
-                                digest of what came of it; a run folder, a syncer's data folder or one .log file
-diloco journal verify RUN_DIR   everything that the syncer keeps, looked at and not touched: chain and marks of the
-                                journal, snapshots, payloads; ends with 1 and names the first thing that is damaged"""
+diloco journal show RUN_DIR     print every event that changed the syncer's state: time in seconds, event, fields,
+                                digest of its effects; of a run folder, a syncer's data folder or one .log file
+diloco journal verify RUN_DIR   check all stored data of the syncer without changing it: chain and marks of the
+                                journal, snapshots, payloads; names the first damaged one, with exit code 1"""
 
 
 def journal(arguments: Sequence[str]) -> ExitCode:
@@ -100,8 +100,8 @@ REPLAY = """Compute a run's outer steps again from its syncer's data, which it o
                                                               compute the state that the same journal gives without
                                                               those updates, for `diloco restore`
 
-The journal's rounds stay as they are: the other updates of a round are merged without the one that is left out, with
-their weights among themselves.  A step without any update is skipped and keeps its number."""
+The rounds stay those of the journal: the remaining updates of a round are merged as if it had held only those.  A step
+without any update is skipped and keeps its number."""
 LISTED_MAX = 20
 
 
@@ -111,11 +111,11 @@ def replay(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, its name below runs/, or its data folder")
     told = "site=NAME:versions=FIRST..LAST (into which they were merged) or :sequences=..., and :fragment=N for one"
     parser.add_argument("--without", action="append", default=[], metavar="UPDATES", help=f"leave out {told}")
-    parser.add_argument("--and-later", action="store_true", help="and every update trained on a base with those inside")
+    parser.add_argument("--and-later", action="store_true", help="and later updates trained on a base that has those")
     parser.add_argument("--to", type=int, metavar="VERSION", help="end every fragment at this version")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the result there: image and model.safetensors")
-    parser.add_argument("--verify", action="store_true", help="from the oldest snapshot, and compare every other one")
-    parser.add_argument("--json", action="store_true", help="say it as one JSON object")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result there: image, model.safetensors")
+    parser.add_argument("--verify", action="store_true", help="begin at the oldest snapshot, compare all later ones")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     given = parser.parse_args(arguments)
     from diloco.sync.rounds import parse_selection
 
@@ -125,7 +125,7 @@ def replay(arguments: Sequence[str]) -> ExitCode:
         raise ConfigError(f"--without {error}") from error
     require(given.to is None or given.to >= 0, "--to", given.to, "a version, from 0 on")
     if given.out is not None and given.out.exists():
-        raise ConfigError(f"--out is {str(given.out)!r}: it exists already, and an image gets a folder of its own")
+        raise ConfigError(f"--out is {str(given.out)!r}: it exists already; name a new folder")
     past = past_of(given.run)
     limit_threads(1)
     facts = _replay(past, selections, given)
@@ -168,7 +168,7 @@ def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespa
     if not given.json:
         print("\n".join([*(f"note: {note}" for note in notes), *_lines(rebuilt)]))
         if given.out is not None:
-            print(f"kept in {given.out}: diloco restore {given.run} --from {given.out} takes the run up from there")
+            print(f"written to {given.out}: diloco restore {given.run} --from {given.out} restores the run from it")
     return facts
 
 
@@ -176,23 +176,23 @@ def _lines(rebuilt: ReplayerWithout) -> list[str]:
     """Return the result as lines of text."""
     began, ended = (" ".join(map(str, v)) for v in (rebuilt.began_at, [values.version for values in rebuilt.values]))
     lines = [f"lineage {rebuilt.machine.state.lineage}: {rebuilt.records:,} records, versions {began} to {ended}"]
-    lines.append(f"{rebuilt.compared:,} versions have the digest that the journal says, bit for bit")
+    lines.append(f"{rebuilt.compared:,} versions match the journal's digests, bit for bit")
     if rebuilt.snapshots:
-        lines.append(f"{rebuilt.snapshots} snapshots hold what the journal gives, bit for bit")
+        lines.append(f"{rebuilt.snapshots} snapshots match the replayed values, bit for bit")
     for out in rebuilt.left_out[:LISTED_MAX]:
         where = f"{out.site}, fragment {out.fragment}, sequence {out.sequence}"
-        why = "" if out.chosen else " (trained on what is left out)"
+        why = "" if out.chosen else " (trained on a base with an update that is left out)"
         lines.append(f"left out: {where}, merged into version {out.version}, {out.tokens:,} tokens{why}")
     if len(rebuilt.left_out) > LISTED_MAX:
         lines.append(f"left out: {len(rebuilt.left_out) - LISTED_MAX} more (--json has them all)")
     for fragment, version in rebuilt.skipped:
-        lines.append(f"skipped: version {version} of fragment {fragment}: nothing of it remained; it keeps its number")
+        lines.append(f"skipped: version {version} of fragment {fragment}: no update remained; it keeps its number")
     if rebuilt.left_out:
         by_site = ", ".join(f"{site} {count}" for site, count in sorted(rebuilt.on_old_base.items())) or "none"
         count = sum(rebuilt.on_old_base.values())
-        kept = "and are merged as they are (--and-later leaves them out too)" if count else "and are kept"
+        kept = "and are merged unchanged (--and-later leaves them out too)" if count else "and are kept"
         lines.append(
-            f"{count} later updates were trained on a base with those inside ({by_site}) {kept}; "
+            f"{count} later updates were trained on a base that has those ({by_site}) {kept}; "
             f"{rebuilt.old_base_waiting} more wait"
         )
     return lines
@@ -211,8 +211,8 @@ and count what is lost.
                                                               the published version that a warm site has as its base,
                                                               without the outer optimizer's momentum
 
-It restores where the run's data lies: in the folder of a promoted standby, if one took over.  With a data folder in
-place of the run's, the run goes on in that folder from now on."""
+It restores into the run's data folder, which is that of a promoted standby if one took over.  If you name another data
+folder of the run instead, it restores there, and the run continues in that folder."""
 ANSWER_S = 2.0
 """How long a process at the run's address may take to accept a connection."""
 
@@ -229,17 +229,17 @@ def restore(arguments: Sequence[str]) -> ExitCode:
     )
     parser.add_argument("--from-site", type=Path, metavar="FOLDER", help="the folder of a warm site")
     parser.add_argument("--evidence", action="append", default=[], type=Path, metavar="PATH",
-        help="what must agree with a site: an events.jsonl, another site's folder, an old data folder")  # fmt: skip
+        help="evidence to compare a site with: an events.jsonl, another site's folder, an old data folder")  # fmt: skip
     parser.add_argument(
         "--above",
         type=int,
         default=0,
         metavar="LINEAGE",
-        help="begin a lineage above this one: what a site names when it refuses",
+        help="begin a lineage above this one, which a site names when it refuses",
     )
     parser.add_argument("--why", default="", metavar="TEXT", help="the reason, for the journal")
-    parser.add_argument("--list", action="store_true", help="say which backups there are, and do nothing")
-    parser.add_argument("--json", action="store_true", help="say it as one JSON object")
+    parser.add_argument("--list", action="store_true", help="list the backups, and restore nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     given = parser.parse_args(arguments)
     past = past_of(given.run)
     limit_threads(1)
@@ -276,7 +276,7 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
 
 
 def _take_others(past: Past, stack: ExitStack) -> None:
-    """Refuse while another process leads or follows the run: its further work would be lost, or would come back."""
+    """Raise VerbError while another process leads or follows the run: its work would be lost, or would come back."""
     from diloco.durable import LockedError, locked
 
     for folder in past.others():
@@ -314,7 +314,7 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
     if final.is_dir():
         PLAIN_DISK.rename(final, before, Step.FILE)
         PLAIN_DISK.sync_folder(past.data, Step.FILE)
-        said.append(f"the run had finished and goes on; the final model that it had is in {before}")
+        said.append(f"the run had finished and now continues; its final model until now is in {before}")
     return restored, said
 
 
@@ -326,7 +326,7 @@ def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[
     facts = vault.facts(card.run_id, name)
     why = given.why or f"restored from the backup {name} of {facts.at}"
     found = vault.backups(card.run_id).values()
-    passed = [f"passed over: {damaged}" for damaged in found if isinstance(damaged, BackupError)]
+    passed = [f"damaged and not used: {damaged}" for damaged in found if isinstance(damaged, BackupError)]
     told = [each for each in found if not isinstance(each, BackupError)]
     highest = max(each.lineage for each in told), max(each.epoch for each in told)
     known = _known(given, _evidence(past, given), *highest)
@@ -337,7 +337,7 @@ def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[
 
 
 def _backup(source: str, run_id: str) -> tuple[Vault, str]:
-    """Return the backup that ``source`` names: a backup itself, or the newest of the run below it."""
+    """Return the backup that ``source`` names: a backup itself, or the run's newest backup in that place."""
     from diloco.syncer.backups import BackupError, Vault
 
     vault = Vault(source)
@@ -398,11 +398,11 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     above = past.config.upstream.site_id or ""
     restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers, disk, site.units_begun, above)
     said = [f"from site {site.site}, step {site.step}; the outer optimizer's momentum is lost"]
-    said += [f"nothing else knows its version of fragment {index}" for index in alone]
+    said += [f"no other evidence confirms its version of fragment {index}" for index in alone]
     if site.units_begun:
-        said.append(f"units of the data before {site.units_begun} are not leased again: which are merged is not known")
+        said.append(f"units of the data before {site.units_begun} are not leased again: which are merged is unknown")
     if held is None:
-        said.append(f"which tokens of other sites are in it is not known: only those of {site.site} count as merged")
+        said.append(f"how many tokens of other sites it has is unknown: only those of {site.site} count as merged")
     return restored, said
 
 
@@ -448,7 +448,7 @@ def _list(past: Past, given: argparse.Namespace) -> ExitCode:
         size = sum(each.bytes for each in facts.files.values())
         versions = " ".join(map(str, facts.versions))
         print(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes, made {facts.at}")
-    print(f"{len(found)} backups of {run_id} in {url}; the last one is taken unless --from {url}/{run_id}/NAME says")
+    print(f"{len(found)} backups of {run_id} in {url}; --from takes the last one, or {url}/{run_id}/NAME")
     return ExitCode.OK
 
 
@@ -459,21 +459,21 @@ def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[s
 
     if past.data.resolve() != data_of(past.run_dir).resolve():
         past.run_dir.move_to(past.data)
-        said = [*said, f"the run goes on in {past.data} from now on"]
+        said = [*said, f"the run continues in {past.data}"]
     if past.config.upstream.site_id:
         said = [
             *said,
-            "a region takes the values of the run above: what its sites had brought and is not there is lost",
+            "a region takes the values of the run above: its sites' updates that are not in them are lost",
         ]
     events = recent_events(past.run_dir.events, "published")[0]
     had = [whole(event, "run_tokens") for event in events if event["what"] == "published"]
     merged, lost = f"{restored.run_tokens:,} tokens are merged", had[-1] - restored.run_tokens if had else 0
     if not had:
-        said = [*said, f"how many tokens it gives up is not known here: {merged}"]
+        said = [*said, f"how many tokens it loses is unknown here: {merged}"]
     elif lost > 0:
-        said = [*said, f"it gives up {lost:,} tokens of the {had[-1]:,} that the run had published"]
+        said = [*said, f"it loses {lost:,} tokens of the {had[-1]:,} that the run had published"]
     else:
-        said = [*said, "it gives up no tokens that the run had published, as far as its events tell"]
+        said = [*said, "it loses no tokens that the run had published, as far as its events show"]
     facts = {**asdict(restored), "said": said}
     log = EventLog(past.run_dir.events, "restore")
     log.emit("restored", facts)
@@ -486,4 +486,4 @@ def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[s
     for line in said:
         print(f"  {line}")
     print(f"  {restored.refused} updates had no fate and are refused; {merged}")
-    print("start the syncer with the command it was started with: the sites come back by themselves")
+    print("start the syncer again with the same command: the sites come back by themselves")

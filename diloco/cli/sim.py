@@ -42,24 +42,24 @@ otherwise, the run's length are the same for both."""
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("sim", DOES)
-    parser.add_argument("--step-s", type=float, default=0.1, help="an inner step of a site that is not slowed (0.1)")
-    parser.add_argument("--hours", type=float, help="that the run lasts (until its run.seconds or run.tokens)")
+    parser.add_argument("--step-s", type=float, default=0.1, help="an inner step of a site without slowdown (0.1)")
+    parser.add_argument("--hours", type=float, help="length of the run (default: by run.seconds or run.tokens)")
     parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")
-    parser.add_argument("--away-s", type=float, default=60.0, help="that each of them takes (60)")
+    parser.add_argument("--away-s", type=float, default=60.0, help="duration of each interruption (60)")
     parser.add_argument("--region", action="append", default=[], metavar="SITE,SITE", help="sites that fail together")
     parser.add_argument("--region-interruptions-per-day", type=float, default=0.0, help="of each --region (0)")
-    parser.add_argument("--chips", type=int, default=0, metavar="N", help="at each site (0)")
+    parser.add_argument("--chips", type=int, default=0, metavar="N", help="chips at each site (0)")
     parser.add_argument("--interruptions-per-chip-year", type=float, default=0.0, help="each stops its site (0)")
     parser.add_argument("--maintenance-every-h", type=float, default=0.0, help="of each site, one after the other (0)")
-    parser.add_argument("--maintenance-s", type=float, default=0.0, help="that each of them takes (0)")
+    parser.add_argument("--maintenance-s", type=float, default=0.0, help="duration of each maintenance (0)")
     parser.add_argument("--step-jitter", type=float, default=0.0, help="share by which steps are longer or shorter (0)")
-    parser.add_argument("--merge-s", type=float, default=0.0, help="that an outer step takes (0)")
-    parser.add_argument("--sites", type=int, metavar="N", help="so many, those of cluster.sites over and over")
+    parser.add_argument("--merge-s", type=float, default=0.0, help="duration of an outer step (0)")
+    parser.add_argument("--sites", type=int, metavar="N", help="number of sites, repeating those of cluster.sites")
     parser.add_argument("--above", action="append", default=[], metavar="KEY=VALUE", help="of a syncer above regions")
     parser.add_argument(
-        "--regions", type=int, metavar="N", help="so many, those of --above cluster.sites over and over"
+        "--regions", type=int, metavar="N", help="number of regions, repeating those of --above cluster.sites"
     )
-    parser.add_argument("--like", type=Path, metavar="FOLDER", help="of a run that was made: simulate it, and compare")
+    parser.add_argument("--like", type=Path, metavar="FOLDER", help="of a finished run: simulate it, and compare")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run.seed and the N - 1 after it (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     named = [each.removeprefix(SCENARIO) for each in arguments if each.startswith(SCENARIO)]
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
         told = [key for key, value in vars(given).items() if key not in kept and value != parser.get_default(key)]
         if told:
             flag = f"--{told[0].replace('_', '-')}"
-            raise ConfigError(f"{flag} and +scenario={named[0]}: that is as it was published, and takes --json alone")
+            raise ConfigError(f"{flag} and +scenario={named[0]}: a published table takes no option but --json")
         return _study(named[0], given)
     return _fleet(given)
 
@@ -84,7 +84,7 @@ def _study(name: str, given: argparse.Namespace) -> ExitCode:
         hint = f"did you mean {near}?" if near else f"one of {', '.join(STUDIES)}"
         raise ConfigError(f"+scenario is {name!r}: {hint}")
     if given.settings:
-        raise ConfigError(f"{given.settings[0]}: +scenario={name} is as it was published, and takes no settings")
+        raise ConfigError(f"{given.settings[0]}: +scenario={name} is a published table, and takes no settings")
     study, began_s = STUDIES[name], time.monotonic()
     cells = []
     if not given.json:
@@ -110,9 +110,9 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         if given.sites is not None:
             raise ConfigError("--sites and --like: the sites are those of the run")
         if given.seeds != 1:
-            raise ConfigError("--seeds and --like: one run was made")
+            raise ConfigError("--seeds and --like: the seed is that of the run")
         if given.above or given.regions is not None:
-            raise ConfigError("--above, --regions and --like: a run of one level is compared")
+            raise ConfigError("--above, --regions and --like: only a run without regions can be compared")
         given.config = given.like / "config.yaml"
     config = load_config(given)
     require(1 <= given.seeds <= SEEDS_MAX, "--seeds", given.seeds, f"must be from 1 to {SEEDS_MAX}")
@@ -125,13 +125,13 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
     seconds = None if given.hours is None else 3600 * given.hours
     told = options_of(Told, given, "sim", seconds=seconds, regions=given.region)
     if given.like is not None:
-        config.scenario = None  # The faults that happened are known from the run.
+        config.scenario = None  # The run's events have the faults that happened.
     if given.sites is not None:
         config = with_sites(config, given.sites)
     names, above = list(config.cluster.sites), None
     if given.above or given.regions is not None:
         above = above_of(config, given.above, given.regions)
-    if given.like is None:  # A run that was made is valid.
+    if given.like is None:  # The settings of a finished run are valid.
         build_syncer.check(config)
     plan = fleet_of(config, told) if above is None else tree_of(config, above, told)
     made = None if given.like is None else read_made(RunDir(given.like))
@@ -146,7 +146,7 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         figures = summary(names, plan, found, time.monotonic() - began_s, regions) | {"not_simulated": left_out}
         others = {seed: simulate(replace(plan, seed=seed)) for seed in range(plan.seed + 1, plan.seed + given.seeds)}
     except EndlessError as error:
-        raise ConfigError(f"{error}: this run does not end, and --hours says how much of it to simulate") from None
+        raise ConfigError(f"{error}: this run does not end; --hours sets how much of it to simulate") from None
     each = {plan.seed: found, **others}
     figures["goodput_by_seed"] = {str(seed): round(one.goodput, 5) for seed, one in each.items()}
     if made is not None:
@@ -177,8 +177,8 @@ def compared(told: Mapping[str, Any]) -> list[str]:
 def summary(
     names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float, regions: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return a fleet's result as plain values; shares are of the time that passed.  ``names`` are of its sites, or of
-    those of each of ``regions``."""
+    """Return a fleet's result as plain values; shares are of the simulated time.  ``names`` are those of its sites, or
+    of the sites in each of ``regions``."""
     figures: dict[str, Any] = {
         "goodput": round(found.goodput, 5),
         "versions": list(found.versions),
@@ -254,12 +254,12 @@ def lines(told: Mapping[str, Any]) -> list[str]:
         f"{'regions' if regions else 'sites'} each; {told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
     late = [
-        f"{name} made no step: version 0 takes {site['version_0_s']:,.0f} s to come"
+        f"{name} made no step: version 0 takes {site['version_0_s']:,.0f} s to arrive"
         for name, site in sites.items()
         if site["version_0_s"] > told["simulated_s"]
     ]
     late += [
-        f"{name} merged nothing: version 0 takes {site['version_0_s']:,.0f} s to come from above"
+        f"{name} merged nothing: version 0 takes {site['version_0_s']:,.0f} s to arrive from above"
         for name, site in regions.items()
         if site["version_0_s"] > told["simulated_s"]
     ]
@@ -269,7 +269,7 @@ def lines(told: Mapping[str, Any]) -> list[str]:
     if len(by_seed) > 1:
         shares = list(by_seed.values())
         ends += (
-            f"\ngoodput of seeds {' '.join(by_seed)}: {sum(shares) / len(shares):.1%} at the mean, "
+            f"\ngoodput of seeds {' '.join(by_seed)}: {sum(shares) / len(shares):.1%} on average, "
             f"{min(shares):.1%} to {max(shares):.1%}; the table is of the first"
         )
     ends += f"\nnot simulated: {', '.join(left_out)}" if left_out else ""

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     config = load_config(given, prints=False)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)  # Before torch is imported.
     if given.config is None:
-        if not given.print_config:  # What is printed may be for another machine.
+        if not given.print_config:  # A printed configuration may be for another machine.
             check_identity(config)
             _check_own(config)
         config = _of_the_run(config, given)
@@ -91,9 +91,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _of_the_run(config: RunConfig, given: argparse.Namespace) -> RunConfig:
-    """Return ``config`` with what the syncer tells of the run; VerbError where that cannot be known.
+    """Return ``config`` completed by the run's settings from the syncer; VerbError where it does not send them.
 
-    ``--print-config`` prints what is known, with a note.
+    Under ``--print-config``, without an answer, print a note and return ``config`` unchanged.
     """
     from diloco.config.syncer_settings import of_site
     from diloco.learner.transfer import JoinFailed
@@ -104,7 +104,7 @@ def _of_the_run(config: RunConfig, given: argparse.Namespace) -> RunConfig:
     except (JoinFailed, ConfigError) as error:
         text = str(error) if isinstance(error, ConfigError) else join_text(config, error.kind, error.text)
         if given.print_config and getattr(error, "kind", "unreachable") == "unreachable":
-            print(f"note: without what the run shares, since {text}", file=sys.stderr)
+            print(f"note: without the settings that the run shares, since {text}", file=sys.stderr)
             return config
         if isinstance(error, ConfigError):
             raise
@@ -134,7 +134,7 @@ def check_identity(config: RunConfig) -> None:
 
 
 def _check_own(config: RunConfig) -> None:
-    """Raise ConfigError for what is wrong with this machine, or the inner trainer's settings, whatever the run."""
+    """Raise ConfigError for settings of this machine or of the inner trainer that are wrong for any run."""
     from diloco.config import build, connecting
 
     build.inner_options(config)

@@ -33,7 +33,7 @@ DOES = """Follow a syncer as its standby, and take over from it.
   diloco standby follow run.name=otter ... cluster.standby.primary=fra:7077 cluster.syncer.listen=iad:7077
   diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
   diloco standby status  iad:7077        whether it follows, and how far it is
-  diloco standby promote iad:7077        the first syncer is gone for good, or cut off: this one takes over
+  diloco standby promote iad:7077        take over: the first syncer is gone for good, or cut off
   diloco standby detach  fra:7077        tell the syncer to go on without a standby until one has caught up
 
 With cluster.replication.mode=sync the syncer acknowledges nothing before the standby has it.  While the standby is away
@@ -60,18 +60,18 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument(
         "--lossy",
         action="store_true",
-        help="promote: also where it may lack something that was acknowledged, or the syncer is still heard",
+        help="promote: also where it may lack acknowledged data, or while it still hears the syncer",
     )
-    parser.add_argument("--json", action="store_true", help="status: print what the standby says, as it says it")
+    parser.add_argument("--json", action="store_true", help="status: print the standby's answer as JSON")
     given = parser.parse_args(arguments)
     words = [text for text in given.settings if "=" not in text]
     if not words or words[0] not in WORDS:
-        raise VerbError(ExitCode.USAGE, f"say what to do: one of {', '.join(WORDS)}")
+        raise VerbError(ExitCode.USAGE, f"give one of {', '.join(WORDS)}")
     what, *targets = words
     given.settings = [text for text in given.settings if "=" in text]
     for option in ("lossy", "json"):
         if getattr(given, option) and what != {"lossy": "promote", "json": "status"}[option]:
-            raise VerbError(ExitCode.USAGE, f"--{option} is nothing that {what} takes")
+            raise VerbError(ExitCode.USAGE, f"--{option} is not an option of {what}")
     if len(targets) != (what != "follow"):
         wanted = "no HOST:PORT, but settings" if what == "follow" else "one HOST:PORT"
         raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
@@ -84,20 +84,20 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _say(what: str, address: str, given: argparse.Namespace) -> ExitCode:
-    with asking(address, given.settings, "does not do it", address) as client:
+    with asking(address, given.settings, "refuses", address) as client:
         if what == "promote":
             client.promote(lossy=given.lossy)
             print(f"{address} takes over")
         elif what == "detach":
             client.detach()
             print(f"{address} goes on without a standby, until one has caught up")
-            print("one that is away now lacks what comes: from here on it may be promoted with --lossy only")
+            print("a standby that is away now misses updates: from here on it can be promoted only with --lossy")
         elif given.json:
             print(json.dumps(client.status(), sort_keys=True))
         elif (status := client.status()).get("role") == "standby":
             print(standby_line(status))
         else:
-            raise VerbError(ExitCode.FAILED, f"{address} is no standby, but the syncer: `diloco status {address}`")
+            raise VerbError(ExitCode.FAILED, f"{address} is the syncer, not a standby: see `diloco status {address}`")
     return ExitCode.OK
 
 
@@ -108,7 +108,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     config = load_config(given)
     if config.run.name is None:
         raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
-    limit_threads(1)  # Inside one operation: a round uses several threads, by ranges.
+    limit_threads(1)  # For one torch operation: a round itself uses several threads, each for a range of values.
     limit_arenas()
     raise_limit()
     run_dir = syncer_dir(config)
@@ -136,7 +136,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
 
 
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
-    """Follow until it is promoted, or until the run is over or a stop is requested; print the latter two."""
+    """Follow until a promotion, the end of the run or a requested stop; print which of the latter two it was."""
     from diloco.observe.metrics import StandbyMetrics, page_at
     from diloco.syncer.server import check_site
     from diloco.syncer.standby import StandbyError
@@ -159,7 +159,7 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
             address = standing.start()
             primary, name = config.cluster.standby.primary, config.cluster.standby.name
             print(f"standby {name} of run {config.run.name} follows {primary}, and answers at {address}", flush=True)
-            print(f"it takes over when it is told to:  diloco standby promote {address}", flush=True)
+            print(f"it takes over on the command  diloco standby promote {address}", flush=True)
             if page:
                 print(f"metrics at {page}, and those of the syncer once it has taken over", flush=True)
             while not stopping.asked and not standing.ended:
@@ -173,7 +173,7 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
         if standing.ended:
             print(f"run {config.run.name} has finished and its syncer has stopped: there is nothing to stand by for")
             return ExitCode.OK
-        print(f"standby {name} has stopped; the same command goes on")
+        print(f"standby {name} has stopped; the same command resumes it")
         return ExitCode.DRAINED
     finally:
         standing.stop()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Status = Mapping[str, Any]
 
 
-DOES = """Show how a running syncer stands: versions, sites, staleness, tokens, bytes, loss.
+DOES = """Show the state of a running syncer: versions, sites, staleness, tokens, bytes, loss.
 
   diloco status 127.0.0.1:7077
   diloco status runs/nimble-otter --watch
@@ -65,12 +65,12 @@ COLUMNS = (
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("status", DOES, file=False, shown=False)
-    parser.add_argument("--json", action="store_true", help="print what the syncer says, as it says it")
-    parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C or the syncer has gone")
+    parser.add_argument("--json", action="store_true", help="print the syncer's answer as JSON")
+    parser.add_argument("--watch", action="store_true", help="repeat every second, until Ctrl-C or the syncer is gone")
     given = parser.parse_args(arguments)
     targets, settings = words_and_settings(given)
     if not targets:
-        raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT (of several each), or one run folder")
+        raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT (each of several), or one run folder")
     addresses = [address for target in targets for address in syncer_addresses(target)]
     with suppress(*([KeyboardInterrupt] if given.watch else [])):
         if given.watch and not given.json and len(addresses) == 1:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _several(addresses: Sequence[str], settings: Sequence[str], as_json: bool) -> ExitCode:
-    """Print the state of the whole and of each syncer; return 3 where one, and so its fragments, does not answer."""
+    """Print the state of the run and of each syncer; return 3 where a syncer does not answer."""
     found = asked_all(addresses, settings)
     if as_json:
         print(json.dumps(as_one(found), sort_keys=True), flush=True)
@@ -105,7 +105,7 @@ def _several(addresses: Sequence[str], settings: Sequence[str], as_json: bool) -
 
 
 def syncer_addresses(target: str) -> list[str]:
-    """Return the addresses of all syncers in ``target``: with / between, as for sites, or those of a run folder."""
+    """Return the addresses of all syncers in ``target``: separated by /, as for sites, or those of a run folder."""
     folder = Path(target) if Path(target).is_dir() else Path("runs") / target
     own = sorted((folder / SYNCERS).glob("*/syncer.address"), key=lambda path: path.parent.name)
     if own:
@@ -117,9 +117,9 @@ def syncer_addresses(target: str) -> list[str]:
 
 
 def syncer_address(target: str) -> str:
-    """Return the syncer's ``HOST:PORT``, from itself or from a run folder; exit 3 when none runs there.
+    """Return the syncer's ``HOST:PORT``, given as such or by a run folder; exit 3 when none runs there.
 
-    Of a syncer and its standby, separated by a comma, it is both: ``leading`` says which leads.
+    A syncer and its standby, separated by a comma, stay together: ``leading`` returns the one that leads.
     """
     if is_address(target):
         return target
@@ -135,10 +135,10 @@ def syncer_address(target: str) -> str:
 
 
 def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Status]]:
-    """Return which one of the addresses with commas between leads the run, and what each has answered.
+    """Return which of the addresses, separated by commas, leads the run, and the answer of each.
 
-    It is the syncer of the highest lineage and epoch; a standby, or the first, where no syncer answers. A single
-    address leads, and is not asked.
+    The leader is the syncer of the highest lineage and epoch; where no syncer answers, a standby, or the first address.
+    A single address leads without being asked.
     """
     addresses = [each.strip() for each in address.split(",")]
     if len(addresses) == 1:
@@ -153,9 +153,9 @@ def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Statu
 
 @contextmanager
 def asking(address: str, settings: Sequence[str], refuses: str, called: str = "") -> Iterator[AdminClient]:
-    """Yield a client of the syncer at ``address``, or of what is ``called`` so; ``settings`` say how it is reached.
+    """Yield a client of the process at ``address``, ``called`` so in messages; ``settings`` say how to reach it.
 
-    Exit 3 where it does not answer; 1 where it ``refuses``, in these words and with its reason.
+    VerbError: exit 3 where it does not answer; exit 1, with the words of ``refuses`` and its reason, where it refuses.
     """
     from diloco.config import compose as configs
     from diloco.config import connecting
@@ -180,11 +180,11 @@ def asking(address: str, settings: Sequence[str], refuses: str, called: str = ""
 
 
 def status_of(address: str, settings: Sequence[str]) -> Status:
-    """Ask the syncer once; of several addresses all. Then ``others`` of the leading one's status says what they are."""
+    """Return the syncer's status; of several addresses the leader's, with a line on each other one in ``others``."""
     leads, found = leading(address, settings)
     if found and "unreachable" not in (status := found[leads]):
         return {**status, "others": [_beside(status, each, other) for each, other in found.items() if each != leads]}
-    with asking(leads, settings, "does not tell") as client:
+    with asking(leads, settings, "refuses") as client:
         return client.status()
 
 
@@ -197,7 +197,7 @@ def _beside(leads: Status, address: str, other: Status) -> str:
     if other["run_id"] != leads["run_id"]:  # A standby does not lead where a syncer answers.
         return f"the syncer at {address} serves another run, {other['run_id']}"
     theirs, ours = ((each.get("lineage", 1), each["epoch"]) for each in (other, leads))
-    what = "AN OLD ONE: end it" if theirs < ours else "the same one, or a copy of it"
+    what = "AN OLD ONE: stop it" if theirs < ours else "the same one, or a copy of it"
     return f"the syncer at {address} is {what} (lineage {theirs[0]}, epoch {theirs[1]})"
 
 
@@ -436,13 +436,13 @@ DASHBOARD = """Serve a page that follows a run: losses, rounds, sites, where eve
 
   diloco dashboard                        the latest run in runs/
   diloco dashboard nimble-otter           a run on this machine, running or finished
-  diloco dashboard 127.0.0.1:7077         a syncer elsewhere: charts begin when the page does
+  diloco dashboard 127.0.0.1:7077         a syncer elsewhere: charts begin with the command
 
 The page only reads.  It asks for no password: from another machine reach it by ssh -L 8070:127.0.0.1:8070 HOST, or
 give --host an address in a private network.  Ctrl-C ends it."""
 DASHBOARD_PORT = 8070
 ANSWERS_S = 5.0
-"""A syncer whose last answer is older does not answer."""
+"""A syncer whose last answer is older than this counts as silent."""
 
 
 def dashboard(arguments: Sequence[str]) -> ExitCode:
@@ -477,7 +477,7 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
         try:
             url = stack.enter_context(served(page, given.host, given.port))
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--host {given.host} --port {given.port}: it cannot be listened at: {error}") from error
+            raise ConfigError(f"--host {given.host} --port {given.port}: cannot listen there: {error}") from error
         print(f"dashboard of {title} at {url}", flush=True)
         with suppress(KeyboardInterrupt):
             while True:
@@ -511,7 +511,7 @@ def dashboard_of(
 
 # --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------
 
-RUNS = """List the runs in a folder: how each stands, its latest version and tokens, and when it was last heard of."""
+RUNS = """List the runs in a folder: the state, latest version, tokens and time of the last event of each."""
 LOGS = """Follow the logs of a run's processes on this machine until the run has ended or Ctrl-C.
 
   diloco logs runs/nimble-otter
@@ -522,13 +522,13 @@ FOLLOW_S = 0.3
 QUIET_S = 3.0
 """Silence after the final version, or the end of `diloco up`, that ends ``diloco logs``."""
 FREQUENT = frozenset({"grace", "outer_step_started", "round_closed", "published", "link", "units", "reported"})
-"""Events of every round or second besides those that say the same."""
+"""Events of every round or every second, which ``diloco logs`` leaves out."""
 
 
 def runs(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = OneLineParser("runs", RUNS)
-    parser.add_argument("folder", nargs="?", default="runs", type=Path, help="where they lie; default: runs")
+    parser.add_argument("folder", nargs="?", default="runs", type=Path, help="the folder of the runs; default: runs")
     folder = parser.parse_args(arguments).folder
     places = {path.parent for name in ("config.yaml", "events.jsonl") for path in folder.glob(f"*/{name}")}
     found = [RunDir(place) for place in places if not place.is_symlink()]
@@ -550,7 +550,7 @@ def runs(arguments: Sequence[str]) -> ExitCode:
 
 
 def _stands(run_dir: RunDir) -> str:
-    """Return how a run stands by its folder: a syncer that was killed has left its address there."""
+    """Return a run's state by its folder; a killed syncer has left its address there."""
     try:
         config = read(run_dir.config) if run_dir.config.is_file() else None
         dirs = syncer_dirs(config, run_dir) if config is not None else [run_dir]
@@ -567,7 +567,7 @@ def logs(arguments: Sequence[str]) -> ExitCode:
     parser = OneLineParser("logs", LOGS)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("who", metavar="SITE", nargs="?", help="one site, or syncer; default: all")
-    parser.add_argument("--lines", type=int, default=20, metavar="N", help="how many of the past (default 20)")
+    parser.add_argument("--lines", type=int, default=20, metavar="N", help="past lines to begin with (default 20)")
     given = parser.parse_args(arguments)
     require(given.lines >= 0, "--lines", given.lines, "0 or more")
     run_dir = existing_run(given.run)
@@ -585,8 +585,8 @@ def logs(arguments: Sequence[str]) -> ExitCode:
 
     events, offset = recent_events(run_dir.events, "step")
     if given.who is not None and not any(event["who"] == given.who for event in events):
-        known = ", ".join(sorted({str(event["who"]) for event in events})) or "nothing yet"
-        raise ConfigError(f"{given.who!r} says nothing in {run_dir.events}: there are {known}")
+        known = ", ".join(sorted({str(event["who"]) for event in events})) or "none yet"
+        raise ConfigError(f"{given.who!r} has no events in {run_dir.events}; processes with events: {known}")
     print("".join(f"{line}\n" for line in lines(events)[-given.lines or None :] if given.lines), end="", flush=True)
     ended, until = _has_ended(events), 0.0
     with suppress(KeyboardInterrupt):
@@ -600,9 +600,9 @@ def logs(arguments: Sequence[str]) -> ExitCode:
 
 
 def _has_ended(events: Sequence[Event]) -> bool:
-    """Return whether the final version is the last word; a drained run's syncer may have started again since.
+    """Return whether the final version came, with no start of a syncer since: a drained run may have been resumed.
 
-    Where no syncer speaks, on a site's machine, it is the end of the site.
+    Without a syncer's events, as on a site's machine, return whether the site has ended.
     """
     words = [str(event["what"]) for event in events if event["what"] in ("final", "syncer_started")]
     if not words:

@@ -39,12 +39,12 @@ DOES = """Start the syncer of a run: it holds the model, merges the sites' updat
 
 It prints the run's name and the line with which a site joins.  The same command with run.name=NAME resumes.
 Ctrl-C once: a last round, then exit 75; twice: stop at once.  SIGHUP: stop in order without a last round, exit 75, so
-that another process, also of a newer release, takes its place with the same command; the sites train on meanwhile.
+that a new process, perhaps of a newer release, can take its place with the same command; the sites train on meanwhile.
 Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
 STOP_S = 2.0
 HAND_OVER_S = 10.0
-"""How long an upload may go on after a hand-over begins; one that is cut is sent again."""
+"""How long an upload may continue after a hand-over begins; the site sends a cut one again."""
 FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     given = settings_parser("syncer", DOES).parse_args(arguments)
     config = load_config(given)
-    limit_threads(1)  # Inside one operation: a round uses several threads, by ranges.
+    limit_threads(1)  # For one torch operation: a round itself uses several threads, each for a range of values.
     limit_arenas()
     raise_limit()
     name_run(config)
@@ -79,8 +79,8 @@ def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
     moved, setting = run_dir.moved_to(), config.cluster.syncer.folder
     if moved is not None and setting and Path(setting).resolve() != moved.resolve():
         raise ConfigError(
-            f"cluster.syncer.folder is {setting!r}, and the run goes on in {moved} since it was moved there: leave the "
-            f"setting out, or remove {run_dir.moved}, which says so"
+            f"cluster.syncer.folder is {setting!r}, but the run was moved to {moved}: leave the "
+            f"setting out, or remove {run_dir.moved}, which records the move"
         )
     there = _data(config, run_dir).is_dir()
     if config.run.resume == "must" and not there:
@@ -90,8 +90,8 @@ def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
     if config.run.resume == "auto" and run_dir.has_lost(_data(config, run_dir)):
         raise VerbError(
             ExitCode.FAILED,
-            f"run {config.run.name} has published versions and {_data(config, run_dir)} is gone: diloco restore takes "
-            "it up again from a backup or a warm site; run.resume=never begins it anew, and its sites will not follow",
+            f"run {config.run.name} has published versions and {_data(config, run_dir)} is gone: diloco restore "
+            "restores it from a backup or a warm site; run.resume=never starts it over, and its sites will not follow",
         )
 
 
@@ -175,7 +175,7 @@ def serve(
 
 @contextmanager
 def starting(is_locked: str) -> Iterator[None]:
-    """Turn what keeps a syncer or a standby from starting into an error of one line.
+    """Turn an error that keeps a syncer or a standby from starting into a message of one line.
 
     ``is_locked`` ends that line where another process holds the folder.
     """
@@ -240,7 +240,7 @@ def old_copy(events: Sequence[Event], status: Mapping[str, Any]) -> str:
 
 
 def again(config: RunConfig, given: argparse.Namespace, *, promoted: bool = False) -> str:
-    """Return the command that goes on with the run; a ``promoted`` standby's own command would follow a syncer."""
+    """Return the command that resumes the run; a ``promoted`` standby's own command would follow a syncer again."""
     if not promoted:
         return f"the same command with run.name={config.run.name}"
     settings = [text for text in given.settings if not text.startswith(("run.name=", "cluster.standby."))]
@@ -251,9 +251,9 @@ def again(config: RunConfig, given: argparse.Namespace, *, promoted: bool = Fals
 def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Namespace, command: str) -> None:
     which = f"syncer {config.cluster.syncer.index} of " if has_several(config) else ""
     where = f"{which}run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})"
-    print(f"{where}; {command} goes on")
+    print(f"{where}; {command} resumes it")
     if (least := quorum(config.outer.quorum)) != 1 and least != "all":
-        print(f"note: outer.quorum={least}: no round closes before {least} sites have brought an update")
+        print(f"note: outer.quorum={least}: no round closes before {least} sites have sent an update")
     for sentence in whole_steps(config):
         print(f"note: {sentence}")
     print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)
@@ -262,9 +262,9 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
 def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
     """Return the command with which a site joins; a call of ``diloco.join`` where the model comes from a file.
 
-    The syncer tells a site all that they share.  So the settings given here are in the command only where some of them
-    are a site's (a preset's inner optimizer, the text), and never the syncer's own.  Each of several syncers knows only
-    its own address, and shows placeholders for the others.
+    The syncer sends a site all settings that they share.  So the command has the settings given here only where some of
+    them are a site's (a preset's inner optimizer, the text), and never the syncer's own.  Each of several syncers knows
+    only its own address, and shows placeholders for the others.
     """
     others = [f"SYNCER_{index}" for index in range(config.outer.num_syncers)]
     others[config.cluster.syncer.index] = address
@@ -285,9 +285,9 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     )
     words = ["diloco", "site"]
     words += ["--config", shlex.quote(str(file)), f"run.name={config.run.name}"] if file is not None else []
-    imported = "model=imported"  # By run.init_from, which is the syncer's: the site is told what the model is.
+    imported = "model=imported"  # By run.init_from, a setting of the syncer, which sends a site the model's settings.
     rest = [text for text in settings if not text.lstrip("+").startswith(own) and text != imported]
-    # A site hears of shared settings from the syncer, but a tokenizer's file lies at each.
+    # The syncer sends shared settings, but every site needs its own copy of a tokenizer's file.
     told = [
         configs.SHORT.get(key, key).startswith(configs.SHARED) and not (key == "data.tokenizer" and "/" in value)
         for key, _, value in (text.lstrip("+").partition("=") for text in rest)
@@ -303,14 +303,14 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
 
 
 def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:
-    """Print how the run ended, and the ``command`` that goes on with it; return the exit code."""
+    """Print how the run ended, and the ``command`` that resumes it; return the exit code."""
     from diloco.sync.events import Ending
 
     if ending is Ending.FINISHED:
         print(f"run {config.run.name} has finished; final version in {_data(config, run_dir) / 'final'}")
         return ExitCode.OK
     if ending is None:
-        print(f"run {config.run.name} is left to another syncer; {command} is one")
+        print(f"run {config.run.name} waits for another syncer process; {command} starts one")
         return ExitCode.DRAINED
-    print(f"run {config.run.name} is drained; {command} goes on")
+    print(f"run {config.run.name} is drained; {command} resumes it")
     return ExitCode.DRAINED

@@ -34,7 +34,7 @@ The same command (with run.name) resumes from the newest checkpoint; run.init_fr
 Ctrl-C once: stop with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: stop at once."""
 WHO = "train"
 TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
-"""Settings that a checkpoint was trained with: going on with other values would mix two trainings."""
+"""Settings that a checkpoint was trained with: resuming with other values would mix two trainings."""
 HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every")
 
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if place is not None:
         config.site.nproc = place.world
     if place is not None and config.run.name is None:
-        raise ConfigError("run.name is null: under torchrun all ranks must mean the same run")
+        raise ConfigError("run.name is null: name the run, since all ranks under torchrun must use the same folder")
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     name_run(config)
     with in_words():
@@ -70,10 +70,10 @@ def _take_folder(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> None:
     if run_dir.config.is_file() and checkpoint.names(run_dir.train):
         for key, (was, now) in configs.differences(configs.read(run_dir.config), config).items():
             if key.startswith(TRAINED):
-                text = f"{key} is {now} now and {was} in {run_dir.config}: another run.name, please"
+                text = f"{key} is {now} now and {was} in {run_dir.config}: give another run.name"
                 raise VerbError(ExitCode.MISMATCH, text)
             if key not in HOW_TO_GO_ON:
-                print(f"taken anew: {key} is {now} and was {was}")
+                print(f"changed: {key} is {now} and was {was}")
     configs.write(config, run_dir.config)
     point_latest(run_dir)
 

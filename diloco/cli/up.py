@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     given = settings_parser("up", DOES).parse_args(arguments)
     config = load_config(given)
-    # Copied first: the thread limit of this process is not for the children.
+    # Copied first: the children do not get the thread limit of this process.
     environment = child_environment(os.environ)
     limit_threads(1)
     raise_limit()
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     with ExitStack() as stack:
         run_dir, again = choose_run(config, stack, named_keys(given))
         interrupts = stack.enter_context(Interrupts())
-        print(f"run {run_dir.root.name} {'goes on' if again else 'begins'} in {run_dir.root}", flush=True)
+        print(f"run {run_dir.root.name} {'resumes' if again else 'begins'} in {run_dir.root}", flush=True)
         for sentence in advice(config):
             print(f"advice: {sentence}", flush=True)
         for sentence in whole_steps(config):
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError for settings of other verbs that ``up`` decides by itself, and for bad site names."""
+    """Raise ConfigError for settings of other verbs that ``up`` sets itself, and for bad site names."""
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
     check_syncers(config)
@@ -92,11 +92,11 @@ def check(config: RunConfig) -> None:
         if value != getattr(SiteSection(), key):
             raise ConfigError(f"site.{key} is {value!r}: diloco up gives each of cluster.sites its own; leave it out")
     folder, mode, endpoint = config.cluster.syncer.folder, config.cluster.replication.mode, config.upstream.endpoint
-    in_the_run = "diloco up keeps all in the run's folder; leave it out"
+    in_the_run = "diloco up keeps all data in the run's folder; leave it out"
     require(not folder, "cluster.syncer.folder", folder, in_the_run)
-    alone = "diloco up starts no standby, and nothing is acknowledged without; start syncer, standby and sites by hand"
+    alone = "it acknowledges nothing without a standby, and diloco up starts none; start syncer, standby, sites by hand"
     require(mode != "sync", "cluster.replication.mode", mode, alone)
-    whole = "diloco up is a whole run; diloco syncer makes a region"
+    whole = "diloco up runs a whole run; start a region with diloco syncer"
     require(endpoint is None, "upstream.endpoint", endpoint, whole)
 
 
@@ -104,7 +104,7 @@ RESERVED = (SYNCER, EVAL, "up")
 
 
 def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -> tuple[RunDir, bool]:
-    """Choose and lock the run's folder; return it, and whether an earlier run goes on there.  Sets ``config.run.name``.
+    """Choose and lock the run's folder; return it, and whether it resumes an earlier run.  Sets ``config.run.name``.
 
     ``named`` is what ``named_keys`` returns.
     """
@@ -117,10 +117,10 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
             config.run.name = latest.root.name
             return _settled(config, latest, named), True
         except LockedError:
-            pass  # It is running in another terminal: this is a new run.
+            pass  # Another process runs it: this is a new run.
     why_not = f"{latest.root} is another run: {_in_words(other)}" if latest is not None and other else ""
     if resume == "must" and config.run.name is None:
-        reason = why_not or f"the latest run in {config.run.dir} is none that can go on"
+        reason = why_not or f"the latest run in {config.run.dir} cannot be resumed"
         raise ConfigError(f"run.resume is 'must': {reason}")
     if why_not:
         print(f"a new run, since {why_not}", flush=True)
@@ -145,14 +145,14 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
         raise VerbError(ExitCode.FAILED, f"{error}: it is running already") from error
     anew = _differences(config, run_dir, named) if there else []
     if anew:
-        print(f"taken anew: {_in_words(anew)}", flush=True)
+        print(f"changed: {_in_words(anew)}", flush=True)
     return _settled(config, run_dir, named), there
 
 
 def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
     """Write the configuration into the folder.
 
-    ``run.resume`` becomes "auto" whatever was given to ``up``: a child that is started again goes on there.
+    ``run.resume`` becomes "auto", whatever value ``up`` got: a restarted child resumes there.
     """
     with suppress(FileNotFoundError):
         run_dir.summary.unlink()
@@ -160,7 +160,7 @@ def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
     if run_dir.config.is_file():
         there, kept = _as_in(config, run_dir, named)
         if kept:
-            print(f"note: {' '.join(kept)}, as the run has it", flush=True)
+            print(f"note: {' '.join(kept)}, as in the run's configuration", flush=True)
         config.data.leased, config.outer, config.codec = there.data.leased, there.outer, there.codec
     elif config.data.leased is None:  # All sites have this machine's text.
         config.data.leased = not (config.inner.deterministic or config.outer.lock_step)
@@ -174,7 +174,7 @@ def _finished(run_dir: RunDir) -> bool:
 
 
 def _unfinished_latest(config: RunConfig) -> RunDir | None:
-    """Return the latest run, if it has not finished and ``up`` can go on with it."""
+    """Return the latest run, if it has not finished and ``up`` can resume it."""
     link = Path(config.run.dir) / LATEST
     run_dir = RunDir(Path(config.run.dir) / os.readlink(link)) if link.is_symlink() else None
     if run_dir is None or not run_dir.config.is_file():
@@ -182,7 +182,7 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
     try:
         dirs = syncer_dirs(configs.read(run_dir.config), run_dir)
     except ConfigError:
-        return None  # Written by another version of this program, which we cannot go on with.
+        return None  # Another version of this program wrote it, and this one cannot resume it.
     if _finished(run_dir):
         return None
     # A run of `diloco train` has no syncer's folder: it is not a run of sites.
@@ -190,7 +190,7 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
 
 
 def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
-    """Return in words the settings that differ from the run's folder, except those that only say how to go on."""
+    """Return in words the settings that differ from the run's folder, except those that only say how to resume."""
     changed = configs.differences(configs.read(run_dir.config), _as_in(config, run_dir, named)[0])
     return [
         f"{key} is {now or 'not set'} now and was {was or 'not set'}"
@@ -200,7 +200,7 @@ def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
 
 
 def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, list[str]]:
-    """Return ``configs.keep_run_settings`` of ``config``, where a ``data.leased`` that is not given is the run's.
+    """Return ``configs.keep_run_settings`` of ``config``, with the run's ``data.leased`` where it is not set.
 
     A run of an earlier release has no leases.
     """
@@ -324,7 +324,7 @@ def up_options(
 
 
 EVALUATION_S_MAX = 600.0
-"""The whole validation text: seconds on a GPU, minutes for a model of 60M parameters on one core."""
+"""For the whole validation text: it takes seconds on a GPU, minutes for a model of 60M parameters on one core."""
 
 
 def facts_of(config: RunConfig, values: int) -> Facts:
@@ -346,7 +346,7 @@ TEXT_BYTES_MAX = 4_000_000
 def reference_bits(data: DataSection) -> dict[str, float]:
     """Return the bits per byte of the validation split, compressed in one piece; empty for any other corpus.
 
-    Only for the built-in corpus: reading all of a user's text for a comparison could take longer than the run.
+    Only the built-in corpus is compressed: reading all of a user's text could take longer than the run.
     """
     if data.kind != "stdlib":
         return {}

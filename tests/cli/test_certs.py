@@ -97,12 +97,12 @@ def test_what_a_certificate_is_can_be_read(certs: Callable[..., Said]) -> None:
         ("--days is 0", ["issue", "--site", "a", "--days", "0"]),
         ("--days is 9999", ["issue", "--site", "a", "--days", "9999"]),
         ("host is 'x:1'", ["issue", "--syncer", "--host", "x:1"]),
-        ("--site says nothing to diloco certs init", ["init", "--site", "a"]),
-        ("--days says nothing to diloco certs revoke", ["revoke", "--site", "a", "--days", "3"]),
+        ("--site is not an option of diloco certs init", ["init", "--site", "a"]),
+        ("--days is not an option of diloco certs revoke", ["revoke", "--site", "a", "--days", "3"]),
         ("names no certificate of site/b", ["revoke", "--site", "b"]),
-        ("ca.pem is not there: diloco certs init", ["issue", "--site", "a", "in another folder"]),
-        ("revoked.json is not there: diloco certs init", ["revoke", "--site", "a", "in another folder"]),
-        ("is not there", ["show", "in another folder"]),
+        ("ca.pem does not exist: diloco certs init", ["issue", "--site", "a", "in another folder"]),
+        ("revoked.json does not exist: diloco certs init", ["revoke", "--site", "a", "in another folder"]),
+        ("does not exist", ["show", "in another folder"]),
     ],
 )
 def test_a_mistake_is_one_line(certs: Callable[..., Said], words: str, arguments: list[str]) -> None:
@@ -140,7 +140,7 @@ def test_a_torn_line_of_what_was_issued_is_named_and_costs_no_other(
     assert certs("issue", "--site", "a", "--force")[0] == 0
     code, said, warned = certs("revoke", "--site", "a")
     assert (code, "names 2 more of site/a" in said) == (0, True)
-    assert "issued.jsonl: line 2 is torn" in warned
+    assert "issued.jsonl: line 2 is incomplete" in warned
     assert warned.count("\n") == 1
 
 
@@ -156,7 +156,7 @@ def test_nobody_asks_whether_the_syncer_was_revoked_and_that_is_said(
     assert "and trust it until 20" in complaint
     assert "make a new authority" in complaint
     assert (tmp_path / "pki/revoked.json").read_bytes() == before
-    assert "sites go on trusting it as a syncer" in certs("revoke", "--standby")[1]
+    assert "sites still trust it as a syncer" in certs("revoke", "--standby")[1]
 
 
 def test_the_settings_that_are_printed_exist(certs: Callable[..., Said]) -> None:

@@ -115,7 +115,7 @@ def test_nobody_anywhere_is_3(
         ("--steps is 0: at least 1", ["canary", "HERE", "--steps", "0"]),
         ("--expect is 'xyz': 64 hexadecimal digits", ["canary", "HERE", "--expect", "xyz"]),
         ("--nice is 20: from 0 to 19", ["canary", "HERE", "--nice", "20"]),
-        ("is no site's folder", ["canary", "HERE"]),
+        ("is neither a site's folder", ["canary", "HERE"]),
         ("server is 'here'", ["doctor", *TINY, "server=here"]),
         ("a port of 1 to 65535 wanted", ["doctor", *TINY, "server=127.0.0.1:99999"]),
         ("unknown key sever", ["doctor", *TINY, "sever=127.0.0.1:7077"]),

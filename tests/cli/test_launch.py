@@ -68,7 +68,7 @@ def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, capsys: 
 def test_the_same_again_changes_nothing(place: Path) -> None:
     for _ in range(2):
         write(place / "out", [File("a", "text")])
-    with pytest.raises(ConfigError, match="out/a is there and is another"):
+    with pytest.raises(ConfigError, match="out/a exists with other content"):
         write(place / "out", [File("b", "text"), File("a", "other")])
     assert not (place / "out" / "b").exists(), "all or none"
 
@@ -76,7 +76,7 @@ def test_the_same_again_changes_nothing(place: Path) -> None:
 def test_the_first_failure_is_the_last_call(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "fails").touch()
     assert main(["launch", "slurm", "--yes", *EVERY]) == 1
-    assert "sbatch syncer.sbatch ended with code 1; nothing after it was called" in capsys.readouterr().err
+    assert "sbatch syncer.sbatch ended with code 1; no later command was run" in capsys.readouterr().err
     assert len(called(place)) == 1
 
 
@@ -99,13 +99,13 @@ def test_a_user_must_agree(
     monkeypatch.setattr(sys, "stdin", stdin)
     assert main(["launch", "slurm", *EVERY]) == code
     assert len(called(place)) == calls
-    assert ("there is no terminal to ask at: --yes does it" in capsys.readouterr().err) is (code == 2)
+    assert ("there is no terminal to ask on: --yes runs the commands" in capsys.readouterr().err) is (code == 2)
 
 
 def test_a_syncer_that_runs_elsewhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "slurm", "--dry-run", *AWAY]) == 0
     told = capsys.readouterr()
-    assert "note: no files for the syncer, which other machines do not reach" in told.err
+    assert "note: no files for the syncer, since other machines cannot reach it" in told.err
     assert "syncer.sbatch" not in told.out
 
 
@@ -117,7 +117,7 @@ def test_a_syncer_that_runs_elsewhere_is_said(capsys: pytest.CaptureFixture[str]
         ("not docker slurm", 2, ["docker", "slurm"]),
         ("unknown key launch.imagee: did you mean launch.image?", 2, ["docker", "launch.imagee=x"]),
         ("site.syncer is '127.0.0.1:7077': the address at which", 2, ["slurm", "--dry-run"]),
-        ("out/site-a.sbatch is there and is another", 2, ["slurm", "--dry-run", "--to", "out", *AWAY]),
+        ("out/site-a.sbatch exists with other content", 2, ["slurm", "--dry-run", "--to", "out", *AWAY]),
         ("sky is not installed here: --dry-run writes the files", 1, ["skypilot", *AWAY]),
     ],
 )

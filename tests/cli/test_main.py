@@ -76,7 +76,7 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     [
         ("unknown verb sight: did you mean site?", ["sight"]),
         ("unknown verb ps: diloco runs lists the runs here", ["ps"]),
-        ("unknown verb resume: a run goes on by the command that began it", ["resume"]),
+        ("unknown verb resume: the command that began a run resumes it", ["resume"]),
         ("unknown verb nonsense: one of up, syncer, site, status, doctor", ["nonsense"]),
         ("--seconds; settings are key=value: run.seconds=...", ["up", "--seconds", "60"]),
         ("--lr=0.1; settings are key=value: inner.lr=0.1 or outer.lr=0.1", ["up", "--lr=0.1"]),
@@ -137,7 +137,7 @@ def test_a_full_disk_is_said_in_words(
 
     monkeypatch.setattr(recover, "journal", full)
     assert main(["journal", "show", "x"]) == 1
-    assert f"{where or 'diloco journal'}: the disk is full: make room there" in capsys.readouterr().err
+    assert f"{where or 'diloco journal'}: the disk is full: free space there" in capsys.readouterr().err
 
 
 def test_only_its_address_is_blamed_on_where_a_syncer_listens(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_the_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) ->
     assert ended.value.code == 0
     printed = capsys.readouterr()
     assert "adopt: blend" in printed.out
-    assert "note: without what the run shares, since site site-a cannot reach the syncer" in printed.err
+    assert "note: without the settings that the run shares, since site site-a cannot reach the syncer" in printed.err
 
 
 def test_under_torchrun_a_rank_reads_a_resolved_file(

@@ -279,7 +279,7 @@ def test_a_running_syncer_is_asked(
         assert main([*asked, str(tmp_path / "model")]) == 0
         assert "version 0 of past" in capsys.readouterr().out
         refused(4, "by the settings here: give the run's own", *other, "model.dim=64")
-        refused(2, "--version is 2: a syncer hands out its newest alone", *other, "--version", "2")
+        refused(2, "--version is 2: a syncer serves only its newest", *other, "--version", "2")
         assert main(["generate", "--syncer", hand.address, "--tokens", "3", "a"]) == 0
     finally:
         hand.stop()
@@ -317,20 +317,20 @@ SCORED = ["eval", "nowhere", "--tasks", "pets"]
         ("'nowhere' is no run folder", 2, ["generate", "nowhere", "a"]),
         ("the syncer of run ended does not answer", 3, ["eval", "ENDED"]),
         ("the syncer at 127.0.0.1:1 does not answer", 3, ["eval", "--syncer", "127.0.0.1:1", "--follow"]),
-        ("is evaluated as it lies", 2, ["eval", "CHECKPOINT", "--follow"]),
-        ("is evaluated as it lies", 2, ["eval", "CHECKPOINT", "--syncer", "127.0.0.1:1"]),
-        ("--version is 3: a syncer hands out", 2, ["eval", "--syncer", "127.0.0.1:1", "--version", "3"]),
+        ("is evaluated once, from its files", 2, ["eval", "CHECKPOINT", "--follow"]),
+        ("is evaluated once, from its files", 2, ["eval", "CHECKPOINT", "--syncer", "127.0.0.1:1"]),
+        ("--version is 3: a syncer serves", 2, ["eval", "--syncer", "127.0.0.1:1", "--version", "3"]),
         ("data: path is 'nowhere'", 2, ["eval", "CHECKPOINT", "data.path=nowhere"]),
         ("of another model", 2, ["eval", "CHECKPOINT", "model.dim=64"]),
-        ("--fewshot is 2: it is for --tasks", 2, ["eval", "nowhere", "--fewshot", "2"]),
-        ("--include-path is there: it is for --tasks", 2, ["eval", "nowhere", "--include-path", "there"]),
+        ("--fewshot is 2: only --tasks uses it", 2, ["eval", "nowhere", "--fewshot", "2"]),
+        ("--include-path is there: only --tasks uses it", 2, ["eval", "nowhere", "--include-path", "there"]),
         ("--tasks are scored once: no --follow", 2, [*SCORED, "--follow"]),
         ("--tasks is 'a,,b': names of different tasks", 2, ["eval", "nowhere", "--tasks", "a,,b"]),
         ("--tasks is 'a, a': names of different tasks", 2, ["eval", "nowhere", "--tasks", "a, a"]),
-        ("--include-path is 'there': a folder that is there", 2, [*SCORED, "--include-path", "there"]),
+        ("--include-path is 'there': an existing folder", 2, [*SCORED, "--include-path", "there"]),
         ("--fewshot is -1: at least 0", 2, [*SCORED, "--fewshot", "-1"]),
         ("--limit is 0: at least 1", 2, [*SCORED, "--limit", "0"]),
-        ("--tasks are scored of nowhere or of what --syncer", 2, [*SCORED, "--syncer", "127.0.0.1:1"]),
+        ("--tasks scores one model: give nowhere or --syncer", 2, [*SCORED, "--syncer", "127.0.0.1:1"]),
         ("): pip install 'diloco[harness]'", 1, SCORED),
     ],
 )

@@ -107,7 +107,11 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", "--help"])
     said = capsys.readouterr().out
     assert "100t_20dc | gpt3_4dc | 10b_8dc" in said
-    settings = [line for line in said.partition("What can be set")[2].splitlines()[1:] if line.startswith("  ")]
+    settings = [
+        line
+        for line in said.partition("Settings (in brackets: the defaults without")[2].splitlines()[1:]
+        if line.startswith("  ")
+    ]
     assert {line.split()[0] for line in settings} == {"experiment=", *(item.name for item in fields(Question))}
     assert any(line.startswith("  up_gbps [10]") for line in settings)
     assert all(len(line.split("]")[-1].split()) > 1 for line in settings), "a setting without a word about it"
@@ -161,7 +165,7 @@ def test_rows_of_the_same_settings_are_trained_once_and_shown_each(
     assert main(["lab", f"+lab={mine}", "run.tokens=192", "--seeds", "0", "--out", str(tmp_path), "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["rows"][0]["losses"] == a["losses"]
-    assert "1 of 1 cells that are kept are of other code" in said.err
+    assert "1 of 1 stored cells were trained by other code" in said.err
 
 
 @pytest.mark.slow

@@ -91,8 +91,8 @@ def test_every_version_is_compared_with_its_digest(run: Path, capsys: pytest.Cap
     assert main(["replay", str(run), "--verify"]) == 0
     said = capsys.readouterr().out
     assert "versions 0 0 to 8 8" in said
-    assert "16 versions have the digest that the journal says, bit for bit" in said
-    assert "1 snapshots hold what the journal gives" in said
+    assert "16 versions match the journal's digests, bit for bit" in said
+    assert "1 snapshots match the replayed values" in said
     assert files(run) == before, "the folder is only read"
 
 
@@ -104,8 +104,8 @@ def test_without_an_update_it_says_what_is_gone_and_keeps_an_image(
     assert main(["replay", str(run), *chosen, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "left out: b, fragment 1, sequence 2, merged into version 4, 100 tokens" in said
-    assert "skipped: version 4 of fragment 1: nothing of it remained; it keeps its number" in said
-    assert "4 later updates were trained on a base with those inside (a 2, b 2) and are merged as they are" in said
+    assert "skipped: version 4 of fragment 1: no update remained; it keeps its number" in said
+    assert "4 later updates were trained on a base that has those (a 2, b 2) and are merged unchanged" in said
     assert f"diloco restore {run} --from {out}" in said
     image = read_image(out)
     assert [values.version for values in image.fragments] == [8, 8]
@@ -184,7 +184,7 @@ def test_a_finished_run_that_is_restored_has_not_finished(
     assert main(["replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image)]) == 0
     assert main(["restore", str(run), "--from", str(image)]) == 0
     (before,) = (run / "syncer").glob("final-before-*/model.safetensors")
-    assert f"the run had finished and goes on; the final model that it had is in {before.parent}" in (
+    assert f"the run had finished and now continues; its final model until now is in {before.parent}" in (
         capsys.readouterr().out
     )
     assert before.read_bytes() == b"of before"
@@ -214,8 +214,8 @@ def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, capsys: pyt
         assert main(["restore", str(run), "--from", source]) == 0
         said = capsys.readouterr().out
         assert f"backup {wanted}" in said
-        unknown = "how many tokens it gives up is not known here: 800 tokens are merged"
-        assert ("it gives up 200 tokens of the 1,000 that the run had published" if later else unknown) in said
+        unknown = "how many tokens it loses is unknown here: 800 tokens are merged"
+        assert ("it loses 200 tokens of the 1,000 that the run had published" if later else unknown) in said
     hand = assert_goes_on(run, [9, 9])
     hand.stop()
     assert hand.syncer.holdings.values[1].digest == digests[1]
@@ -267,9 +267,9 @@ def test_from_a_warm_site_whose_bases_are_what_was_published(
     said = capsys.readouterr().out
     assert "begins with versions 7 7" in said
     assert "momentum is lost" in said
-    assert "nothing else knows" not in said
+    assert "no other evidence confirms" not in said
     assert "is not known" not in said
-    assert "it gives up no tokens that the run had published" in said
+    assert "it loses no tokens that the run had published" in said
     hand = again(run)
     assert hand.digests() == digests
     merged = hand.syncer.core.ask(
@@ -362,7 +362,7 @@ def test_a_site_alone_is_taken_but_none_of_an_earlier_lineage(
     assert main(["restore", str(run), "--from-site", str(site), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["versions"] == [9, 9]
-    assert "nothing else knows its version of fragment 1" in told["said"]
+    assert "no other evidence confirms its version of fragment 1" in told["said"]
     assert told["held"] == [["b", 0, 400, 4], ["b", 1, 400, 4]]
     shutil.rmtree(run / "syncer")
     words = f"is of lineage 1, and lineage {told['lineage']} has begun since"
@@ -412,5 +412,5 @@ def test_a_data_folder_that_is_named_is_where_the_run_goes_on(
 ) -> None:
     moved(run)
     assert main(["restore", str(run / "syncer"), "--from", image]) == 0
-    assert f"the run goes on in {run / 'syncer'} from now on" in capsys.readouterr().out
+    assert f"the run continues in {run / 'syncer'}" in capsys.readouterr().out
     assert_goes_on(run, [9, 9]).stop()

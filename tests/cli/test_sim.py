@@ -78,7 +78,7 @@ def test_who_made_no_step_is_told_what_it_waited_for(capsys: pytest.CaptureFixtu
     took = sites["site-a"]["version_0_s"]
     assert took > 3.6
     assert main(["sim", *TINY, "cluster=local3", *link, "--hours", "0.001"]) == 0
-    assert f"site-a made no step: version 0 takes {took:,.0f} s to come\n" in capsys.readouterr().out
+    assert f"site-a made no step: version 0 takes {took:,.0f} s to arrive\n" in capsys.readouterr().out
     assert main(["sim", *TINY, "cluster=local3", "--step-s", "60", "--hours", "0.001"]) == 0
     assert "made no step" not in capsys.readouterr().out, "it had the version and no time for a step"
     assert main(["sim", *TINY, "cluster=local3", *link, "--hours", str(2 * took / 3600), "--json"]) == 0
@@ -102,7 +102,7 @@ def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.Captur
     assert main([*asked, "--seeds", "3"]) == 0
     said = capsys.readouterr().out
     mean, least, most = sum(by_seed.values()) / 3, min(by_seed.values()), max(by_seed.values())
-    assert f"goodput of seeds 4 5 6: {mean:.1%} at the mean, {least:.1%} to {most:.1%}" in said
+    assert f"goodput of seeds 4 5 6: {mean:.1%} on average, {least:.1%} to {most:.1%}" in said
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_two_levels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*asked, *far, "--json"]) == 0
     took = told(capsys)["regions"]["site-c"]["version_0_s"]
     assert main([*asked, *far]) == 0
-    assert f"site-c merged nothing: version 0 takes {took:,.0f} s to come from above\n" in capsys.readouterr().out
+    assert f"site-c merged nothing: version 0 takes {took:,.0f} s to arrive from above\n" in capsys.readouterr().out
 
 
 def test_two_levels_end_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +149,10 @@ NO_QUORUM = ["cluster=local3", "outer.quorum=4", "run.seconds=null", "run.tokens
     ("arguments", "words"),
     [
         (["+scenario=goodput_decouple"], "+scenario is 'goodput_decouple': did you mean goodput_decoupled?"),
-        (["+scenario=bandwidth_streaming", "outer.lr=1"], "outer.lr=1: +scenario=bandwidth_streaming is as it was"),
+        (
+            ["+scenario=bandwidth_streaming", "outer.lr=1"],
+            "outer.lr=1: +scenario=bandwidth_streaming is a published table",
+        ),
         (["+scenario=bandwidth_streaming", "--hours", "3"], "--hours and +scenario=bandwidth_streaming: "),
         (["+scenario=bandwidth_streaming", "+scenario=goodput_decoupled"], "one at a time"),
         (["--step-s", "1e-12"], "--step-s is 1e-12: must be from 1e-06 to 1e+09"),
@@ -173,7 +176,7 @@ NO_QUORUM = ["cluster=local3", "outer.quorum=4", "run.seconds=null", "run.tokens
         (["--maintenance-every-h", "1", "--maintenance-s", "60"], "is 1: give the simulated time with --hours"),
         (["--step-jitter", "1"], "--step-jitter is 1: must be from 0 to below 1"),
         (["--seeds", "0"], "--seeds is 0: must be from 1 to 1000"),
-        (["--seeds", "2", "--like", "runs/none"], "--seeds and --like: one run was made"),
+        (["--seeds", "2", "--like", "runs/none"], "--seeds and --like: the seed is that of the run"),
         (["--region", "site-a,site-a", "--region-interruptions-per-day", "2"], "has a site twice"),
         (["cluster.sites.site-a.slowdown=nan"], "cluster.sites.site-a.slowdown is nan: from 1 (full speed)"),
         (["cluster.sites.site-a.nproc=0"], "cluster.sites.site-a.nproc is 0: at least 1"),
@@ -197,7 +200,10 @@ NO_QUORUM = ["cluster=local3", "outer.quorum=4", "run.seconds=null", "run.tokens
         (["upstream.endpoint=a:1", "upstream.site_id=b"], "upstream.endpoint is 'a:1': leave it out (null)"),
         (["upstream.endpoint=a:1", "upstream.site_id=b", "--regions", "2"], "upstream.endpoint is 'a:1': leave it out"),
         (["scenario=demo", "--regions", "2"], "--above simulates no scenario"),
-        (["--like", "runs/none", "--regions", "2"], "--above, --regions and --like: a run of one level is compared"),
+        (
+            ["--like", "runs/none", "--regions", "2"],
+            "--above, --regions and --like: only a run without regions can be compared",
+        ),
         ([*TINY, *NO_QUORUM, "--step-s", "30"], "--hours"),
         ([*TINY, *NO_QUORUM, "--step-s", "30"], "0 of 1000 tokens are merged"),
     ],

@@ -26,12 +26,12 @@ FOLLOW = ["follow", *TINY, "run.name=otter", "cluster.syncer.listen=127.0.0.1:0"
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ([], "say what to do: one of follow, promote, detach, status"),
-        (["prommote", "a:1"], "say what to do"),
+        ([], "give one of follow, promote, detach, status"),
+        (["prommote", "a:1"], "give one of"),
         (["promote"], "promote takes one HOST:PORT"),
         (["follow", "a:1"], "follow takes no HOST:PORT, but settings"),
-        (["detach", "a:1", "--lossy"], "--lossy is nothing that detach takes"),
-        (["promote", "a:1", "--json"], "--json is nothing that promote takes"),
+        (["detach", "a:1", "--lossy"], "--lossy is not an option of detach"),
+        (["promote", "a:1", "--json"], "--json is not an option of promote"),
         (["follow", *TINY], "run.name is null"),
         (FOLLOW, "cluster.standby.primary is '': host:port"),
         ([*FOLLOW, "cluster.standby.primary=a:1", "cluster.replication.mode=both"], "mode is 'both': one of off, sync"),
@@ -60,7 +60,7 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(
             for verb in (["standby", "status"], ["status"]):
                 assert main([*verb, address]) == 0
                 assert f"standby standby follows {first}  versions " in capsys.readouterr().out
-            refused(1, "is no standby, but the syncer", "standby", "status", first)
+            refused(1, "is the syncer, not a standby", "standby", "status", first)
             refused(1, "this is the syncer, not a standby", "standby", "promote", first)
             refused(3, f"this is the standby of {first}: ask there", "standby", "detach", address)
             eventually(lambda: standing.standby.state() is not None, BOUND_S, "it has a state")
@@ -122,7 +122,7 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         syncers = {event["syncer"] for event in place.seen("otter", "site-a", "joined")}
         assert syncers == {first, second}
         begin = standby.text().index("`diloco syncer ") + 1
-        command = shlex.split(standby.text()[begin : standby.text().index("` goes on")])
+        command = shlex.split(standby.text()[begin : standby.text().index("` resumes it")])
         code, said = place.run(*command[1:])
         assert (code, "run otter has finished; final version in runs/otter/standby/final" in said) == (0, True), said
 
@@ -147,11 +147,11 @@ def test_ctrl_c_while_it_follows(tmp_path: Path) -> None:
     with place_in(tmp_path) as place:
         primary = f"cluster.standby.primary=127.0.0.1:{free_port()}"
         standby = place.start("standby", "standby", *FOLLOW, primary, "cluster.syncer.metrics=127.0.0.1:0")
-        wait_for(lambda: "it takes over when it is told to" in standby.text(), "its first words", standby.text)
+        wait_for(lambda: "it takes over on the command" in standby.text(), "its first words", standby.text)
         wait_for(lambda: "metrics at http" in standby.text(), "the address of its page", standby.text)
         (page,) = re.findall(r"metrics at (http://\S+), and those of the syncer once", standby.text())
         with urlopen(page, timeout=START_S) as answer:
             assert b"\ndiloco_standby_following 0.0\n" in answer.read()
         standby.signal(signal.SIGINT)
         assert standby.end() == 75
-        assert "the same command goes on" in standby.text()
+        assert "the same command resumes" in standby.text()

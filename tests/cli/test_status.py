@@ -33,7 +33,7 @@ def test_it_writes_the_report_and_prints_the_table(tmp_path: Path, capsys: pytes
     write(tmp_path / "events.jsonl", Recorder(10).record()[:200])
     assert report([str(tmp_path)]) is ExitCode.OK
     out = capsys.readouterr().out
-    assert "the run did not come to its end" in out
+    assert "the run did not reach its end" in out
     assert (tmp_path / "report.html").is_file()
     assert str(tmp_path / "report.html") in out
 
@@ -190,7 +190,7 @@ def test_what_a_run_said_is_printed_and_followed_until_it_has_ended(
     assert main(["logs", str(folder), "iad", "--lines", "1"]) == 0
     assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()] == [["[iad]", "step:", "4"]]
     assert main(["logs", str(folder), "osl"]) == 2
-    assert "'osl' says nothing in" in capsys.readouterr().err
+    assert "'osl' has no events in" in capsys.readouterr().err
     monkeypatch.setattr(status, "QUIET_S", 0.1)
     live = a_run(tmp_path / "live", STARTED, *STEPS[:4])
     later = ["".join(json.dumps({"at": 2.0} | event) + "\n" for event in (*STEPS[4:], FINAL))]
@@ -255,11 +255,11 @@ def test_a_refusal_is_no_absence(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 STANDBY = {"role": "standby", "name": "iad", "following": True, "primary": "a:1", "versions": [4], "epoch": 1}
 ALONE = {"turns_behind": 0, "failed": None}
 OTHERS: list[tuple[dict[str, dict[str, Any]], str, str]] = [
-    ({"a:1": {}, "b:2": {"epoch": 90}}, "b:2", "the syncer at a:1 is AN OLD ONE: end it (lineage 1, epoch 3)"),
+    ({"a:1": {}, "b:2": {"epoch": 90}}, "b:2", "the syncer at a:1 is AN OLD ONE: stop it (lineage 1, epoch 3)"),
     (
         {"a:1": {"epoch": 90}, "b:2": {"epoch": 2, "lineage": 7}},
         "b:2",
-        "the syncer at a:1 is AN OLD ONE: end it (lineage 1, epoch 90)",
+        "the syncer at a:1 is AN OLD ONE: stop it (lineage 1, epoch 90)",
     ),
     ({"a:1": {}, "b:2": {}}, "a:1", "the syncer at b:2 is the same one, or a copy of it (lineage 1, epoch 3)"),
     ({"a:1": {}, "b:2": {"run_id": "other"}}, "a:1", "the syncer at b:2 serves another run, other"),

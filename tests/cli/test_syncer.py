@@ -64,7 +64,7 @@ def test_a_run_without_a_name_says_how_it_goes_on_and_its_syncer_ends_in_words_o
         name = next((tmp_path / "runs").glob("*/syncer.address")).parent.name
         first = syncer.text().splitlines()[0]
         assert first.startswith(f"run {name} in runs/{name}, listening on 127.0.0.1:")
-        assert first.endswith(f"; the same command with run.name={name} goes on")
+        assert first.endswith(f"; the same command with run.name={name} resumes it")
         shutil.rmtree(tmp_path / f"runs/{name}/syncer")
         assert syncer.end() == 1
         last = f"diloco syncer: runs/{name}/syncer was removed or emptied while this process served from it"
@@ -99,7 +99,7 @@ def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp
         syncer.signal(signal.SIGHUP)
         assert syncer.end() == 75
         syncer, _ = place.syncer("otter", listen)
-        assert "note: outer.sites_max=2, as the run has it" in syncer.text()
+        assert "note: outer.sites_max=2, as in the run's configuration" in syncer.text()
 
 
 def test_what_the_folder_holds_is_left_alone(tmp_path: Path, refused: Callable[..., None]) -> None:
@@ -132,7 +132,7 @@ def test_a_folder_that_the_run_has_left_is_not_gone_on_in(refused: Callable[...,
     given = ["syncer", *TINY, LISTEN, "run.name=otter"]
     write(compose(given[1:]), Path("runs/otter/config.yaml"))
     RunDir(Path("runs/otter")).move_to(Path("runs/otter/standby"))
-    words = "the run goes on in runs/otter/standby since it was moved there"
+    words = "the run was moved to runs/otter/standby"
     refused(2, words, *given, "cluster.syncer.folder=runs/otter/syncer")
     with locked(Path("runs/otter/standby")):
         for named in ([], ["cluster.syncer.folder=runs/otter/standby"]):
@@ -142,7 +142,7 @@ def test_a_folder_that_the_run_has_left_is_not_gone_on_in(refused: Callable[...,
 def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(refused: Callable[..., None]) -> None:
     Path("runs/otter").mkdir(parents=True)
     Path("runs/otter/events.jsonl").write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
-    words = "has published versions and runs/otter/syncer is gone: diloco restore takes it up again"
+    words = "has published versions and runs/otter/syncer is gone: diloco restore restores it"
     refused(1, words, "syncer", *TINY, LISTEN, "run.name=otter")
     Path("runs/otter/syncer").mkdir()  # An empty volume in its place.
     refused(1, words, "syncer", *TINY, LISTEN, "run.name=otter")

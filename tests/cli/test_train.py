@@ -52,10 +52,10 @@ def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, capsys
     assert steps("base") == list(range(1, 72))
     assert Path("runs/latest").readlink() == Path("base")
     told = capsys.readouterr().out
-    assert told.count("taken anew") == 1
-    assert "taken anew: run.tokens is 9000 and was 6400" in told
+    assert told.count("changed: ") == 1
+    assert "changed: run.tokens is 9000 and was 6400" in told
     assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.seed=7"]) == 4
-    assert "run.seed is 7 now and 0 in runs/base/config.yaml: another run.name" in capsys.readouterr().err
+    assert "run.seed is 7 now and 0 in runs/base/config.yaml: give another run.name" in capsys.readouterr().err
     assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.resume=never"]) == 2
 
 

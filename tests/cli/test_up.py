@@ -95,7 +95,7 @@ def test_a_named_run_says_what_it_takes_anew(tmp_path: Path, capsys: Any) -> Non
     others = ["network=loopback", "site.threads=2", "scenario=none"]
     assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("taken anew: network.emulate is false now and was true; ")
+    assert line.startswith("changed: network.emulate is false now and was true; ")
     assert line.endswith("; and 3 more")
     assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
     assert capsys.readouterr().out == ""
@@ -106,14 +106,14 @@ def test_a_named_run_goes_on_with_more_room_for_sites(tmp_path: Path, capsys: An
     config = config_in(tmp_path, f"run.name={first.root.name}", "outer.sites_max=40")
     with ExitStack() as stack:
         assert choose_run(config, stack, frozenset({"outer.sites_max"})) == (first, True)
-    assert capsys.readouterr().out == "taken anew: outer.sites_max is 40 now and was 16\n"
+    assert capsys.readouterr().out == "changed: outer.sites_max is 40 now and was 16\n"
     assert configs.read(first.config).outer.sites_max == 40
     assert chosen(config_in(tmp_path)) == (first, True)
-    assert capsys.readouterr().out == "note: outer.sites_max=40, as the run has it\n"
+    assert capsys.readouterr().out == "note: outer.sites_max=40, as in the run's configuration\n"
 
 
 def test_what_does_not_go_on_gives_way_to_a_new_run_and_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none that can go on"):
+    with pytest.raises(ConfigError, match="cannot be resumed"):
         chosen(config_in(tmp_path, "run.resume=must"))
     with pytest.raises(ConfigError, match="there is no run otter"):
         chosen(config_in(tmp_path, "run.resume=must", "run.name=otter"))
@@ -234,8 +234,8 @@ def test_a_run_of_two_syncers_goes_on_until_both_have_finished(tmp_path: Path) -
     [
         ("finished", ExitCode.OK, "ok", ExitCode.OK),
         ("finished", ExitCode.OK, "the tokens of site-a do not balance", ExitCode.FAILED),
-        ("drained", ExitCode.OK, "drained: the same command goes on with it", ExitCode.DRAINED),
-        (None, ExitCode.OK, "the run did not come to its end", ExitCode.FAILED),
+        ("drained", ExitCode.OK, "drained: the same command resumes it", ExitCode.DRAINED),
+        (None, ExitCode.OK, "the run did not reach its end", ExitCode.FAILED),
         ("drained", ExitCode.FAILED, "stopped at once, by hand", ExitCode.FAILED),
     ],
 )
@@ -264,8 +264,11 @@ def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
         ("cluster.syncer.folder=there", r"cluster\.syncer\.folder is 'there': diloco up keeps"),
         ("outer.quorum=4", r"outer\.quorum is 4: cluster\.sites has 3, so that no round would ever close"),
         ("outer.quorum_min=4", r"outer\.quorum_min is 4: cluster\.sites has 3"),
-        ("cluster.replication.mode=sync", r"cluster\.replication\.mode is 'sync': diloco up starts no standby"),
-        ("upstream.endpoint=a:1", r"upstream\.endpoint is 'a:1': diloco up is a whole run"),
+        (
+            "cluster.replication.mode=sync",
+            r"cluster\.replication\.mode is 'sync': it acknowledges nothing without a standby",
+        ),
+        ("upstream.endpoint=a:1", r"upstream\.endpoint is 'a:1': diloco up runs a whole run"),
     ],
 )
 def test_what_up_decides_by_itself_is_refused(setting: str, wanted: str, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_syncer_and_two_sites_train_to_a_budget_and_tell_a_stranger_what_diffe
     assert status.end() == 0, status.text()
     assert "version" in json.loads(status.text())["fragments"][0]
     assert wrong.end() == 4, wrong.text()
-    assert "outer.lr is 0.7 in run pair and 0.1 here: leave out what says so" in one_line(wrong.text())
+    assert "outer.lr is 0.7 in run pair and 0.1 here: leave that setting out" in one_line(wrong.text())
     assert [site.end() for site in sites] == [0, 0], sites[0].text() + sites[1].text()
     assert syncer.end() == 0, syncer.text()
 
@@ -95,7 +95,7 @@ def test_a_killed_site_goes_on_and_ctrl_c_leaves_in_order(place: Place) -> None:
     assert site.end() == 75, site.text()
     (done,) = place.seen("again", "site-a", "site_done")
     assert balanced(done)
-    assert "the same command goes on" in site.text()
+    assert "the same command resumes" in site.text()
 
     syncer.signal(signal.SIGTERM)
     assert syncer.end() == 75, syncer.text()
@@ -154,7 +154,7 @@ def test_twice_is_at_once(place: Place) -> None:
     wait_for(lambda: place.seen("twice", "site-a", "step"), "a step", site.text)
     syncer.signal(signal.SIGSTOP)  # nobody answers, so that one request would take its time
     site.signal(signal.SIGINT)
-    wait_for(lambda: "once more: at once" in site.text(), "a word about the first request", site.text)
+    wait_for(lambda: "again: stop at once" in site.text(), "a word about the first request", site.text)
     time.sleep(0.5)
     assert site.process.poll() is None, site.text()
     site.signal(signal.SIGINT)

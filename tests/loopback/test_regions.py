@@ -434,7 +434,7 @@ def test_a_region_whose_disk_is_lost_is_restored(tmp_path: Path, source: tuple[s
         shutil.rmtree(tmp_path / "runs/east/syncer")
         refused = region()
         assert refused.end(LONG_S) == ExitCode.FAILED
-        assert "diloco restore takes it up again from a backup or a warm site" in refused.text()
+        assert "diloco restore restores it from a backup or a warm site" in refused.text()
         code, said = place.run("restore", "runs/east", *source, bound_s=LONG_S)
         assert code == 0, said
         assert "takes the values of the run above" in said

@@ -129,7 +129,7 @@ def test_whoever_mixes_the_syncers_up_is_told_so(place: Place) -> None:
     assert "cluster.syncer.index is 0 at the site and 1 at the syncer (syncer 0)" in swapped.text()
     weighed = place.site("mixed", f"{one}/{other}", "site-a", *SYNCERS, "outer.syncer_mbps=[3,1]")
     assert weighed.end() == 4, weighed.text()
-    assert "outer.syncer_mbps is not set in run mixed and [3.0, 1.0] here: leave out what says so" in weighed.text()
+    assert "outer.syncer_mbps is not set in run mixed and [3.0, 1.0] here: leave that setting out" in weighed.text()
     single = place.site("mixed", one, "site-a", *SYNCERS)
     assert single.end() == 2, single.text()
     assert f"site.syncer is '{one}': 2 addresses with / between, one for each of outer.num_syncers" in single.text()
