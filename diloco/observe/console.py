@@ -64,7 +64,7 @@ class SiteLines:
 
 
 def _in_words(value: object) -> str:
-    """Return a value of an event as people write it: the parts of a mapping or a list with commas between."""
+    """Return a value of an event as text: a mapping's parts separated by commas, a list's by slashes."""
     if isinstance(value, dict):
         inner = ((key, _in_words(part), isinstance(part, dict)) for key, part in value.items())
         return ", ".join(f"{key} ({text})" if nested else f"{key} {text}" for key, text, nested in inner)
@@ -85,9 +85,9 @@ def missing_lines(who: str) -> Callable[[int, str], str]:
 
 
 def identity_lines(out: LineWriter | TextIO) -> Callable[[Event], None]:
-    """Return a follower that writes to ``out`` changes of the access rules, closed connections, and that this syncer
-    is an old one."""
-    heads = {"identity": "who may come in", "crowded": "crowded", "backup_behind": "BEHIND", "site_ahead": "BEHIND"}
+    """Return a follower that writes to ``out`` changes of the access rules, closed connections, and the warning that
+    this syncer is an old one."""
+    heads = {"identity": "access rules", "crowded": "crowded", "backup_behind": "BEHIND", "site_ahead": "BEHIND"}
 
     def write(event: Event) -> None:
         if event["what"] == "note" and (head := heads.get(str(event.get("note")))):

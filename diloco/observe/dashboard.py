@@ -1,9 +1,9 @@
-"""The live page of a run: the report's pictures while it goes on, for ``diloco dashboard`` and ``diloco up``.
+"""The live page of a run: the report's pictures during the run, for ``diloco dashboard`` and ``diloco up``.
 
-One thread reads the run's events and asks its syncer, makes the page every ``EVERY_S`` seconds while there is a viewer,
-and all viewers get the same text.  A viewer gets the parts that have changed as server-sent events; behind a proxy that
-holds those back, its page asks for ``state`` instead.  The page changes nothing and loads nothing from elsewhere.
-What a site says is shown as text, and the page's policy forbids every script but its own.
+One thread reads the run's events and polls its syncer, makes the page every ``EVERY_S`` seconds while there is a
+viewer, and all viewers get the same text.  A viewer gets the changed parts as server-sent events; behind a proxy that
+holds those back, its page fetches ``state`` instead.  The page changes nothing and loads nothing from elsewhere.
+It shows what sites report as text, and the page's policy forbids every script but its own.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 EVERY_S = 2.0
 BEAT_S = 4.0
-"""A viewer hears at least this often, so that its page can tell a lost connection from a run without news."""
+"""Longest time between two messages to a viewer, so that its page can tell a lost connection from a quiet run."""
 SEND_S = 10.0
 """Timeout of one read or write on a viewer's connection."""
 FIRST_S = 60.0
-"""For the history of a long run to be read."""
+"""Timeout for the next page; reading the history of a long run takes a while."""
 VIEWERS_MAX = 600
 
 Status = dict[str, Any]
@@ -51,7 +51,7 @@ Status = dict[str, Any]
 class Dashboard:
     """Makes the page of a run.
 
-    ``events`` is the run's file of events; with None the history is made of what ``ask`` returns from now on.
+    ``events`` is the run's file of events; None: the history is made from the answers of ``ask`` from now on.
     ``settings`` is the run's configuration as plain values, ``config`` the same as text.  ``ask`` returns the syncer's
     status, or None when it does not answer, and the text of ``diloco status``.
     """
@@ -89,7 +89,7 @@ class Dashboard:
                 self.changed.wait_for(lambda: self.ended, EVERY_S)
 
     def end(self) -> None:
-        """Let the thread and the viewers go."""
+        """Stop the thread and release the viewers."""
         with self.changed:
             self.ended = True
             self.changed.notify_all()
@@ -107,20 +107,20 @@ class Dashboard:
                 self.viewers -= 1
 
     def page(self) -> str:
-        """Return the whole page as it is next made; "" if that takes longer than ``FIRST_S``.  For a viewer."""
+        """Wait for the next version of the whole page and return it; the last one, or "", after ``FIRST_S``."""
         with self.changed:
             serial = self.serial
             self.changed.wait_for(lambda: self.serial > serial or self.ended, FIRST_S)
             return self.whole
 
     def since(self, serial: int) -> tuple[int, str]:
-        """Return the newest serial number, and the parts that have changed since ``serial`` as JSON.  For a viewer.
+        """Return the newest serial number, and the parts that have changed since ``serial`` as JSON.
 
-        Waits for a change, at most ``BEAT_S``.
+        Wait for a change, at most ``BEAT_S``.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.serial > serial or self.ended, BEAT_S)
-            if self._news[0] != (serial, self.serial):  # The first viewer to hear of it writes it down for all.
+            if self._news[0] != (serial, self.serial):  # The first viewer's thread serializes it for all.
                 changed = {name: text for name, (at, text) in self.parts.items() if at > serial}
                 self._news = (serial, self.serial), json.dumps(changed)
             return self.serial, self._news[1]
@@ -148,9 +148,9 @@ class Dashboard:
 
 
 def as_events(status: Status, before: Status, at: float) -> Iterator[Event]:
-    """Yield what has changed between two answers of a syncer, as the events that a run's file has of it.
+    """Yield the changes between two answers of a syncer, as the events that a run's file would have.
 
-    Of the rounds an answer has only the newest versions, so that the time line shows none.
+    An answer has only the newest versions, no rounds, so the time line shows no rounds.
     """
 
     def event(what: str, **fields: object) -> Event:
@@ -173,7 +173,7 @@ def as_events(status: Status, before: Status, at: float) -> Iterator[Event]:
 
 # --- The page's server -----------------------------------------------------------------------------------------------
 
-LIVE = """<p><label>Of what happened, show lines with <input id="filter" type="search" autocomplete="off"></label></p>
+LIVE = """<p><label>Of the events, show lines with <input id="filter" type="search" autocomplete="off"></label></p>
 <p class="wrong" id="heard" role="alert"></p>
 <script>{script}</script>"""
 
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._stream()
 
     def _is_ours(self) -> bool:
-        """Return whether the request is for this address and of no other page: a name may be made to point here."""
+        """Return whether the request names this address and comes from no other page, which could point a name here."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         local = is_loopback(host) or is_loopback(f"{host}:80")
         return (local or not self.server.is_local) and origin in (None, f"http://{host}", f"https://{host}")

@@ -109,7 +109,7 @@ class LineWriter:
         try:
             while left:
                 if not (written := self._write(left)):
-                    raise BlockingIOError(errno.EAGAIN, "it takes nothing just now")
+                    raise BlockingIOError(errno.EAGAIN, "it accepts no data now")
                 self._is_cut, left = True, left[written:]
         except OSError as error:
             self._why = error.strerror or repr(error)
@@ -169,7 +169,7 @@ class EventLog:
                 except Exception as error:
                     self.failures += 1
                     if self.failures == 1:
-                        logging.getLogger(__name__).exception("an event could not be followed")
+                        logging.getLogger(__name__).exception("a follower failed on an event")
                         failed = self._event("note", {"note": "follower_failed", "why": repr(error)})
                         self._lines.write(_line(failed))
             with self._lock:
@@ -229,9 +229,9 @@ def read_events(path: Path, offset: int | None = None) -> tuple[list[Event], int
 
 
 def recent_events(path: Path, what: str) -> tuple[list[Event], int]:
-    """Return the events at the end of ``path``, back to one that is ``what`` or further, and the offset after them.
+    """Return the last events of ``path``, reaching back at least to one of kind ``what``, and the offset after them.
 
-    Reads 1 MiB, or as much more as it takes, up to 64 MiB, since there may be much between two such events.
+    Read 1 MiB, or as much more as that takes, up to 64 MiB: many events may lie between two of that kind.
     """
     size, wanted = path.stat().st_size if path.is_file() else 0, RECENT_BYTES
     while True:

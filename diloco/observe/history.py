@@ -145,7 +145,7 @@ class RunHistory:
 
     @property
     def whole_at(self) -> str:
-        """The syncer of which these are the events of sites or a standby alone; "" where they are those of the run."""
+        """The syncer's address where these are only events of its sites or a standby; "" where they are the run's."""
         known = BETWEEN.join(address for _, address in sorted(self._syncers.items()))
         return known if self.by_hand and not self._syncer_spoke else ""
 
@@ -159,7 +159,7 @@ class RunHistory:
     # --- time --------------------------------------------------------------------------------------------------
 
     def _clock(self, at: float, *, begins: bool, counts: bool) -> float:
-        """Return the run's time at ``at``; an evaluation, which may come days after the end, does not ``count``."""
+        """Return the run's time at ``at``; an evaluation, possibly days after the end, does not ``count``."""
         if self._origin is None:
             self._origin = at
         elif begins:
@@ -171,7 +171,7 @@ class RunHistory:
         return min(at - self._origin, self.seconds)
 
     def _steps(self, now_s: float) -> None:
-        """Count the time since the step before, unless there was a pause."""
+        """Add the time since the previous step, unless there was a pause between them."""
         if self.first_step_s is None:
             self.first_step_s = now_s
         self.stepping_s += 0.0 if self._step_s is None else now_s - self._step_s
@@ -365,7 +365,7 @@ class RunHistory:
     def _on_reported(self, who: str, event: Event, now_s: float) -> None:
         """Take a heartbeat that the syncer recorded, of a site whose own events are kept elsewhere.
 
-        Each of several syncers records them; the first says what the site did, each what it sent there.
+        Each of several syncers records them: the first for the site's progress, each for its own traffic.
         """
         site = self.site(str(event.get("site")))
         if site.has_own_events:
@@ -661,7 +661,7 @@ class SiteHistory:
     out_of_reach: set[int] = field(default_factory=set)
     """Of several syncers: the numbers of those that it has lost."""
     cut: str = ""
-    """The fault that is on its link now."""
+    """The fault on its link now; "" without one."""
     products: str = ""
     """The number format of its matrix products."""
     step: int = 0
@@ -680,7 +680,7 @@ class SiteHistory:
     refused: dict[str, int] = field(default_factory=dict)
     tokens_discarded: int = 0
     sealed: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Where the syncer's events are elsewhere: the tokens of each update without a fate, by fragment and sequence."""
+    """Without the syncer's events: the tokens of each update without a fate, by fragment and sequence."""
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Bytes (up, down) counted at its link in each session."""
     spans: list[Span] = field(default_factory=list)
@@ -688,7 +688,7 @@ class SiteHistory:
     has_own_events: bool = False
     """Whether its own events are in this log, as those of sites on this machine are."""
     reported: dict[str, int] = field(default_factory=dict)
-    """Without own events: its counts of tokens by its last heartbeat."""
+    """Without own events: its counts of tokens from its last heartbeat."""
     elsewhere: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     """Without own events: the bytes to and from each syncer but the first, by its number and the incarnation there."""
     step_before: int = 0

@@ -57,8 +57,8 @@ Labels = TypeVar("Labels", bound="tuple[str, ...]")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 LINKS = (
     ("link_rtt_seconds", "rtt_ns", 1e-9, "Round trip of the site's control calls, smoothed."),
-    ("link_up_bytes_per_second", "up_bytes_per_s", 1.0, "Rate at which the site's updates were carried lately."),
-    ("link_down_bytes_per_second", "down_bytes_per_s", 1.0, "Rate at which versions were carried to it lately."),
+    ("link_up_bytes_per_second", "up_bytes_per_s", 1.0, "Recent rate of the site's updates."),
+    ("link_down_bytes_per_second", "down_bytes_per_s", 1.0, "Recent rate of the versions sent to it."),
 )
 """A site's measurements of its link, on its own page and on the syncer's: name, field, factor, help text."""
 CONNECTIONS_MAX = 32
@@ -236,7 +236,7 @@ def page_at(
             host, int(port), registry, lambda why: emit("note", {"note": "crowded", "why": f"{key}: {why}"})
         )
     except OSError as error:
-        raise ConfigError(f"{key} is {text!r}: it cannot be listened at: {error.strerror or error}") from error
+        raise ConfigError(f"{key} is {text!r}: cannot listen there: {error.strerror or error}") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     try:
@@ -322,9 +322,9 @@ class SiteMetrics:
         if (meter := self._last.get("meter")) is not None:
             train_s, stall_s = number(meter, "train_s") or 0.0, number(meter, "stall_s") or 0.0
             spent = {(*site, "compute"): max(0.0, train_s - stall_s), (*site, "sync_wait"): stall_s}
-            yield counter("site_time_seconds", "What the training loop's time went into.", spent, "site", "state")
+            yield counter("site_time_seconds", "Time of the training loop, by its use.", spent, "site", "state")
             in_flight = {site: whole(meter, "in_flight")}
-            yield gauge("site_updates_in_flight", "Updates sent and without a fate here.", in_flight, "site")
+            yield gauge("site_updates_in_flight", "Updates sent whose fate is not known here.", in_flight, "site")
             up, down = whole(meter, "bytes_up"), whole(meter, "bytes_down")
             moved = {(*site, "up", "update"): up, (*site, "down", "version"): down}
             yield counter("wan_bytes", "Bytes of updates sent and versions received, re-sent ones too.", moved, *moves)
@@ -332,13 +332,13 @@ class SiteMetrics:
                 value = number(meter, f"link_{key}")
                 yield gauge(family, meaning, {site: value * scale} if value else {}, "site")
         raw = {(*site, "up", "update"): self._raw["up"], (*site, "down", "version"): self._raw["down"]}
-        yield counter("wan_raw_bytes", "What the same updates and versions are in fp32.", raw, *moves)
+        yield counter("wan_raw_bytes", "Bytes of the same updates and versions in fp32.", raw, *moves)
         pushes = {(*site, outcome): count for outcome, count in self._pushes.items()}
         yield counter("site_pushes", "Answers to updates that were sent.", pushes, "site", "outcome")
         canaries = {(*site, outcome): count for outcome, count in self._canaries.items()}
         yield counter("canaries", "Canaries by what they found: same, different, failed.", canaries, "site", "outcome")
-        yield gauge("site_connected", "1 while the syncer is heard.", {site: float(self._connected)}, "site")
-        yield counter("site_disconnects", "Times that the syncer was lost.", {site: self._disconnects}, "site")
+        yield gauge("site_connected", "1 while the site hears the syncer.", {site: float(self._connected)}, "site")
+        yield counter("site_disconnects", "Times that the site lost the syncer.", {site: self._disconnects}, "site")
         if self._norm is not None:
             yield gauge("pseudo_gradient_norm", "Norm of the latest update.", {site: self._norm}, "site")
 
@@ -365,9 +365,9 @@ Standing = dict[str, Any]
 GONE = (Status.LEFT, Status.EVICTED)
 PRESENT = (
     ("site_staleness_versions", "staleness", "Versions that the site's oldest base is behind."),
-    ("site_loss_nats", "loss", "Loss of recent steps as the site last said it, in nats per token."),
+    ("site_loss_nats", "loss", "Loss of recent steps in the site's last heartbeat, in nats per token."),
     ("site_tokens_per_second", "tokens_per_s", "Tokens a second since the site's process began."),
-    ("site_stall_ratio", "stall_share", "Share of the site's time spent for the outer world, 0 to 1."),
+    ("site_stall_ratio", "stall_share", "Share of the site's time spent in the outer exchange, 0 to 1."),
 )
 """Reported for present sites only: the last values of a site that is gone would stay for ever."""
 STAGES = ("receive", "read", "fused", "digest", "publish")
@@ -377,7 +377,7 @@ SITE_COUNTERS = (
     ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
     ("site_steps", "step", "Inner steps of the site."),
     ("updates_corrupt", "updates_corrupt", "Updates that decoded to other values here than at the site."),
-    ("bases_differed", "bases_differed", "Bases that the site held other values for than were published."),
+    ("bases_differed", "bases_differed", "Bases whose values at the site differed from the published ones."),
 )
 
 
@@ -429,7 +429,7 @@ class SyncerMetrics:
 
     def _of_events(self) -> Iterator[Metric]:
         stale = {(site,): spread for site, spread in self._staleness.items()}
-        yield histogram("update_staleness_versions", "Versions that merged updates were old.", stale, "site")
+        yield histogram("update_staleness_versions", "Age of merged updates, in versions.", stale, "site")
         weights = {(site,): weight for site, weight in self._weights.items()}
         yield gauge("update_weight_ratio", "Weight in the latest outer step.", weights, "site")
         yield histogram("outer_step_duration_seconds", "Time that an outer step took.", {(): self._step_s})
@@ -438,7 +438,7 @@ class SyncerMetrics:
         yield histogram("round_stage_duration_seconds", meaning, stages, "stage")
         yield histogram("snapshot_duration_seconds", "Time that a snapshot took to be durable.", {(): self._snapshot_s})
         if self._norm is not None:
-            yield gauge("merged_pseudo_gradient_norm", "Norm of what the latest outer step merged.", {(): self._norm})
+            yield gauge("merged_pseudo_gradient_norm", "Norm of the latest merged pseudo-gradient.", {(): self._norm})
         if self._snapshot is not None:
             at, size = self._snapshot
             yield gauge("snapshot_timestamp_seconds", "When the latest snapshot was durable.", {(): at})
@@ -453,7 +453,7 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     meaning = "Rises with every start, and by a million or more when a standby is promoted."
     yield gauge("syncer_epoch", meaning, {(): status["epoch"]})
     lineage = status["lineage"]
-    yield gauge("run_lineage", "1; of a run that was restored a Unix time, or one more than before.", {(): lineage})
+    yield gauge("run_lineage", "1, or of a restored run a Unix time or one more than before.", {(): lineage})
     if lineage > 1:
         yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", {(): lineage})
     yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
@@ -467,7 +467,7 @@ def _of_run(status: Standing) -> Iterator[Metric]:
         yield gauge("data_units", meaning, places, "place")
         for name, meaning in (
             ("processed", "Units that accepted updates have gone through, as often as a site did."),
-            ("reissued", "Units leased again, since their site was gone or has given them up."),
+            ("reissued", "Units leased again, after their site was gone or had given them up."),
             ("repeated", "Units merged again, or drawn again by a site that had no other."),
         ):
             yield counter(f"data_units_{name}", meaning, {(): units[name]})
@@ -478,7 +478,7 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     for name, key, meaning in (
         ("calls_failed", "internal", "Calls that met a defect of the syncer."),
         ("calls_broken_off", "broken_off", "Streams whose other end went away."),
-        ("connections_hung_up", "hung_up", "Connections without a call under way that had to make room for others."),
+        ("connections_hung_up", "hung_up", "Idle connections that were closed to make room for others."),
     ):
         yield counter(name, meaning, {(): calls.get(key, 0)})
     moved = {("up",): calls.get("payload_bytes_in", 0), ("down",): calls.get("payload_bytes_out", 0)}
@@ -495,14 +495,14 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
     yield gauge("sites", "Sites by their state.", states, "state")
     yield counter("updates", "Accepted updates by their fate: merged, or the reason.", fates, "site", "outcome")
     restarts = {(name,): site["incarnation"] - 1 for name, site in sites.items()}
-    yield counter("site_restarts", "Processes that have spoken for the site, less one.", restarts, "site")
+    yield counter("site_restarts", "Processes that have joined as the site, less one.", restarts, "site")
     undecided = _told(sites, "undecided")
     yield gauge("site_updates_undecided", "Accepted updates of the site without a fate.", undecided, "site")
     held = {(name,): [float(each["seconds"]) for each in site["held"]] for name, site in sites.items()}
-    meaning = "Updates that wait for an operator's word: diloco admit, diloco refuse."
+    meaning = "Updates that wait for an operator's decision: diloco admit, diloco refuse."
     yield gauge("updates_held", meaning, {key: len(seconds) for key, seconds in held.items()}, "site")
     longest = {key: max(seconds, default=0.0) for key, seconds in held.items()}
-    yield gauge("update_held_seconds", "How long the one of them has waited that came first.", longest, "site")
+    yield gauge("update_held_seconds", "Seconds that the oldest of them has waited.", longest, "site")
     present = {name: site for name, site in sites.items() if site["status"] not in GONE}
     for family, key, meaning in PRESENT:
         yield gauge(family, meaning, _told(present, key), "site")
@@ -514,7 +514,7 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
         yield counter(family, meaning, _told(sites, key), "site")
     now = time.time()
     heard = {site: now - ago for site, ago in _told(present, "heard_seconds_ago").items()}
-    yield gauge("site_heartbeat_timestamp_seconds", "When the site was last heard of.", heard, "site")
+    yield gauge("site_heartbeat_timestamp_seconds", "When the syncer last heard the site.", heard, "site")
 
 
 def _of_safety(status: Standing, backup_every_s: float) -> Iterator[Metric]:
@@ -526,21 +526,21 @@ def _of_safety(status: Standing, backup_every_s: float) -> Iterator[Metric]:
         yield gauge("backup_age_seconds", meaning, {(): backup["without_s"]})
         if (age_s := backup["age_s"]) is not None:
             good = time.time() - age_s
-            yield gauge("backup_timestamp_seconds", "What the last good backup of this process holds.", {(): good})
+            yield gauge("backup_timestamp_seconds", "Time of this process's last good backup.", {(): good})
     if (replication := status["replication"])["mode"] != "off":
         for name, meaning in (
             ("following", "1 while a standby is heard."),
-            ("detached", "1 while the run goes on with one disk and waits for no standby."),
-            ("slow", "1 while the standby is heard and not waited for, since it takes too long."),
+            ("detached", "1 while the run continues on one disk and waits for no standby."),
+            ("slow", "1 while the syncer hears the standby but does not wait for it, since it takes too long."),
         ):
             yield gauge(f"replication_{name}", meaning, {(): float(replication[name])})
         away_s = replication["away_seconds"] or 0.0
-        yield gauge("replication_away_seconds", "Since when no standby is heard; 0 while one is.", {(): away_s})
+        yield gauge("replication_away_seconds", "Seconds without a standby; 0 while one is heard.", {(): away_s})
         if (behind := replication["behind_bytes"]) is not None:
             meaning = "Bytes of the journal that the standby lacks, while both write the same segment."
             yield gauge("replication_behind_bytes", meaning, {(): behind})
     complaints = len(status["identity_complaints"])
-    meaning = "Files of certificates, tokens, permissions that cannot be used as they are now."
+    meaning = "Files of certificates, tokens or permissions that cannot be used now."
     yield gauge("identity_complaints", meaning, {(): complaints})
     if (lease := status["lease"]) is not None:
         for name, key, meaning in (
@@ -574,7 +574,7 @@ class StandbyMetrics:
         status = self.status()
         following, failed = float(status["following"]), float(status["failed"] is not None)
         yield gauge("standby_following", "1 while this standby follows the syncer.", {(): following})
-        yield gauge("standby_failed", "1 when it cannot follow any more; diloco status says why.", {(): failed})
+        yield gauge("standby_failed", "1 when it can no longer follow; diloco status says why.", {(): failed})
         heard = time.time() - status["heard_seconds_ago"]
         yield gauge("standby_heard_timestamp_seconds", "When it last heard the syncer, or was started.", {(): heard})
         behind = status["turns_behind"]

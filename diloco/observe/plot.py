@@ -32,7 +32,7 @@ text { fill: var(--ink); font: 12px system-ui, sans-serif } text.soft { fill: va
 .line { fill: none; stroke: currentColor; stroke-width: 1.7 } .dot { fill: currentColor } .hidden { opacity: 0 }
 text.named { fill: currentColor } .s0 { color: var(--s0) } .s1 { color: var(--s1) } .s2 { color: var(--s2) }
 """
-"""The style of a picture in its own file: as the report's page has it."""
+"""The style of a picture in its own file; the report's page has its own copy."""
 
 Points = list[tuple[float, float] | None]
 
@@ -108,7 +108,7 @@ class _Drawing:
 
 
 def standalone(svg: str) -> str:
-    """Return ``svg`` as the text of a file of its own."""
+    """Return ``svg`` as the text of a standalone file."""
     head, body = svg.split(">", 1)
     return f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>{STYLE}</style>{body}\n'
 

@@ -63,7 +63,7 @@ def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: 
 def parts_of(
     history: RunHistory, summary: Mapping[str, Any], config: str, now: str = ""
 ) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Return the page's status, tiles and sections; ``now`` is what the syncer says of itself, as text."""
+    """Return the page's status, tiles and sections; ``now`` is the text of ``diloco status``, if any."""
     styled = [(name, series_style(number)) for number, name in enumerate(sorted(history.sites))]
     losses = legend([*styled, ("global model (validation)", "global")])
     marks = legend([*styled, ("fault", "bad"), ("outer step", "global")])
@@ -104,7 +104,7 @@ _WIRE_NOTE = (
     "update and version that was exchanged. Data parallel: 2(N-1)/N × 4 bytes × parameters for each inner step of each "
     "site."
 )
-_LEDGER_NOTE = "Every token that a site processed stands in exactly one of the other columns."
+_LEDGER_NOTE = "Every token that a site processed counts in exactly one of the other columns."
 _WIRE = (("on the links", "s0"), ("with fp32 codecs", "s1"), ("data parallel", "s2"))
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 UNMOVED_SHARE = 0.8
-"""A run that made no version for this share of its training time is not "ok"."""
+"""A run without a new version for this share of its training time is not "ok"."""
 LEDGER = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
 
 # A kind is a type's name, with "?" where null is allowed; "[kind]" is a list, "{kind}" a mapping with free names, and
@@ -142,11 +142,11 @@ def summarize(
 def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]]) -> list[str]:
     found = []
     if history.ending == "drained":
-        found.append("drained: the same command goes on with it")
+        found.append("drained: the same command resumes it")
     elif history.whole_at:
-        found.append(f"the part of this machine; the whole run is at its syncer, {history.whole_at}")
+        found.append(f"only this machine's part; the whole run is at its syncer, {history.whole_at}")
     elif history.ending is None:
-        found.append("the run did not come to its end")
+        found.append("the run did not reach its end")
     elif history.by_hand and not history.evaluations:
         pass  # It was not evaluated; the report says how to.
     elif not history.evaluations or history.evaluations[-1].versions != history.versions:
@@ -209,9 +209,9 @@ def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, i
 def unfinished(
     site: SiteHistory, heard: Mapping[str, object], num_fragments: int, rest_in: str = "lost"
 ) -> dict[str, int]:
-    """Return the ledger of a site that reported none at its end: what is not known to be elsewhere is ``rest_in``.
+    """Return the ledger of a site that reported none at its end; tokens of unknown fate count in ``rest_in``.
 
-    It is lost, unless the syncer alone, whose events are elsewhere, knows.
+    They are lost, unless only the syncer, whose events are elsewhere, knows their fate.
     """
     merged = whole(heard, "tokens_merged")
     refused = site.tokens_discarded // num_fragments
@@ -223,7 +223,7 @@ def unfinished(
     for name in ("lost", "overwritten", "in_flight", "unsent") if site.reported else ("in_flight",):
         ledger[name] = min(rest, whole(elsewhere, f"tokens_{name}"))
         rest -= ledger[name]
-    # What a site that was heard to the end neither has nor lost was refused; of another nothing more is known.
+    # The rest was refused where the site was heard to its end; otherwise its fate is unknown.
     ledger["refused" if site.reported and site.left else rest_in] += rest
     return ledger
 
@@ -380,7 +380,7 @@ def _wire(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
     encoded = [f"encoded as {codec['up']} up, {codec['down']} down"] if codec else []
     moved = f"{size(up)} up, {size(down)} down"
     parallel = f"{times_less(up + down, wire['bytes_data_parallel_equivalent'])} data parallel"
-    if any(site.reported for site in history.sites.values()):  # No heartbeat says what of it was for a join.
+    if any(site.reported for site in history.sites.values()):  # Heartbeats do not report the bytes of joins.
         return [f"{moved}, {parallel}", *encoded]
     fp32 = times_less(up + down - joins, wire["bytes_fp32_equivalent"])
     return [f"{moved}, of which {size(joins)} for joins", f"{fp32} fp32 codecs (joins apart), {parallel}", *encoded]

@@ -1,4 +1,4 @@
-"""What people read: a sentence for each event, where the units of the data are, and numbers."""
+"""Texts for people: a sentence for each event, the state of the data's units, and formatted numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CAUSED: Mapping[str, str] = {
     "kill": "is killed (SIGKILL)",
     "stop": "is frozen (SIGSTOP)",
     "partition": "is cut: nothing crosses it",
-    "half_open": "is half open: one way is silent",
+    "half_open": "is half open: one direction is silent",
     "reset": "has its connections reset",
     "set": "changes",
     "start": "starts now",
@@ -37,7 +37,7 @@ _STANDING: Mapping[str, str] = {
 
 
 def sentence(event: Event) -> str | None:
-    """Return what happened as a sentence; None for events that happen all the time."""
+    """Return the event as a sentence; None for events that are too frequent to show."""
     what = str(event.get("what", ""))
     site = str(event.get("site") or event.get("who"))
     why = str(event.get("why") or event.get("reason") or "")
@@ -84,7 +84,7 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
             again = f", {whole(event, 'recovered')} journal records replayed" if event.get("recovered") else ""
             return f"syncer started: epoch {whole(event, 'epoch')}{again}"
         case "canary" if event.get("same"):
-            return None  # As on nearly every machine.
+            return None  # The usual result.
         case "canary" if event.get("same") is None:
             return f"{event.get('who')}: its canary could not be run: {event.get('why')}"
         case "canary":
@@ -108,7 +108,7 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
         case "skipped":
             return f"scenario: {fault} {target} skipped: {why}"
         case "process" if event.get("state") == "ended" and event.get("unasked"):
-            return f"{event.get('name')} ended unasked with exit code {event.get('code')}: {why}"
+            return f"{event.get('name')} ended unexpectedly with exit code {event.get('code')}: {why}"
         case "run" if why:
             return f"run {event.get('state')}: {why}"
     return None

@@ -176,7 +176,7 @@ def test_the_events_of_one_site_are_a_part_of_the_run_whose_whole_is_at_its_sync
     take("fra", "adopted", fragment=0, version=5, merged=[1])
     take("fra", "meter", incarnation=1, inner_steps=25, tokens=250, train_s=5.0)
     found = summarize(history, None, {})
-    assert found["status"] == "the part of this machine; the whole run is at its syncer, 10.0.0.1:7077"
+    assert found["status"] == "only this machine's part; the whole run is at its syncer, 10.0.0.1:7077"
     assert found["versions"] == [5]
     fra = found["sites"]["fra"]  # type: ignore[index]
     counts = {name: fra[f"tokens_{name}"] for name in ("processed", "merged", "in_flight", "lost")}

@@ -174,7 +174,7 @@ def test_an_address_that_is_none_or_taken_is_named_with_its_key(text: str) -> No
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = "is .*: host:port, or a port"
         if text == "taken":
-            text, words = f"127.0.0.1:{taken.getsockname()[1]}", ".* cannot be listened at"
+            text, words = f"127.0.0.1:{taken.getsockname()[1]}", ".* cannot listen there"
         with (
             pytest.raises(ConfigError, match=rf"cluster\.syncer\.metrics {words}"),
             page_at("cluster.syncer.metrics", text, some),

@@ -180,10 +180,10 @@ def never_evaluated(recorder: Recorder) -> None:
     [
         (unbalanced, {}, "the tokens of site-c do not balance"),
         (drained, {}, "drained"),
-        (cut_down, {"status": None}, "the run did not come to its end"),
+        (cut_down, {"status": None}, "the run did not reach its end"),
         (never_evaluated, {}, "the final version was not evaluated"),
         (lambda recorder: None, {"wrong": ["site-a ended with exit code 1"]}, "site-a ended with exit code 1"),
-        (lambda recorder: recorder.events.clear(), {"status": None}, "the run did not come to its end"),
+        (lambda recorder: recorder.events.clear(), {"status": None}, "the run did not reach its end"),
     ],
     ids=["unbalanced", "drained", "cut down", "never evaluated", "wrong outside", "nothing at all"],
 )

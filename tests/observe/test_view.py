@@ -184,7 +184,10 @@ def said(who: str, what: str, **fields: object) -> str:
         (said("syncer", "refused", site="site-c", reason="stale"), "update of site-c was refused: stale"),
         (said("up", "eval", val_bits_per_byte=1.9, versions=[3, 4]), "validation 1.900 bits/byte at versions 3 4"),
         (said("syncer", "syncer_started", epoch=2, recovered=12), "epoch 2, 12 journal records"),
-        (said("up", "process", name="a", state="ended", unasked=True, code=1, why="x"), "unasked with exit code 1: x"),
+        (
+            said("up", "process", name="a", state="ended", unasked=True, code=1, why="x"),
+            "unexpectedly with exit code 1: x",
+        ),
     ],
 )
 def test_what_happened_in_words(told: str, wanted: str) -> None:
@@ -264,7 +267,7 @@ def test_what_changes_about_who_may_come_in_is_said_and_no_other_note() -> None:
     lines(event("syncer_started"))
     lines(event("note", note="backup_behind", why="if another syncer leads the run now, end this one"))
     first, last = out.getvalue().splitlines()
-    assert first == "who may come in: permissions cannot be used"
+    assert first == "access rules: permissions cannot be used"
     assert last == "BEHIND: if another syncer leads the run now, end this one"
 
 
