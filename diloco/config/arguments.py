@@ -58,7 +58,7 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lab": ("run.", "model.", "inner.", "outer.", "codec."),
     }
 )
-"""How the settings begin that ``diloco VERB --help`` lists: what this verb decides, of all that it accepts.
+"""Prefixes of the settings that ``diloco VERB --help`` lists: those that the verb decides, of all that it accepts.
 
 For ``model=`` it lists only the choices of that group.
 """
@@ -86,7 +86,7 @@ class _WithSettings(OneLineParser):
         return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the verb with ``message``; of an option that is the name of a setting it says how that is set."""
+        """End the verb with ``message``; for an option with a setting's name, say how to give the setting."""
         found = re.match(r"unrecognized arguments: --?([\w.-]+)(?:=(\S+))?", message)
         name = found[1].replace("-", "_") if found else ""
         keys = [key for key, _, _ in leaves() if name in (key, key.rpartition(".")[2])]
@@ -137,8 +137,8 @@ def print_if_asked(config: RunConfig, given: argparse.Namespace) -> None:
 
 
 def words_and_settings(given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the arguments that are no settings, and the settings.  A syncer's ``site.syncer=HOST:PORT`` is the first
-    of the former: what names a site's syncer names that of any verb."""
+    """Return the arguments that are not settings, and the settings.  ``site.syncer=HOST:PORT`` becomes the first of the
+    former, since every verb takes it as the syncer's address."""
     words = [text for text in given.settings if "=" not in text]
     named = [text.removeprefix(SYNCER) for text in given.settings if text.startswith(SYNCER)]
     return [*named, *words], [text for text in given.settings if "=" in text and not text.startswith(SYNCER)]
@@ -167,7 +167,7 @@ def goes_on(config: RunConfig, path: Path, given: argparse.Namespace) -> RunConf
         return config
     config, kept = configs.keep_run_settings(config, path, named)
     if kept:
-        print(f"note: {' '.join(kept)}, as the run has it", flush=True)
+        print(f"note: {' '.join(kept)}, as in the run's configuration", flush=True)
     given.settings = [*given.settings, *kept]
     return config
 
@@ -250,7 +250,7 @@ def _columns() -> int:
 
 # --- ``diloco config`` -----------------------------------------------------------------------------------------------
 
-CONFIG = """All settings with their defaults and what they mean; with a word, those whose name, choices or text have it.
+CONFIG = """List all settings with default and meaning; with a word, only those that have it in name, choices or text.
 
   diloco config grace"""
 

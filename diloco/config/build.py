@@ -117,8 +117,8 @@ def model_options(config: RunConfig) -> ModelOptions:
     model = config.model
     if is_of_file(config):
         raise ConfigError(
-            "model.kind is 'file': what is in run.init_from is trained by the loops that join by diloco.join, and this "
-            "command knows its values only"
+            "model.kind is 'file': only the training loops that call diloco.join know the model in run.init_from; this "
+            "command knows only its values"
         )
     length = config.inner.sequence_length
     assert length is not None
@@ -213,12 +213,12 @@ def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
     why = ""
     if outer.kind not in ADDITIVE:
         kinds = ", ".join(ADDITIVE)
-        why = f"outer.kind={outer.kind}, whose steps are no sum of the sites' parts as those of {kinds} are"
+        why = f"outer.kind={outer.kind}, whose steps are not sums of the sites' parts, unlike those of {kinds}"
     elif outer.merge_by != "site":
-        told = "because a site is told how many sites a version holds, and not how many updates"
+        told = "because the syncer tells a site how many sites a version holds, not how many updates"
         why = f"outer.merge_by={outer.merge_by}, {told}"
     elif outer.share_weighted:
-        why = "outer.share_weighted=true, because a site is not told which share of a step a version is"
+        why = "outer.share_weighted=true, because the syncer does not tell a site a version's share of a step"
     if why:
         raise ConfigError(f"outer.adopt_alpha is null: from 0 to 1, with {why}")
     return options_of(OuterOptimizerOptions, outer, "outer")
@@ -289,7 +289,7 @@ def build_model(config: RunConfig) -> Transformer:
 
 
 def device(config: RunConfig) -> torch.device:
-    """Return where one process without ranks computes: ``site.device``; ConfigError where this machine lacks it."""
+    """Return the device of a single process, ``site.device``; ConfigError where this machine lacks it."""
     with section("site"):
         return device_of(config.site.device)
 
@@ -327,7 +327,7 @@ def layout_over(config: RunConfig, shapes: Mapping[str, tuple[int, ...]], frozen
 
 
 def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) -> Agreement:
-    """Return this end's description of the run, for the join.
+    """Return this process's description of the run, for the join.
 
     The lineage (0 here) does not come from the configuration: each end sends the lineage that it remembers.
     """
@@ -377,7 +377,7 @@ def corpus(config: RunConfig) -> CorpusManifest:
 
 
 def site_share(config: RunConfig) -> tuple[int, int]:
-    """Return this site's share of the text as (index, number of shares): all of it, where nothing deals it to sites.
+    """Return this site's share of the text as (index, number of shares); (0, 1), all of it, where sites share none.
 
     ConfigError where the settings contradict each other.
     """
@@ -392,8 +392,8 @@ def site_share(config: RunConfig) -> tuple[int, int]:
 
 
 def has_own_order(config: RunConfig) -> bool:
-    """Return whether the site draws from all of the text in an order of its own: it has no ``site.index``, and no place
-    in ``cluster.sites``.  ConfigError for ``site.num_sites`` alone."""
+    """Return whether the site draws from all of the text in its own order: it has no ``site.index``, and no place in
+    ``cluster.sites``.  ConfigError for ``site.num_sites`` alone."""
     site = config.site
     if site.index is not None or site.id in config.cluster.sites:
         return False
@@ -465,7 +465,7 @@ def units_ahead(config: RunConfig) -> int:
     """Return how many units a site leases ahead: at least those of two steps, or it would run out in every step."""
     inner, unit = config.inner, config.data.unit_sequences
     two = 2 * -(-inner.batch_sequences * inner.accumulation * config.site.nproc * config.site.nodes // unit)
-    wanted = f"two steps of this site draw {two} units, more than {UNITS_AHEAD_MAX}: larger ones are wanted"
+    wanted = f"two steps of this site draw {two} units, more than {UNITS_AHEAD_MAX}: choose larger units"
     require(not config.data.leased or two <= UNITS_AHEAD_MAX, "data.unit_sequences", unit, wanted)
     return max(config.data.units_ahead, two)
 
@@ -491,7 +491,7 @@ def up_codecs(config: RunConfig) -> list[str]:
         except ValueError as error:
             raise ConfigError(str(error).replace("codec is", "codec.up_allowed has", 1)) from error
         if found.count(name) > 1:
-            raise ConfigError(f"codec.up_allowed has {name!r} twice, or again what codec.up is")
+            raise ConfigError(f"codec.up_allowed has {name!r} twice, or repeats codec.up")
     return found
 
 
@@ -502,7 +502,7 @@ def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) ->
     """
     site, outer = config.site, config.outer
     if site.adapt and outer.lock_step:
-        raise ConfigError("site.adapt is True: under outer.lock_step a run's bits must not hang on what a link carries")
+        raise ConfigError("site.adapt is True: under outer.lock_step a run's bits must not depend on measured links")
     if site.adapt and outer.adopt not in ADOPT_KEEPS_UNSENT:
         raise ConfigError(
             f"site.adapt is True: with outer.adopt={outer.adopt} what a coarser codec rounds off is lost; "

@@ -49,7 +49,7 @@ SHARED = (
     *("model.", "outer.", "codec.", "run.seed", "run.seconds", "run.tokens", "inner.sequence_length"),
     *("data.tokenizer", "data.end_of_file", "data.leased", "data.unit_"),
 )
-"""How the names of settings begin that a run may share: nothing else, such as a path, is taken from a syncer."""
+"""Prefixes of the settings that a run may share: a site takes nothing else, such as a path, from a syncer."""
 SHARED_SECTIONS = ("model", "outer", "codec")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 LISTS = frozenset({"site.syncer", "upstream.endpoint"})
@@ -59,8 +59,8 @@ LISTS = frozenset({"site.syncer", "upstream.endpoint"})
 def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) -> RunConfig:
     """Return the configuration of ``overrides`` (``key=value``, ``group=choice``); raise a one-line ConfigError.
 
-    ``told`` gives a run's values (:func:`shared_config`) for settings without an override.  They are taken literally:
-    nothing in them is resolved.
+    ``told`` gives a run's values (:func:`shared_config`) for settings without an override.  They are taken literally,
+    without resolving interpolations.
     """
     chosen, values = _parsed(overrides)
     taken = [pair for key, text in told.items() for pair in _checked(key, _value(key, text))]
@@ -70,9 +70,9 @@ def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) ->
 def said(overrides: Sequence[str]) -> dict[str, str]:
     """Return, as dotted names and text, the settings that ``overrides`` decide by name or by choosing a group.
 
-    Of the groups: all of ``model``, ``outer`` and ``codec``, and what an experiment sets otherwise than usual; but only
-    settings of the first release, since presets may change the later ones (:func:`keep_run_settings`).  A null of
-    ``model``, ``run`` or ``data`` decides nothing, since it is filled in.
+    A choice of ``model``, ``outer`` or ``codec`` decides that whole group, an experiment what it changes from the
+    defaults; but only settings of the first release, since presets may change later ones (:func:`keep_run_settings`).
+    A null of ``model``, ``run`` or ``data`` decides nothing, since it is filled in.
     """
     chosen, values = _parsed(overrides)
     groups, named = {text.partition("=")[0] for text in chosen}, {key for key, _ in values}
@@ -186,8 +186,8 @@ def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig
     for key in sorted(told.keys() | here.keys()):
         if told.get(key) != here.get(key):
             raise ConfigError(
-                f"{key} is {told.get(key, 'not set')} at the syncer, and this release makes {here.get(key, 'nothing')} "
-                "of it: install the syncer's"
+                f"{key} is {told.get(key, 'not set')} at the syncer, and this release reads {here.get(key, 'nothing')}"
+                ": install the syncer's release"
             )
     return config
 
@@ -294,9 +294,9 @@ def require_same(config: RunConfig, path: Path) -> None:
     before, now, known = shared_config(there), shared_config(config), as_text(there)
     for key in sorted((before.keys() | now.keys()) - MAY_CHANGE):
         if before.get(key) != now.get(key):
-            go_on = f"give {key}={known[key]} to go on, or " if key in known else ""
+            go_on = f"give {key}={known[key]} to resume, or " if key in known else ""
             differ = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
-            # People want a run to last longer, and no run does: another one begins where it ended.
+            # A run cannot be extended: users who want that begin another one with its final version.
             final = RunDir(path.parent).final_model
             whole = key in ("run.tokens", "run.seconds") and config.outer.num_syncers == 1 and final.exists()
             begin = f" with run.init_from={final}" if whole else ""
@@ -357,7 +357,7 @@ def _parse_by_hydra(text: str) -> tuple[str, object]:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         key, _, value = text.lstrip("+").partition("=")
-        with suppress(ConfigError):  # What Hydra's grammar lacks, as diloco[gpu]==1.0, is itself where text is wanted.
+        with suppress(ConfigError):  # A text setting takes literally what Hydra cannot parse, as diloco[gpu]==1.0.
             if plain_type(type_of(SHORT.get(key, key))) is str and value[:1] not in ("'", '"') and "${" not in value:
                 return key, value
         raise ConfigError(f"{text!r} cannot be read: {first_line(error)}") from error
@@ -381,7 +381,7 @@ def _parse_as_yaml(text: str, path: Path) -> tuple[str, object]:
         raise ConfigError(f"{text!r} is no setting: key=value")
     key = SHORT.get(key, key)
     if key in GROUPS:
-        raise ConfigError(f"{text} chooses a group, and --config {path} has settled them: set keys")
+        raise ConfigError(f"{text} chooses a group, and --config {path} fixes all groups: set keys")
     try:
         read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={told}"]))
     except (OmegaConfBaseException, yaml.YAMLError) as error:

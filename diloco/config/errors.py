@@ -1,4 +1,4 @@
-"""What a user is told of the settings: exit codes, errors that print one line, and warnings given once at a start."""
+"""Exit codes, errors that print one line, and warnings about settings, given once at a start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
     UNREACHABLE = 3
     """The syncer did not answer a first join, or a verb that asks only once."""
     MISMATCH = 4
-    """This end and the syncer have different runs or settings."""
+    """This process and the syncer have different runs or settings."""
     DRAINED = 75
     """Stopped on request with everything saved: the same command resumes (EX_TEMPFAIL)."""
 
@@ -98,7 +98,7 @@ def options_of(kind: type[Options], settings: object, name: str, /, **others: An
 # --- Warnings about settings that are known to work badly together, given once at a run's start; none is an error ----
 
 FEW_STEPS = 20
-"""At most so many inner steps, and the pseudo-gradients of successive rounds point the same way."""
+"""With at most this many inner steps, the pseudo-gradients of successive rounds point the same way."""
 MUCH_MOMENTUM = 0.8
 WITH_MOMENTUM = ("heavy_ball", "nesterov")
 FEW_WINDOWS = 50
@@ -128,7 +128,7 @@ def advice(config: RunConfig) -> list[str]:
     if one_by_one and sites != 1 and outer.kind in WITH_MOMENTUM and not outer.share_weighted:
         said.append(
             f"outer.kind is {outer.kind} and each update is merged alone: the momentum takes a step for every one of "
-            "them, and that diverges or ends far behind; outer.share_weighted=true makes of each the share that it is"
+            "them, and that diverges or ends far behind; outer.share_weighted=true scales each step to its share"
         )
     much = outer.momentum >= MUCH_MOMENTUM
     if much and outer.kind in WITH_MOMENTUM and outer.inner_steps <= FEW_STEPS:
@@ -144,11 +144,11 @@ def advice(config: RunConfig) -> list[str]:
     if outer.kind == "delayed_nesterov" and much and 0 < windows < FEW_WINDOWS:
         said.append(
             f"outer.momentum is {outer.momentum:g} and run.tokens={config.run.tokens} are about {windows} windows of "
-            f"outer.window={outer.window} updates: so few are better with 0.5"
+            f"outer.window={outer.window} updates: for so few windows 0.5 is better"
         )
     if outer.kind == "delayed_nesterov" and sites and outer.window < sites:
         said.append(
-            f"outer.window is {outer.window} and there are {sites} sites: the momentum is steadiest with one of as many"
+            f"outer.window is {outer.window} and there are {sites} sites: momentum is steadiest with equal numbers"
         )
     if outer.merge == "rda" and outer.lr * (1 + outer.momentum) > 1:
         said.append(
@@ -164,7 +164,7 @@ def advice(config: RunConfig) -> list[str]:
     if outer.staleness_power and outer.round_updates == 1:
         said.append(
             f"outer.staleness_power is {outer.staleness_power:g} and each update is merged alone: a weight says how "
-            "much one counts beside others, and here is no other; outer.gate_power makes an old one smaller"
+            "much one counts beside others, and here there are no others; outer.gate_power makes an old one smaller"
         )
     if config.codec.up.startswith(ROUGH) and config.codec.feedback == 0 and outer.adopt in ("overwrite", "blend"):
         said.append(

@@ -95,7 +95,7 @@ def wanted(key: str) -> str:
     """Describe the kind of value that ``key`` takes."""
     hint = type_of(key)
     inner = plain_type(hint)
-    words = WANTED.get(typing.get_origin(inner) or inner, "a section, not a value: set what is in it")
+    words = WANTED.get(typing.get_origin(inner) or inner, "a section, not a value: set its keys")
     return f"{words}, or null" if inner is not hint else words
 
 

@@ -1,4 +1,4 @@
-"""Read a model's values from a file or a folder: for version 0, and to look at a version.
+"""Read a model's values from a file or a folder, for version 0 or to evaluate a version; write Hugging Face folders.
 
 In a run of any model (``model.kind=file``) the names, shapes and first values of the parameters come from a file.
 Sites bring the model itself, each in its own training loop (``diloco.join``); the syncer needs only the file.
@@ -108,7 +108,7 @@ NOTHING_TO_TRAIN = "model has no parameters that are trained (requires_grad): th
 
 
 def is_of_file(config: RunConfig) -> bool:
-    """Return whether the model is that of a file; ConfigError for an unknown kind."""
+    """Return whether the model comes from a file; ConfigError for an unknown kind."""
     require(config.model.kind in KINDS, "model.kind", config.model.kind, f"one of {', '.join(KINDS)}")
     return config.model.kind == "file"
 
@@ -189,7 +189,7 @@ def trained_and_frozen(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
             trained[name] = each
             continue
         whole = each.full_tensor() if hasattr(each, "full_tensor") else each
-        host = whole.cpu()  # Before it is fp32, so that the accelerator needs no room for that.
+        host = whole.cpu()  # Before the cast to fp32, so that the accelerator needs no memory for that.
         host = host.float() if host.is_floating_point() else host
         digests[name] = f"{list(whole.shape)} {digest_of(host.contiguous().view(-1).numpy().data)}"
     return trained, digests
@@ -296,7 +296,7 @@ def read_values(folder: str, options: ModelOptions, load: Load = safetensors.tor
     except ConfigError:
         raise
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{folder!r} cannot be taken in: {error}") from error
+        raise ConfigError(f"{folder!r} cannot be read: {error}") from error
 
 
 def _tensors(folder: Path, load: Load) -> dict[str, Tensor]:

@@ -84,9 +84,9 @@ def above_of(
     emit: Callable[[str, dict[str, object]], None],
     disk: Disk = PLAIN_DISK,
 ) -> Callable[[], Upward] | None:
-    """Return what makes the region's link to the syncer above, once its ``data`` folder is locked; None for no region.
+    """Return a function that makes the region's link to the syncer above, for a caller that has locked ``data``.
 
-    VerbError where the run above trains another model, or cannot be asked.
+    None where this is no region.  VerbError where the run above trains another model, or its syncer does not answer.
     """
     if not is_region(config):
         return None
@@ -138,7 +138,7 @@ def _endpoint(config: RunConfig) -> str:
 
 
 def _told(config: RunConfig, path: Path) -> Told:
-    """Return the settings of the run above, as kept or else as asked for; VerbError where they are another run's."""
+    """Return the settings of the run above, stored or else fetched; VerbError where they are another run's."""
     from diloco.config.syncer_settings import Told, ask
 
     endpoint = _endpoint(config)
@@ -147,14 +147,14 @@ def _told(config: RunConfig, path: Path) -> Told:
         if known is not None and known["endpoint"] == endpoint:
             return Told(known["run"], known["shared"])
     except (ValueError, LookupError, TypeError) as error:
-        text = f"{path} is damaged: remove it, and the syncer above is asked again"
+        text = f"{path} is damaged: remove it, and the settings are fetched from the syncer above again"
         raise VerbError(ExitCode.FAILED, text) from error
     try:
         with section("upstream", address="endpoint"):
             told = ask(endpoint, connecting.site_security(config), config.site.join_timeout_s)
     except JoinFailed as error:
         where = f"the syncer above, upstream.endpoint={endpoint}"
-        raise VerbError(CODES[error.kind], f"{where}, does not say what its run is: {error.text}") from error
+        raise VerbError(CODES[error.kind], f"{where}, did not send its run's settings: {error.text}") from error
     if known is not None and known["run"] != told.run_id:
         text = f"upstream.endpoint={endpoint} is of run {told.run_id}, and this is a region of run {known['run']}"
         raise VerbError(ExitCode.MISMATCH, f"{text}: take another run.name")

@@ -3,7 +3,7 @@
 runs/nimble-otter/
   config.yaml  events.jsonl  summary.json  report.html
   syncer/      the data of the syncer; syncer/final/model.safetensors at the end; syncer.address while it serves
-  syncer.folder  where the data lies since a standby took over, or a restore chose another folder
+  syncer.folder  the path of the data, once a standby took over or a restore chose another folder
   sites/<id>/  config.yaml  site.log  checkpoints/  outbox and odometer of the agent
   train/       checkpoints of `diloco train`
 """
@@ -48,9 +48,9 @@ class RunDir:
         self.report = root / "report.html"
         """The result with plots."""
         self.moved = root / "syncer.folder"
-        """The file with the path of the syncer's data since it was moved; relative to ``root`` if it is below it.
+        """The file with the path of the syncer's data once it was moved; relative to ``root`` if it is below it.
 
-        The folder before that is stale: a command that reads the run or takes it up again must not use it.
+        The former folder is stale: a command that reads or restores the run must not use it.
         """
         self.address = root / "syncer.address"
         """The file with ``host:port`` of the syncer, while it serves."""
@@ -74,7 +74,7 @@ class RunDir:
         except FileNotFoundError:
             return None
         if not told:
-            raise ConfigError(f"{self.moved} is empty: write into it where the syncer's data lies")
+            raise ConfigError(f"{self.moved} is empty: write the path of the syncer's data into it")
         return self.root / told
 
     def move_to(self, folder: Path) -> None:
@@ -134,7 +134,7 @@ class SiteDir:
 def run_dir_of(config: RunConfig) -> RunDir:
     """Return the folder of ``config``'s run; ConfigError where the run has no name."""
     if config.run.name is None:
-        raise ConfigError("run.name is null: say which run is meant")
+        raise ConfigError("run.name is null: name the run")
     return RunDir(Path(config.run.dir) / config.run.name)
 
 

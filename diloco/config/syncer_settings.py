@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class EarlierRelease(JoinFailed):
-    """The syncer is of a release that does not tell what the run is."""
+    """The syncer's release does not send a run's settings."""
 
     def __init__(self) -> None:
-        text = "it is of an earlier release, which does not tell a site what the run is: install this one's there first"
+        text = "it is of an earlier release, which does not send a run's settings: install this release there first"
         super().__init__("mismatch", text)
 
 
@@ -45,7 +45,7 @@ class Told:
     run_id: str
     shared: Mapping[str, str]
     identity: str = "?"
-    """Whom the syncer takes the asking process for; empty where authentication is off."""
+    """The identity under which the syncer knows the calling process; empty where authentication is off."""
 
 
 def ask(syncer: str, security: SecurityOptions, timeout_s: float, setting: str = "site.join_timeout_s") -> Told:
@@ -101,15 +101,15 @@ OF_A_FILE = "file-"
 
 
 def fill_in(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "") -> RunConfig:
-    """Return the configuration of ``settings``, where the run's values stand for shared settings that they leave out.
+    """Return the configuration of ``settings``, with the run's values for shared settings that they leave out.
 
-    What ``settings`` say stays, also where it contradicts the run.  ``only`` is how the names of the settings begin
-    that the run decides.  ConfigError for a value that cannot be.
+    ``settings`` win, also where they contradict the run.  The run decides only settings whose names begin with
+    ``only``.  ConfigError for an impossible value.
     """
     decided = configs.said(settings)
     if told.shared.get("data.tokenizer", "").startswith(OF_A_FILE) and "data.tokenizer" not in decided:
-        raise ConfigError(f"the tokenizer of run {told.run_id} is of a file: give data.tokenizer=PATH of the same one")
-    # A shared setting that the syncer does not tell is at its default there, whatever a preset of this release says.
+        raise ConfigError(f"the tokenizer of run {told.run_id} is a file: give data.tokenizer=PATH of the same file")
+    # A shared setting that the syncer does not send has its default there, whatever a preset of this release sets.
     usual = configs.as_text(RunConfig())
     default = {key: usual[key] for key in configs.shared_config(configs.compose(settings)) if key not in told.shared}
     told_here = {key: text for key, text in told.shared.items() if key.startswith(configs.SHARED)}
@@ -118,7 +118,7 @@ def fill_in(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "
     try:
         return configs.compose(settings, {key: text for key, text in values.items() if key not in decided})
     except ConfigError as error:
-        # What is impossible with the run's own values is said by the name of what contradicts them.
+        # The error names the setting that contradicts the run, since only together with the run's it is impossible.
         names = (name for name in decided if told.shared.get(name, decided[name]) != decided[name])
         contradicts = next((f"{name} is {told.shared[name]} in run {told.run_id}: " for name in names), "")
         raise ConfigError(f"{contradicts}{error}") from error
@@ -131,7 +131,7 @@ def _as_told(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = 
     for key in sorted((ours.keys() | told.shared.keys()) - OF_THE_SYNCER):
         if key.startswith(only) and told.shared.get(key) != ours.get(key):
             theirs = told.shared.get(key, "not set")
-            what = "leave out what says so" if key in decided else "install the syncer's release"
+            what = "leave that setting out" if key in decided else "install the syncer's release"
             text = f"{key} is {theirs} in run {told.run_id} and {ours.get(key, here.get(key, 'unknown'))} here: {what}"
             raise VerbError(ExitCode.MISMATCH, text)
     return config
@@ -140,8 +140,8 @@ def _as_told(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = 
 def of_client(address: str, settings: Sequence[str], timeout_s: float = 0.0) -> RunConfig:
     """Return the configuration of ``settings`` for a client of the run at ``address``, with the run's own model.
 
-    It tries for ``timeout_s``, at least once.  VerbError where the syncer cannot be asked, or ``settings`` contradict
-    the run.
+    Try for ``timeout_s`` seconds, at least once.  VerbError where the syncer does not answer, or ``settings``
+    contradict the run.
     """
     given = configs.compose(settings)
     security = connecting.site_security(replace(given, site=replace(given.site, syncer=address)))
@@ -149,7 +149,7 @@ def of_client(address: str, settings: Sequence[str], timeout_s: float = 0.0) -> 
         told = ask(address, security, timeout_s, setting="")
     except EarlierRelease:
         if given.run.name is None:
-            raise ConfigError("run.name is null: say which run is meant") from None
+            raise ConfigError("run.name is null: name the run") from None
         return given
     except JoinFailed as error:
         gone = f"the syncer at {address} does not answer: {error.text}"
@@ -161,17 +161,17 @@ def of_client(address: str, settings: Sequence[str], timeout_s: float = 0.0) -> 
 
 
 def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
-    """Return the configuration of ``settings`` for a site, which takes from its syncer whatever they leave out.
+    """Return the configuration of ``settings`` for a site, with its syncer's shared settings where they have none.
 
     ``wait``: try for ``site.join_timeout_s``; False, or where the site was in the run of that name before: once.
 
-    A site that was here before goes on with what it was told then, where the syncer does not answer.  A syncer of an
-    earlier release tells nothing: ``settings`` must then say it all, ``run.name`` first.  JoinFailed where the run
-    cannot be known, VerbError where ``settings`` contradict it.
+    Where the syncer does not answer, a site that was in the run before uses the settings that it got then.  A syncer of
+    an earlier release sends none: ``settings`` must then be complete, ``run.name`` included.  JoinFailed where the
+    run's settings are unknown, VerbError where ``settings`` contradict them.
     """
     given = configs.compose(settings)
     before = _of_an_earlier_start(given)
-    # Without a run's name, an earlier run that was served at the same address may be over, and another about to begin.
+    # Without a run's name, the earlier run at this address may have ended, and another may be about to begin.
     known = before is not None and given.run.name is not None
     timeout_s = given.site.join_timeout_s if wait and not known else 0.0
     try:
@@ -196,10 +196,10 @@ def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
 
 
 def _of_an_earlier_start(given: RunConfig) -> Told | None:
-    """Return what the site's own folder says of its run; None where it has none, or folders of several runs."""
+    """Return the run's settings from the site's own folder; None without a folder, or with folders of several runs."""
     here = list[RunConfig]()
     for path in Path(given.run.dir).glob(f"{given.run.name or '*'}/sites/{given.site.id}/config.yaml"):
-        with suppress(ConfigError):  # A file that is damaged, or of another release, says nothing.
+        with suppress(ConfigError):  # A file that is damaged, or of another release, does not count.
             found, is_link = configs.read(path), path.parents[2].is_symlink()  # runs/latest is another's name.
             here += [found] if given.run.name or (found.site.syncer == given.site.syncer and not is_link) else []
     return Told(here[0].run.name or "", configs.shared_config(here[0])) if len(here) == 1 else None

@@ -37,7 +37,7 @@ def test_19_the_commands_that_a_run_prints_name_what_it_keeps_of_its_settings(
     assert config.outer.measure_from == "adopted"
     assert given.settings == ["outer=streaming", "outer.measure_from=adopted"]
     assert load_config(given) == config
-    assert capsys.readouterr().out == "note: outer.measure_from=adopted, as the run has it\n"
+    assert capsys.readouterr().out == "note: outer.measure_from=adopted, as in the run's configuration\n"
     for settings in (["outer=streaming", "outer.measure_from=published"], ["--config", str(path)]):
         given = settings_parser("site", "").parse_args(settings)
         before = load_config(given)

@@ -101,7 +101,7 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("codec.up=int5", "codec.up is 'int5': one of fp32, bf16, int8, int4"),
         ("codec.down=int4:0", "codec.down is 'int4:0'"),
         ("codec.up_allowed=[int5]", "codec.up_allowed has 'int5': one of"),
-        ("codec.up=int8 codec.up_allowed=[int8]", "codec.up_allowed has 'int8' twice, or again what codec.up is"),
+        ("codec.up=int8 codec.up_allowed=[int8]", "codec.up_allowed has 'int8' twice, or repeats codec.up"),
         ("network.mbps=-3", "network.mbps is -3.0: 0 (no bound)"),
         ("cluster.sites.site-b.link.rtt_ms=-1", "cluster.sites.site-b.link.rtt_ms is -1.0"),
         ("cluster.syncer.snapshot_every=0", "cluster.syncer.snapshot_every is 0: at least 1"),

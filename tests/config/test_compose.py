@@ -119,7 +119,7 @@ def test_every_yaml_file_is_short_and_reached_by_a_group() -> None:
         ("inner.clip=null", "inner.clip is null: a number"),
         ("run.seconds=soon", "run.seconds is 'soon': a number, or null"),
         ("inner.betas=3", "inner.betas is 3: numbers in [ ]"),
-        ("cluster.sites=3", "cluster.sites is 3: a section, not a value: set what is in it"),
+        ("cluster.sites=3", "cluster.sites is 3: a section, not a value: set its keys"),
         ("inner.tied", "'inner.tied' is no setting"),
         ("~outer.lr=1", "nothing can be taken out"),
         ("outer.lr=1,2", "several values"),
@@ -263,7 +263,7 @@ def test_19_a_run_that_began_without_a_setting_goes_on_without_it(tmp_path: Path
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "share_weighted" not in line))
     assert configs.keep_run_settings(now, path, {"outer.lr"}) == (begun, changed)
     assert configs.keep_run_settings(now, path, {"outer.share_weighted"}) == (now, [])
-    with pytest.raises(VerbError, match=r"outer.lr is 1.5 now and 0.6 in .*: give outer.lr=0.6 to go on, or take"):
+    with pytest.raises(VerbError, match=r"outer.lr is 1.5 now and 0.6 in .*: give outer.lr=0.6 to resume, or take"):
         configs.require_same(compose([]), path)
 
 
@@ -342,15 +342,15 @@ def test_who_leases_units_must_agree_on_what_they_are() -> None:
         ({"outer.from_a_later_release": "1"}, "unknown key outer.from_a_later_release"),
         ({"outer.lr": "fast"}, "outer.lr is 'fast': a number"),
         ({"outer.quorum": "${oc.env:NOWHERE}"}, r"outer\.quorum is '\$\{oc\.env:NOWHERE\}'"),
-        ({"site.nproc": "1"}, "site.nproc is 1 at the syncer, and this release makes nothing of it"),
-        ({"codec.feedback": "null"}, "codec.feedback is null at the syncer, and this release makes nothing of it"),
+        ({"site.nproc": "1"}, "site.nproc is 1 at the syncer, and this release reads nothing: "),
+        ({"codec.feedback": "null"}, "codec.feedback is null at the syncer, and this release reads nothing: "),
     ],
 )
 def test_a_run_that_this_release_would_understand_as_another_is_refused(told: dict[str, str], words: str) -> None:
     whole = shared_config(compose([]))
     with pytest.raises(ConfigError, match=words):
         from_shared({**whole, **told}, {})
-    with pytest.raises(ConfigError, match=r"outer.lr is not set at the syncer, and this release makes 0.7 of it"):
+    with pytest.raises(ConfigError, match=r"outer.lr is not set at the syncer, and this release reads 0.7"):
         from_shared({key: text for key, text in whole.items() if key != "outer.lr"}, {})
 
 

@@ -95,10 +95,12 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
         assert made.listener._agreement.shared["outer.lr"] == "0.3"
         assert made._options.folder == str(data)
     (data / FOLDER / "run.json").write_text('{"endpoinu": "')
-    with pytest.raises(VerbError, match=r"run\.json is damaged: remove it, and the syncer above is asked again"):
+    with pytest.raises(
+        VerbError, match=r"run\.json is damaged: remove it, and the settings are fetched from the syncer above again"
+    ):
         speaker(config, data)
     shutil.rmtree(data)
-    with pytest.raises(VerbError, match="does not say what its run is") as refused:
+    with pytest.raises(VerbError, match="did not send its run's settings") as refused:
         speaker(config, data)
     assert refused.value.code is ExitCode.UNREACHABLE
 

@@ -117,7 +117,7 @@ def test_an_error_becomes_its_code_and_one_line_and_our_own_defect_keeps_its_tra
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["outer=async", "outer.kind=nesterov", "outer.momentum=0.5"], "outer.share_weighted=true makes of each"),
+        (["outer=async", "outer.kind=nesterov", "outer.momentum=0.5"], "outer.share_weighted=true scales each step"),
         (
             ["outer.kind=nesterov", "outer.momentum=0.9", "outer.inner_steps=10"],
             "outer.momentum is 0.9 with outer.inner_steps=10",

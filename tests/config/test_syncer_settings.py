@@ -130,14 +130,16 @@ def test_a_preset_of_another_release_yields_to_the_run_in_what_came_later(monkey
     monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: Told("mine", told))
     assert not of_site(["site.id=fra", *PRESET]).outer.share_weighted
     assert of_site(["site.id=fra", *PRESET, "outer.share_weighted=true"]).outer.share_weighted, "the syncer's own"
-    with pytest.raises(VerbError, match=r"outer\.staleness_power is not set in run mine and 0\.5 here: leave out what"):
+    with pytest.raises(
+        VerbError, match=r"outer\.staleness_power is not set in run mine and 0\.5 here: leave that setting out"
+    ):
         of_site(["site.id=fra", *PRESET, "outer.staleness_power=0.5"])
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("outer.lr=0.5", r"outer\.lr is 0\.4 in run mine and 0\.5 here: leave out what says so"),
+        ("outer.lr=0.5", r"outer\.lr is 0\.4 in run mine and 0\.5 here: leave that setting out"),
         ("outer.lr=0.7", r"outer\.lr is 0\.4 in run mine and 0\.7 here"),  # The default, but said.
         ("run.name=other", r"run\.name is other here, and the syncer at 127\.0\.0\.1:7077 has run mine"),
         ("experiment=default", r"outer\.inner_steps is 15 in run mine and 30 here"),
@@ -215,7 +217,7 @@ def test_a_tokenizer_of_a_file_must_be_here_too(tmp_path: Path) -> None:
     chosen = f"data.tokenizer={tmp_path}/tokenizer.json"
     hand = Hand(configured(tmp_path, chosen))
     try:
-        with pytest.raises(ConfigError, match=r"the tokenizer of run past is of a file: give data\.tokenizer=PATH"):
+        with pytest.raises(ConfigError, match=r"the tokenizer of run past is a file: give data\.tokenizer=PATH"):
             of_client(hand.address, [])
         assert of_client(hand.address, [chosen]).data.tokenizer == f"{tmp_path}/tokenizer.json"
         with pytest.raises(VerbError, match=r"data\.tokenizer is file-.* in run past and bytes here"):
