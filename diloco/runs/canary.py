@@ -1,7 +1,7 @@
 """Detect silent data corruption: repeat a few inner steps from a site's recorded state and compare the bits.
 
-A weak memory cell, or a core that sometimes adds wrongly, shows in no checksum: the checksum is of the wrong value.  It
-shows when the same steps, in deterministic mode, give different bits in two runs, or other bits than on another machine
+No checksum finds a weak memory cell, or a core that sometimes adds wrongly: it is computed from the wrong value.  They
+show when the same steps, in deterministic mode, give different bits in two runs, or other bits than on another machine
 of the same kind.  Machines of different kinds round differently, so comparing them proves nothing.
 """
 
@@ -47,7 +47,7 @@ def recorded(target: Path) -> Recorded:
 
     site = target if (target / "checkpoints").is_dir() else target.parent.parent
     if not (site / "config.yaml").is_file():
-        raise ConfigError(f"{str(target)!r} is no site's folder and no checkpoint of one: no config.yaml there")
+        raise ConfigError(f"{str(target)!r} is neither a site's folder nor its checkpoint: no config.yaml there")
     if site != target:
         return Recorded(target, site / "config.yaml")
     names = checkpoint.names(site / "checkpoints")

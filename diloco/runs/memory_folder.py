@@ -2,7 +2,7 @@
 
 It is DIR/diloco-RUN-SITE-FOLDER-ID, where DIR is site.memory_folder.  FOLDER is a digest of the site's own folder, to
 tell apart runs of the same name in other folders.  ID is stored with the checkpoints on disk: a user who deletes those
-to start anew does not resume from newer ones in memory.  A new ID is made where no machine has the folder any more.
+to start over does not resume from newer ones in memory.  A new ID is made once no machine has the folder any more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
             "folder in memory (tmpfs), or inner.memory_checkpoint_every_steps=0"
         )
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: this user may make no folder in it")
+        raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: this user cannot create folders in it")
 
 
 def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | None:
@@ -66,7 +66,7 @@ def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | Non
     prefix, number = group.all_gather_bytes(told.encode())[0].decode().split(" ")
     folder, why = Path(config.site.memory_folder) / f"{prefix}{number}", ""
     if not any(group.all_gather_bytes(b"there" if folder.is_dir() else b"")):
-        # The site resumes from its disk.  A machine with newer checkpoints of an earlier life may come back later.
+        # The site resumes from its disk.  A machine with newer checkpoints of an earlier process may return later.
         number = group.all_gather_bytes((_id(config, known=False) if group.is_first else "").encode())[0].decode()
         folder = folder.with_name(f"{prefix}{number}")
     try:
@@ -86,7 +86,7 @@ def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | Non
 def memory_cleared(config: RunConfig) -> Iterator[None]:
     """Remove this machine's memory checkpoints of the site at the end of the context, in which its processes run.
 
-    A refused start keeps them: once its cause is fixed, the site resumes from what an earlier life has left.
+    A refused start keeps them: once its cause is fixed, the site resumes from the files of its earlier process.
     """
     refused = False
     try:

@@ -49,9 +49,9 @@ class Child:
     niceness: int = 0
     is_site: bool = False
     wanted: bool = False
-    """Whether it should run: false before its time, after an orderly end, and while a fault keeps it down."""
+    """Whether it should run: false before its start, after an orderly end, and while a fault keeps it down."""
     proven: bool = False
-    """Whether it has ever done its work; a child that ends before is not started again."""
+    """Whether it has ever done its work; a child that ends before that is not restarted."""
     deaths: int = 0
     """How often it ended unexpectedly."""
     next_start_s: float = 0.0
@@ -256,9 +256,9 @@ SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 def let_workers_fork() -> None:
     """Tell gRPC that no process forked from this one, such as a data loader's worker, uses gRPC.
 
-    Call it before gRPC is first imported.  Otherwise gRPC tries, at each fork, to bring its threads into a state that a
-    child could go on from, gives up where they are busy, as an agent's are, and a worker may then be aborted by a lock
-    that it has inherited.  A value that the user has set stays.
+    Call it before gRPC is first imported.  Otherwise gRPC tries, at each fork, to prepare its threads for the child,
+    gives up where they are busy, as an agent's are, and a lock that a worker has inherited may then abort the worker.
+    A value that the user has set stays.
     """
     os.environ.setdefault(SUPPORT, "0")
 
@@ -303,8 +303,8 @@ class Stopping:
     """A context that handles Ctrl-C and SIGTERM: the first asks for an orderly stop, the second ends the process at
     once. SIGHUP hands over to another process.
 
-    Until :meth:`ask` sets a callback, the first signal ends the verb as drained: there is nothing to lose yet.  After a
-    context inside another one there is: when the inner one ends, the outer one only records the request.
+    Until :meth:`ask` sets a callback, the first signal ends the verb as drained: there is nothing to lose yet.  Once an
+    inner context has ended there is, so the outer one then only records the request.
     """
 
     def __init__(self, what_happens: str, hands_over: str = "") -> None:
@@ -350,7 +350,7 @@ class Stopping:
             self._asked_at = now
             if self._whom is None:
                 raise VerbError(ExitCode.DRAINED, "stopped before it began")
-            os.write(sys.stderr.fileno(), f"{self._what_happens}; once more: at once\n".encode())
+            os.write(sys.stderr.fileno(), f"{self._what_happens}; again: stop at once\n".encode())
             self._whom()
         elif now - self._asked_at > SAME_REQUEST_S:
             os._exit(ExitCode.FAILED)

@@ -12,8 +12,8 @@ that must fit slow machines and fast ones.  Kinds:
     partition  link             nothing crosses it for for_s
     half_open  link             one direction (up, the default, or down) is silent for for_s
     reset      link             its connections are reset
-    set        link             other rtt_ms, jitter_ms, mbps, queue_kib, stall_percent, stall_ms, for good or for_s
-    start      site             it is not there before (a late joiner)
+    set        link             set rtt_ms, jitter_ms, mbps, queue_kib, stall_percent, stall_ms, for good or for_s
+    start      site             it is absent until then (a late joiner)
     leave      site             SIGTERM: it leaves for good
 
 Of several syncers the first is ``syncer``, the others are ``syncer-1`` and so on; a fault on a site's link is on its
@@ -103,7 +103,7 @@ class Schedule:
         self.waiting = list(steps)
         """The steps that have not begun."""
         self.healing: list[tuple[float, Step]] = []
-        """The steps that last and will be ended, with the time of that."""
+        """The steps that last, each with the time of its end."""
 
     def due(self, run_s: float, progress: float) -> list[Play]:
         """Return what to do now: first what ends, then what begins.  Each step begins once and ends at most once."""
@@ -124,10 +124,10 @@ class Schedule:
 
 
 def not_yet_played(steps: Sequence[Step], played: Iterable[tuple[str, str]], progress: float) -> list[Step]:
-    """Return the steps of a scenario that are left for a run that goes on at ``progress``.
+    """Return the steps of a scenario that are left for a run that resumes at ``progress``.
 
-    ``played`` are the kind and the target of each step in the earlier parts of the run; of equal steps, those that
-    stand first in the file count as played.  A step whose ``at_progress`` has passed without it is dropped.
+    ``played`` are the kind and the target of each step in the earlier parts of the run; of equal steps, the first in
+    the file count as played.  A step that was not played before its ``at_progress`` passed is dropped.
     """
     done = Counter(played)
     left = []
@@ -184,7 +184,7 @@ class _Reader:
         for key_node, value_node in node.value:
             key = str(key_node.value)
             if key in values:
-                raise ScenarioError(f"{self._where}: {key} stands twice")
+                raise ScenarioError(f"{self._where}: {key} is given twice")
             try:
                 values[key] = loader.construct_object(value_node, deep=True)
             except yaml.YAMLError as error:

@@ -44,9 +44,9 @@ def agent_of(
     spread: bool = False,
     data: str = "",
 ) -> Agent | Agents:
-    """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too: they have an
-    ``owning_follower_of``.  ``data`` identifies the data of a training loop that does not read this project's text,
-    where its units are leased."""
+    """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too, by
+    ``owning_follower_of``.  Where units are leased, ``data`` identifies the data of a training loop that does not read
+    this project's text."""
     whole, parts = build.layout_over(config, holding.shapes, holding.frozen), towards(config)
     site, voice = Orders(holding.group), OneVoice(placement_of(config, whole), emit)
     redo, agents = resumed.redo if resumed is not None else None, list[Agent]()
@@ -114,9 +114,9 @@ def join_text(config: RunConfig, kind: str, text: str) -> str:
     """Return why a site could not join, in one line that names the site and the syncer's address."""
     if kind == "unreachable":
         text = unanswered(config.site.syncer.replace(BETWEEN, ","), connecting.site_security(config), text)
-        waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s); a run that is over has no syncer"
+        waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s); a finished run has no syncer"
         return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
-    return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
+    return f"the syncer at {config.site.syncer} refuses site {config.site.id}: {text}"
 
 
 def _own(folder: SiteDir, resumed: Resumed | None, syncer: int, syncers: int) -> tuple[Path, Restored]:

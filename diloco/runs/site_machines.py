@@ -94,7 +94,7 @@ class First(Machine):
         return code, text
 
     def _gather(self, why: str) -> None:
-        """Wait, for ``site.nodes_wait_s``, until every machine is there and has no ranks any more."""
+        """Wait, for ``site.nodes_wait_s``, until every machine is connected and its ranks have ended."""
         site = self._config.site
         until, said = time.monotonic() + site.nodes_wait_s, False
         if why:
@@ -107,13 +107,13 @@ class First(Machine):
                 return
             whom = f"machine {', '.join(map(str, missing or range(1, site.nodes)))} of {site.nodes}"
             if self._leaves():
-                told = f"site {site.id} stopped while it waited for {whom}; the same command goes on"
+                told = f"site {site.id} stopped while it waited for {whom}; the same command resumes it"
                 raise VerbError(ExitCode.DRAINED, told)
             if missing and not said:
                 self._say(f"site {site.id} waits for {whom}, at most {site.nodes_wait_s:g} s")
                 said = True
             if time.monotonic() > until:
-                told = f"site {site.id} has waited {site.nodes_wait_s:g} s in vain for {whom} (site.nodes_wait_s)"
+                told = f"site {site.id} has waited {site.nodes_wait_s:g} s for {whom} (site.nodes_wait_s)"
                 raise VerbError(ExitCode.FAILED, told)
             time.sleep(PAUSE_S)
 
@@ -141,7 +141,7 @@ class First(Machine):
         return why or f"the ranks of machine 0 ended with code {code}, see {self._ranks.log}"
 
     def _loss(self, start: int, lives: dict[int, int]) -> str:
-        """Return why this start cannot go on, from the other machines' reports; empty where it can."""
+        """Return why this start must end, from the other machines' reports; empty where it can continue."""
         for node, life in lives.items():
             if self._machines.lives.get(node) != life:
                 return f"machine {node} went away"
@@ -212,12 +212,12 @@ class Another(Machine):
             if self._asked():
                 raise VerbError(ExitCode.DRAINED, f"site {site.id} stopped while it waited for {whom}")
             if time.monotonic() > apart:
-                told = f"{whom} does not have {self._folder.root} as this machine has it"
+                told = f"{whom} does not see the same {self._folder.root} as this machine"
                 raise ConfigError(
                     f"run.dir is {self._config.run.dir!r}: {told}; the machines of a site share one folder"
                 )
             if time.monotonic() > until:
-                told = f"in vain for {whom} (site.nodes_wait_s; {self._folder.meeting} is where it says its port)"
+                told = f"for {whom} (site.nodes_wait_s; {self._folder.meeting} has its port)"
                 raise VerbError(ExitCode.FAILED, f"site {site.id} has waited {site.nodes_wait_s:g} s {told}")
             time.sleep(KNOCK_EVERY_S)
 
@@ -252,14 +252,14 @@ def place_of(config: RunConfig, host: str, order: Order) -> str:
     return json.dumps({"first": first, "world": world, "host": host, "port": order.port, "start": order.start})
 
 
-# --- how the machines meet --------------------------------------------------------------------------------------------
+# --- how the machines connect -----------------------------------------------------------------------------------------
 
 
 NONE = -1
 KEY_BYTES = 32
 BEAT_S = 1.0
 SILENT_S = 30.0
-"""A machine that has sent nothing for so long is gone."""
+"""A machine that has sent nothing for this long counts as gone."""
 KNOCK_S = 5.0
 OWN = frozenset(
     {"site.node_rank", "site.rendezvous", "site.memory_folder", "run.dir", "run.log_every", "data.path", "data.cache"}
@@ -305,8 +305,8 @@ class Line:
         self.close = connection.close
         self._said: Mapping[str, object] = {}
         self._said_s, self._heard_s = 0.0, time.monotonic()
-        # Without a timeout a machine cut off in the middle of a message would be waited for for ever; now it is an
-        # OSError.
+        # Without a timeout, a read would block for ever on a machine cut off in the middle of a message; with it, the
+        # read raises OSError.
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
             for bound in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 same.setsockopt(socket.SOL_SOCKET, bound, struct.pack("ll", int(SILENT_S), 0))
@@ -413,7 +413,7 @@ class Machines:
 def reached(config: RunConfig, folder: SiteDir) -> Line:
     """Return a connection to machine 0.
 
-    OSError where it is not there (yet), and AuthenticationError where a program without this folder answers.
+    OSError where it does not answer (yet), AuthenticationError where a program without this folder answers.
     """
     host, port = rendezvous_of(config)
     try:

@@ -78,7 +78,7 @@ def place_from_environment() -> Place | None:
             restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except ValueError as error:
-        raise VerbError(ExitCode.USAGE, f"torchrun's variables make no sense: {error}") from error
+        raise VerbError(ExitCode.USAGE, f"torchrun's environment variables are invalid: {error}") from error
 
 
 def among_machines(place: Place, told: str) -> Place:
@@ -303,10 +303,10 @@ def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[
     if finished.ending == "failed":
         raise VerbError(ExitCode.FAILED, f"site {site_id} stopped: {finished.why}")
     if resumed_step is not None:
-        text += f"; had gone on from step {resumed_step}"
+        text += f"; it had resumed from step {resumed_step}"
     if finished.ending == "finished":
         return ExitCode.OK, text
-    return ExitCode.DRAINED, f"{text}; the same command goes on"
+    return ExitCode.DRAINED, f"{text}; the same command resumes it"
 
 
 def has_ended(folder: SiteDir, start: int | None = None) -> bool:
@@ -321,8 +321,8 @@ def has_ended(folder: SiteDir, start: int | None = None) -> bool:
 def end_word(folder: SiteDir, place: Place, code: ExitCode, text: str, *, lost: bool) -> bool:
     """Record how this rank ended; return whether all ranks are to be started again.
 
-    They are when a rank was ``lost``.  But a rank that ended for a reason that a restart would not fix is lost to the
-    other ranks too: so the first such reason of this start stands, and ranks are not started again.
+    Ranks restart when one was ``lost``.  But a rank that ended for a reason that a restart would not fix also looks
+    lost to the other ranks: so the first such reason of this start stands, and the ranks do not restart.
     """
     if lost and place.rank:
         return not has_ended(folder, place.restarts)

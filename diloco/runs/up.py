@@ -41,7 +41,7 @@ TICK_S = 0.1
 LINKS_EVERY_S = 1.0
 DEATHS_MAX = 5
 PEACE_S = 30.0
-"""The death count of a child that has lived so long since its last start is reset."""
+"""A child that has lived this long since its last start has its death count reset."""
 END_GRACE_S = 5.0
 FAREWELL_S = 2.0
 """How long a site may take to end after the syncer has."""
@@ -86,7 +86,7 @@ class Outcome:
 
 
 def children_of(options: UpOptions, run_dir: RunDir) -> dict[str, Child]:
-    """Return the processes of a run, none of them started, in the order in which they are to be."""
+    """Return the processes of a run, none of them started, in the order of their start."""
     config, logs = ["--config", str(run_dir.config)], run_dir.root / "logs"
     syncers = []
     for index, each in enumerate(options.syncers(run_dir)):
@@ -130,8 +130,8 @@ class Up:
         self._alive_since: dict[str, float] = {}
         self.children, self.sites = children, [child for child in children.values() if child.is_site]
         self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
-        # What an earlier `diloco up` of this run left behind says nothing about our children, and faults that the
-        # scenario played then are not played again.
+        # Events of an earlier `diloco up` of this run are not about our children, and faults that the scenario played
+        # then are not played again.
         earlier, self._offset = read_events(run_dir.events)
         for event in earlier:
             history.take(event)
@@ -153,7 +153,7 @@ class Up:
         finally:
             for name in sorted(self._lost):
                 how = self._syncers[name].restore
-                self.outcome.wrong.append(f"the {name}'s data are gone: {how}, and the same command")
+                self.outcome.wrong.append(f"the {name}'s data are gone: {how}, then the same command")
             end_all(self.children.values(), 0.0 if interrupts.count > 1 else END_GRACE_S)
             self.read()
             view.update()
@@ -164,7 +164,7 @@ class Up:
         return self.outcome
 
     def _begin(self) -> None:
-        # A site that joined late in an earlier part of the run is there from the beginning now.
+        # A site that joined late in an earlier part of the run starts with the others now.
         late = late_sites(self.schedule.waiting)
         facts: dict[str, object] = {"state": "started", "name": self.run_dir.root.name}
         self.log.emit("run", {**facts, "sites": list(self.options.sites), "syncers": len(self._syncers)})
@@ -184,7 +184,7 @@ class Up:
             elif child.wanted and not child.running and now_s >= child.next_start_s and self._may_start(child, view):
                 self.start(child)
         if interrupts.count and not self._draining:
-            view.say("asked to stop: a last round, then everything ends; once more: at once")
+            view.say("asked to stop: a last round, then everything ends; again: stop at once")
             self._drain(watch, now_s)
         if interrupts.count > 1 or (self._draining and self._lost):
             self._ends_at_s = now_s
@@ -217,7 +217,7 @@ class Up:
         lost = syncer.run_dir.has_lost(syncer.run_dir.syncer)
         if lost and child.name not in self._lost:
             self.log.emit("lost", {"folder": str(syncer.run_dir.syncer)})
-            view.say(f"to take the run up again, and have the syncer started, type:  {syncer.restore}")
+            view.say(f"to restore the run and have the syncer restarted, type:  {syncer.restore}")
         (self._lost.add if lost else self._lost.discard)(child.name)
         return not lost
 
@@ -241,7 +241,7 @@ class Up:
             self.say_process(child, "ended" if orderly else "killed", code=child.code)
             child.wanted = False
             return
-        words = child.last_words() or "it said nothing"
+        words = child.last_words() or "it printed nothing"
         self.say_process(child, "ended", code=child.code, unasked=True, why=words)
         brief = words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
         told = f"{child.name} ended with exit code {child.code}: {brief} ({child.log})"
@@ -285,7 +285,7 @@ class Up:
             self._drain(watch, now_s)
         if self._draining and watch.drain_refused and not watch.drain_accepted:
             # Draining takes an administrator's token, and we have none; but the syncer is our own child.  The watch
-            # asks again, and is refused again; but a second SIGTERM would end the process at once.
+            # asks again and is refused again, but each process gets one SIGTERM: a second would end it at once.
             for child in [self.children[name] for name in self._syncers]:
                 if child.pid not in self._terminated:
                     self._terminated.add(child.pid)
@@ -298,8 +298,8 @@ class Up:
         if self._winding_up() and gone and self._syncer_gone_s is None:
             self._syncer_gone_s = now_s
         if self._syncer_gone_s is not None and now_s >= self._syncer_gone_s + FAREWELL_S and not self._told_stragglers:
-            # A site that was cut off while the run ended would wait for a syncer that does not come back; and so would
-            # the observer, when there is no final version to evaluate.
+            # A site that was cut off while the run ended would wait for a syncer that does not come back.  So would the
+            # observer, when there is no final version to evaluate.
             self._told_stragglers = True
             drained, observer = self.history.ending == "drained", self.children[EVAL]
             known = any(evaluation.whole for evaluation in self.history.evaluations[-1:])
@@ -314,7 +314,7 @@ class Up:
         if self._ends_at_s is not None and time.monotonic() >= self._ends_at_s:
             late = [child.name for child in self.children.values() if child.running]
             if late and not self._lost:
-                self.outcome.wrong.append(f"{', '.join(late)} had to be ended")
+                self.outcome.wrong.append(f"{', '.join(late)} did not end in time")
             return True
         return self._winding_up() and not any(child.running for child in self.children.values())
 

@@ -95,7 +95,7 @@ def test_one_wrong_bit_in_the_second_run_shows(site: Path, monkeypatch: pytest.M
 def test_a_site_or_its_checkpoint_is_found_and_what_is_none_is_named(site: Path, tmp_path: Path) -> None:
     (one,) = (site / "checkpoints").iterdir()
     assert recorded(site) == recorded(one)
-    with pytest.raises(ConfigError, match="is no site's folder and no checkpoint of one"):
+    with pytest.raises(ConfigError, match="is neither a site's folder nor its checkpoint"):
         recorded(tmp_path / "nothing")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("")

@@ -50,7 +50,7 @@ def test_only_a_folder_in_memory_will_do(config: RunConfig, tmp_path: Path, monk
     with pytest.raises(ConfigError, match="on an unknown file system"):
         check_memory_folder(config, tmp_path / "no such list")
     monkeypatch.setattr("os.access", lambda path, mode: (path, mode) != (memory, os.W_OK | os.X_OK))
-    with pytest.raises(ConfigError, match=r"site.memory_folder is '.*/memory': this user may make no folder in it"):
+    with pytest.raises(ConfigError, match=r"site.memory_folder is '.*/memory': this user cannot create folders in it"):
         check_memory_folder(config)
     config.site.memory_folder = str(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"site.memory_folder is '.*/none': no such folder"):

@@ -240,7 +240,7 @@ def test_the_first_signal_asks_once_and_an_echo_of_it_is_not_a_second(capfd: pyt
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
     assert asked == ["please"]
-    assert capfd.readouterr().err == "the site leaves; once more: at once\n"
+    assert capfd.readouterr().err == "the site leaves; again: stop at once\n"
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -75,7 +75,7 @@ def test_every_kind_can_be_written() -> None:
         ("- {at_s: 1, do: set, target: 'link:site-a'}", "set changes nothing"),
         ("- {at_s: 1, do: set, target: 'link:site-a', rtt_ms: 99999}", "rtt_ms is 99999.0: 0 to 60000"),
         ("- {at_s: 1, do: half_open, target: 'link:site-a', for_s: 2, direction: left}", "direction is 'left'"),
-        ("- {at_s: 1, at_s: 2, do: kill, target: site-a}", "at_s stands twice"),
+        ("- {at_s: 1, at_s: 2, do: kill, target: site-a}", "at_s is given twice"),
         ("at_s: 1", "faults.yaml:1: a scenario is a list of steps"),
         ("- kill", "faults.yaml:1: a step is a mapping"),
         ("- {at_s: [", "faults.yaml:1: not YAML"),

@@ -233,14 +233,17 @@ def test_who_was_asked_to_stop_and_goes_before_the_site_has_left_is_not_waited_f
     second.asked = True
     assert told.wait(BOUND_S)
     second.killed = True  # Asked twice, or its machine was taken away.
-    first.fails(ExitCode.DRAINED, "stopped while it waited for machine 1 of 2; the same command goes on")
+    first.fails(ExitCode.DRAINED, "stopped while it waited for machine 1 of 2; the same command resumes")
 
 
 @pytest.mark.parametrize(
     ("node_rank", "words"),
     [
-        (0, r"waited 0.05 s in vain for machine 1 of 2 \(site.nodes_wait_s\)"),
-        (1, r"waited 0.05 s in vain for machine 0 at 127.0.0.1:0 \(site.nodes_wait_s; .*machines.json is where"),
+        (0, r"waited 0.05 s for machine 1 of 2 \(site.nodes_wait_s\)"),
+        (
+            1,
+            r"waited 0.05 s for machine 0 at 127.0.0.1:0 \(site.nodes_wait_s; .*machines.json has its port",
+        ),
     ],
 )
 def test_a_machine_waits_neither_for_ever_nor_once_it_is_asked_to_stop(

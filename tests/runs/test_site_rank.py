@@ -47,7 +47,7 @@ def test_a_rank_knows_its_place_from_torchruns_variables(monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500, restarts=2)
     monkeypatch.setenv("RANK", "first")
-    with pytest.raises(VerbError, match="make no sense"):
+    with pytest.raises(VerbError, match="are invalid"):
         place_from_environment()
 
 
@@ -98,8 +98,8 @@ def test_a_sites_log_heals_with_the_disk_and_its_terminal_goes_on(
     ("how", "resumed_step", "code", "words"),
     [
         ("finished", None, ExitCode.OK, "site-a finished: 1,000 tokens processed (900 merged, 100 lost)"),
-        ("drained", None, ExitCode.DRAINED, "the same command goes on"),
-        ("left", 40, ExitCode.DRAINED, "had gone on from step 40"),
+        ("drained", None, ExitCode.DRAINED, "the same command resumes"),
+        ("left", 40, ExitCode.DRAINED, "it had resumed from step 40"),
     ],
 )
 def test_an_ending_has_a_code_and_says_where_the_tokens_are(

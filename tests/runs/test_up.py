@@ -184,7 +184,7 @@ def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
     (death,) = stage.seen("process", unasked=True)
     assert (death["name"], death["code"], death["why"]) == ("site-a", 1, "ValueError: the disk is full")
     assert stage.history.sites["site-a"].restarts == 1
-    assert "site-a ended unasked with exit code 1: ValueError: the disk is full" in stage.out.getvalue()
+    assert "site-a ended unexpectedly with exit code 1: ValueError: the disk is full" in stage.out.getvalue()
 
 
 def test_who_cannot_start_ends_it_all_with_its_code_and_words(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_run_whose_syncer_lost_its_data_can_be_stopped(tmp_path: Path) -> None
     stage = Stage(tmp_path, seconds=60)
     stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "loses_after": 0.3})
     outcome = stage.play(lambda: stage.seen("lost"))
-    assert outcome.wrong == ["the syncer's data are gone: diloco restore, and the same command"]
+    assert outcome.wrong == ["the syncer's data are gone: diloco restore, then the same command"]
     assert stage.left == []
 
 
@@ -335,7 +335,7 @@ def test_who_does_not_end_is_ended_and_named(tmp_path: Path) -> None:
     stage.options.ending_s_max = 0.3
     stage.watch.drain = lambda: None  # type: ignore[method-assign]
     outcome = stage.play(stage.has_begun)
-    assert any("had to be ended" in text for text in outcome.wrong)
+    assert any("did not end in time" in text for text in outcome.wrong)
     assert stage.left == []
 
 
