@@ -76,7 +76,7 @@ class DiLoCoCallback(TrainerCallback):
             logs["diloco_progress"] = self.outer.progress
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the site's state into the Trainer's checkpoint, whole or not at all: it can do without."""
+        """Write the site's state into the Trainer's checkpoint atomically; the checkpoint is valid without it."""
         found = self.outer.state_dict() if self.outer is not None else {}
         if found:
             there = _state_of(args, state)

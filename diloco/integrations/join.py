@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 NAME_CHARS_MAX = 256
 STEPS_AHEAD_MAX = 1024
-"""A loop may draw at most so many steps ahead of training; beyond that ``samples_per_step`` must be wrong."""
+"""A loop may draw at most this many steps ahead of training; beyond that ``samples_per_step`` must be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ def _parameters(
             raise ValueError(f"model is {model!r}: a torch.nn.Module, or the parts of one")
         here, frozen = trained_and_frozen(part)
         for name in sorted((here.keys() | frozen.keys()) & (found.keys() | digests.keys())):
-            raise ValueError(f"model has parts that both have a parameter {name}: the parts of one model have not")
+            raise ValueError(f"model has two parts with a parameter {name}: parts of one model share no name")
         found |= here
         digests |= frozen
     if not found:
@@ -483,7 +483,7 @@ class Outer:
         ``loss``, in nats per token, is shown by ``diloco status``.
         """
         if self._tokens_per_step is not None:
-            raise ValueError(f"tokens is told {count!r}: tokens_per_step={self._tokens_per_step} has said it")
+            raise ValueError(f"tokens is called with {count!r}, but tokens_per_step={self._tokens_per_step} sets them")
         if count < 0:
             raise ValueError(f"count is {count!r}: not negative")
         self._tokens += count
@@ -614,7 +614,7 @@ class Outer:
         elif where := self.break_off():
             error.add_note(
                 f"diloco: site {self._config.site.id} left run {self.run} while it trained, its tokens: {where}; "
-                "with what state_dict gave and the same folder it goes on from there, without from the run's version"
+                "with its state_dict and the same folder it resumes from there, otherwise from the run's version"
             )
 
     # --- the loop's own checkpoint -----------------------------------------------------------------------------
@@ -642,7 +642,7 @@ class Outer:
         try:
             steps, tokens, tensors, meta = state["steps"], state["tokens"], state[TENSORS], state["agent"]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"state is nothing that state_dict gave: {error} is not in it") from error
+            raise ValueError(f"state does not come from state_dict: it has no {error}") from error
         self.steps, self._tokens_total = steps, tokens
         self._restored = Resumed(steps, dict(tensors), dict(meta), ())
 

@@ -52,8 +52,8 @@ class OurModel(TemplateLM):
         end = self._ids.end_of_file
         if end is None:
             raise ConfigError(
-                f"data.end_of_file is false, or {self._ids.name} has no such token: a task asks for a text with "
-                "nothing before it"
+                f"data.end_of_file is false, or {self._ids.name} has no such token: a task needs it as the start of a "
+                "text"
             )
         return end
 
@@ -116,7 +116,7 @@ def _sampling(wanted: dict[str, Any]) -> SamplingOptions:
     known = {"temperature": wanted.pop("temperature", 1.0), "top_k": wanted.pop("top_k", 0)} if draws else {}
     left = sorted(wanted if draws else set(wanted) - OF_SAMPLING)
     if left:
-        raise ConfigError(f"a task says {left[0]} of what it has generated, and nothing here does that")
+        raise ConfigError(f"a task sets {left[0]} for generation, which is not supported here")
     return SamplingOptions(tokens=tokens, **{"temperature": 0.0, **known})
 
 
@@ -189,7 +189,7 @@ def _manager(tasks: Sequence[str], include: Path | None) -> Any:
     for name in tasks:
         if name not in found.all_tasks:
             near = nearest(name, list(found.all_tasks))
-            hint = f"did you mean {near}?" if near else "--include-path FOLDER is where tasks of your own are"
+            hint = f"did you mean {near}?" if near else "--include-path FOLDER adds your own tasks"
             raise ConfigError(f"--tasks: there is no {name}: {hint}")
     return found
 

@@ -1,8 +1,8 @@
 """A torchtitan ``Trainer`` as a site; ``diloco.titan`` is the public entry.
 
-torchtitan's settings are a dataclass for each part, and a config knows the class that it builds.  So a site is made of
-a config: the same, with a section ``diloco``, of a subclass of the very trainer that it was for.  Nothing here imports
-torchtitan: a caller that has such a config has it.
+torchtitan's settings are a dataclass for each part, and a config knows the class that it builds.  So ``site_of`` makes
+a site from a config: it adds a section ``diloco``, and the config then builds a subclass of its own trainer.  Nothing
+here imports torchtitan: a caller with such a config has imported it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Site:
     site: str = ""
     """This site's name on the wire: all ranks of the job are one site."""
     run: str | None = None
-    """The run that is meant; none: whichever is served there."""
+    """The run's name; none: the run that the syncer serves."""
     folder: str | None = None
-    """What a restarted job must find again; none: runs/RUN/sites/SITE."""
+    """The folder of the state that a restarted job needs; none: runs/RUN/sites/SITE."""
     version0: str | None = None
-    """Write what the model begins with to this .safetensors file, from which a syncer starts a run, and end."""
+    """Write the model's initial values to this .safetensors file, from which a syncer starts a run, and exit."""
     token_file: str = ""
     """A file with this site's token, mode 0600."""
     tls_ca: str = ""
@@ -55,17 +55,17 @@ class Site:
     adapt: bool = False
     """Choose codec, connections and inner steps by what the link carries."""
     overlap_steps: int = 0
-    """A version is adopted so many inner steps after the site's update, with all that came meanwhile."""
+    """Adopt a version this many inner steps after the site's update, with all versions that arrived by then."""
     overlap_steps_max: int | None = None
-    """The most of them under adapt; none: a tenth of the run's inner steps."""
+    """The largest overlap_steps under adapt; none: a tenth of the run's inner steps."""
     data_channels: int = 1
-    """Connections that one transfer goes over side by side."""
+    """Parallel connections of one transfer."""
     up_mbps: float | None = None
-    """What this site's link has in 10^6 bits a second."""
+    """Rate of this site's link to the syncer, in 10^6 bits a second."""
     down_mbps: float | None = None
-    """The same for the versions that it takes."""
+    """The same for the versions that it fetches."""
     join_timeout_s: float = 60.0
-    """How long a first join is tried."""
+    """Seconds to retry a first join."""
     takeover: bool = False
     """Replace a live process that speaks for this site from another folder, at once."""
     finish_timeout_s: float = 20.0
@@ -73,7 +73,7 @@ class Site:
 
 
 def site_of(config: Any) -> Any:
-    """Return ``config``, of a torchtitan ``Trainer``, as that of a site of a run::
+    """Return ``config``, of a torchtitan ``Trainer``, turned into the config of a run's site::
 
         def llama3_8b():
             return diloco.titan.site_of(config_registry.llama3_8b())
@@ -153,8 +153,8 @@ class Training(Trainer):
 class Kept:
     """The site's state as torchtitan's checkpoints take it: a ``Stateful``.
 
-    It is bytes, because such a checkpoint's tensors and their shapes must be known before reading, and the updates
-    in flight when a site ends are not.  Only rank 0 saves it: of several values of one name any may be kept.
+    It is bytes, because such a checkpoint's tensors and their shapes must be known before reading, and those of a
+    site's updates in flight are not.  Only rank 0 saves it: of several ranks' values of one name any might be kept.
     """
 
     def __init__(self, outer: Outer, is_first: bool) -> None:
@@ -179,7 +179,7 @@ def check_waits(told: Site, comm: Any) -> None:
     for name, bound in (("join_timeout_s", "init_timeout_seconds"), ("finish_timeout_s", "train_timeout_seconds")):
         wanted, most = getattr(told, name), getattr(comm, bound)
         if PresentGroup().world > 1 and not wanted < most:
-            raise ValueError(f"diloco.{name} is {wanted}: less than comm.{bound}={most}, so long the other ranks wait")
+            raise ValueError(f"diloco.{name} is {wanted}: less than comm.{bound}={most}, which the other ranks wait")
 
 
 def tokens_per_step(training: Any, dims: Any) -> int:

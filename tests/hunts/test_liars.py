@@ -146,7 +146,7 @@ def test_what_the_door_refuses_is_in_words() -> None:
 @pytest.mark.parametrize(
     ("part", "changed", "words"),
     [
-        ("", {"status": "the run did not come to its end"}, "did not come"),
+        ("", {"status": "the run did not reach its end"}, "did not reach"),
         ("", {"versions": [4, 1]}, "the last round alone"),
         ("global", {"val_loss": 5.1}, "has not trained"),
         ("wire", {"bytes_joins": 400}, "800 were fetched"),

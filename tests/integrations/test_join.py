@@ -199,13 +199,13 @@ def test_a_wrong_call_is_refused_in_words(place: Path, monkeypatch: pytest.Monke
         loop = Loop(served)
         assert loop.outer.state_dict() == {}
         loop.outer.load_state_dict({})
-        with pytest.raises(ValueError, match=r"state is nothing that state_dict gave: 'steps' is not in it"):
+        with pytest.raises(ValueError, match=r"state does not come from state_dict: it has no 'steps'"):
             loop.outer.load_state_dict({"model": 1})
         with loop.outer:
             for call, words in (
                 (loop.outer.start, "start is called twice"),
                 (loop.outer.step, "hooks is True: the optimizer's own hook has counted"),
-                (lambda: loop.outer.tokens(3), "tokens_per_step=10 has said it"),
+                (lambda: loop.outer.tokens(3), "tokens_per_step=10 sets them"),
                 (lambda: loop.outer.load_state_dict(loop.outer.state_dict()), "call it before the with"),
                 (lambda: next(loop.outer.batches(2)), "batches is called, and join was given no data"),
                 (Loop(served).outer.start, r"folder is 'runs/mine/sites/fra': .*started twice"),
@@ -456,7 +456,7 @@ def idle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ({"overlap_steps": 99}, "^overlap_steps is 99: from 0 to less than outer.inner_steps=5"),
         ({"finish_timeout_s": -1.0}, "^finish_timeout_s is -1.0: positive"),
         ({"model": "gpt"}, "^model is 'gpt': a torch.nn.Module"),
-        ({"model": [small_model(), nn.Tanh(), small_model()]}, "^model has parts that both have a parameter 0.bias"),
+        ({"model": [small_model(), nn.Tanh(), small_model()]}, "^model has two parts with a parameter 0.bias"),
         ({"model": [nn.Tanh()]}, "^model has no parameters"),
         (
             {"model": small_model().requires_grad_(False)},
@@ -502,7 +502,7 @@ def test_another_run_or_model_or_kind_of_data_is_refused_in_words(
     idle: Served, place: Path, arguments: dict[str, Any], words: str
 ) -> None:
     text = refused("mismatch", lambda: joined(idle, **arguments))
-    assert text.startswith(f"the syncer at {idle.address} does not take site fra in: ")
+    assert text.startswith(f"the syncer at {idle.address} refuses site fra: ")
     assert re.search(words, text)
 
 
@@ -518,7 +518,7 @@ def test_a_syncer_that_does_not_answer_is_named(place: Path) -> None:
     gone = Served(None, f"127.0.0.1:{free_port()}")
     text = refused("unreachable", lambda: joined(gone, join_timeout_s=0.3))
     assert text.startswith("site fra cannot reach the syncer at 127.0.0.1:")
-    assert "tried for 0.3 s (join_timeout_s); a run that is over has no syncer" in text
+    assert "tried for 0.3 s (join_timeout_s); a finished run has no syncer" in text
 
 
 def frozen_model(seed: int = 1) -> nn.Sequential:
@@ -557,7 +557,7 @@ def test_a_site_that_was_put_out_or_has_other_data_than_the_run_is_refused(place
             other = lambda: joined(served, site="iad", **{**ESSAYS, "samples": 401})  # noqa: E731
             assert "the run leases units of one text" in refused("mismatch", other)
         served.syncer.api.evict("fra")
-        assert "does not take site fra in: " in refused("refused", lambda: joined(served, **ESSAYS))
+        assert "refuses site fra: " in refused("refused", lambda: joined(served, **ESSAYS))
 
 
 def test_ranks_that_know_nothing_of_each_other_are_not_one_site_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,7 +572,7 @@ def test_a_site_shows_its_token_from_the_first_question_on(place: Path) -> None:
         (place / name).write_text(text)
         (place / name).chmod(0o600)
     with serving(place, f"cluster.syncer.tokens_file={place / 'tokens'}") as served:
-        assert re.search("does not take site fra in: .*token", refused("refused", lambda: joined(served)))
+        assert re.search("refuses site fra: .*token", refused("refused", lambda: joined(served)))
         with joined(served, token_file=str(place / "mine")) as outer:
             assert outer.steps == 0
 
