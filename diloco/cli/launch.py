@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     config = load_config(given)
     name_run(config)
     if not given.dry_run and shutil.which(TOOLS[kind]) is None:
-        why = f"{TOOLS[kind]} is not installed here: --dry-run writes the files all the same"
+        why = f"{TOOLS[kind]} is not installed here: --dry-run writes the files anyway"
         raise VerbError(ExitCode.FAILED, why)
     launch = prepared(kind, config)
     if given.dry_run and given.to is None:

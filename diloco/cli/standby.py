@@ -34,15 +34,15 @@ DOES = """Follow a syncer as its standby, and take over from it.
   diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
   diloco standby status  iad:7077        whether it follows, and how far it is
   diloco standby promote iad:7077        take over: the first syncer is gone for good, or cut off
-  diloco standby detach  fra:7077        tell the syncer to go on without a standby until one has caught up
+  diloco standby detach  fra:7077        tell the syncer to continue without a standby until one has caught up
 
 With cluster.replication.mode=sync the syncer acknowledges nothing before the standby has it.  While the standby is away
 it acknowledges nothing at all, and says so, until the standby is back or detached.  With async, acknowledgements do not
 wait for the standby, and while it is away nothing waits: then losing the syncer's disk loses what came since.
 
 promote is refused while the syncer is still heard, and where the standby may lack what a site was told (mode async, or
-a detached standby).  --lossy promotes it all the same: it begins a new lineage with what it has, sites move to it, and
-what only the other syncer has is given up.  With cluster.lease the lease says which process has everything.
+a detached standby).  --lossy promotes it anyway: it begins a new lineage with what it has, sites move to it, and what
+only the other syncer has is lost.  With cluster.lease the lease says which process has everything.
 
 follow takes the settings of `diloco syncer`. A promoted standby is that syncer, at the same address, with the same
 exit codes. Its epoch is larger, so sites that have joined it never go back to the old one. It needs
@@ -90,7 +90,7 @@ def _say(what: str, address: str, given: argparse.Namespace) -> ExitCode:
             print(f"{address} takes over")
         elif what == "detach":
             client.detach()
-            print(f"{address} goes on without a standby, until one has caught up")
+            print(f"{address} continues without a standby, until one has caught up")
             print("a standby that is away now misses updates: from here on it can be promoted only with --lossy")
         elif given.json:
             print(json.dumps(client.status(), sort_keys=True))

@@ -139,7 +139,7 @@ def trainer_options(config: RunConfig) -> TrainerOptions:
     require(every >= 0, "inner.checkpoint_every_steps", every, "0 (none) or more")
     require(slowdown >= 1, "site.slowdown", slowdown, "1 (full speed) or more")
     if peak is not None and not 0 < peak < math.inf:
-        raise ConfigError(f"site.peak_tflops is {peak}: positive and finite, or null where it is not known")
+        raise ConfigError(f"site.peak_tflops is {peak}: positive and finite, or null where it is unknown")
     return options_of(
         TrainerOptions,
         inner,

@@ -78,7 +78,7 @@ class OwnData:
     """By all ranks of the site together."""
 
     def __post_init__(self) -> None:
-        wanted = f"what all sites call the same data, 1 to {NAME_CHARS_MAX} letters"
+        wanted = f"the data set's name at all sites, 1 to {NAME_CHARS_MAX} letters"
         require(isinstance(self.name, str) and 0 < len(self.name) <= NAME_CHARS_MAX, "data", self.name, wanted)
         for name in ("samples", "samples_per_step"):
             value = getattr(self, name)

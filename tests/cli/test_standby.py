@@ -68,7 +68,7 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(
             assert standing.promoted.is_set()
             assert standing.lossy
             assert main(["standby", "detach", first]) == 0
-            assert "goes on without a standby" in capsys.readouterr().out
+            assert "continues without a standby" in capsys.readouterr().out
         finally:
             standing.stop()
             warm = standing.wait(0.0)

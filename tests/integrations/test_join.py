@@ -467,7 +467,7 @@ def idle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ({"optimizer": sgd(small_model())}, "^optimizer trains none of the model's parameters"),
         ({"samples": 40}, "^samples is 40, and data is None: give all three"),
         ({"samples_per_step": 2}, "^samples_per_step is 2, and data is None"),
-        ({**ESSAYS, "data": ""}, "^data is '': what all sites call the same data"),
+        ({**ESSAYS, "data": ""}, "^data is '': the data set's name at all sites"),
         ({**ESSAYS, "data": "x" * 300}, "^data is 'xxx"),
         ({**ESSAYS, "samples": 0}, "^samples is 0: a whole number from 1 on, where data is given"),
         ({**ESSAYS, "samples": None}, "^samples is None: a whole number from 1 on, where data is given"),
