@@ -583,16 +583,17 @@ class Outer:
         if not self._begun or self._over:
             return
         self._over = True
-        failed, final, why = 0, 0, "rank 0 says why"
+        failed, final, ppm, why = 0, 0, 0, "rank 0 says why"
         with self._open:
             if self._follower is not None:
                 self._follower.finish()
             if self._agent is not None:
                 finished: Finished = self._agent.finish(final=True)
                 failed, final, why = int(finished.ending == "failed"), int(finished.final), finished.why
+                ppm = round(self._agent.progress() * 1e6)
                 self.why, self._ledger, self._agent = self.why or finished.why, finished.ledger, None
-            failed, final = self._group.broadcast_small([failed, final])
-            self.final = bool(final)
+            failed, final, ppm = self._group.broadcast_small([failed, final, ppm])
+            self.final, self.progress = bool(final), ppm / 1e6
         if failed:
             raise SiteFailed(f"site {self._config.site.id} stopped: {why}")
 
