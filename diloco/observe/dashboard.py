@@ -134,6 +134,8 @@ class Dashboard:
             new, self._polled = as_events(status, self._polled, time.time()), status
         for event in new:
             self._history.take(event)
+        if status is None and self._history.ending:
+            now = "The run has ended."
         summary = summarize(self._history, status, self._settings)
         state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
         _, tiles, sections = parts_of(self._history, summary, self._config, now)
@@ -215,7 +217,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page, its state, or its events."""
         dashboard, path = self.server.dashboard, urlsplit(self.path).path
-        if not self._is_ours():
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        # Another page may ask in its viewer's name, and may let a name of its own point here.
+        local = is_loopback(host) or is_loopback(f"{host}:80") or not self.server.is_local
+        if not local or origin not in (None, f"http://{host}", f"https://{host}"):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this page answers under its own address only\n")
         elif path not in ("/", "/state", "/events"):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "the page is at /\n")
@@ -228,12 +233,6 @@ class _Handler(BaseHTTPRequestHandler):
                     self._answer(HTTPStatus.OK, "application/json", dashboard.since(-1)[1])
                 else:
                     self._stream()
-
-    def _is_ours(self) -> bool:
-        """Return whether the request names this address and comes from no other page, which could point a name here."""
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        local = is_loopback(host) or is_loopback(f"{host}:80")
-        return (local or not self.server.is_local) and origin in (None, f"http://{host}", f"https://{host}")
 
     def _stream(self) -> None:
         self._begin(HTTPStatus.OK, "text/event-stream")

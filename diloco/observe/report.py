@@ -50,14 +50,10 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
         with suppress(ConfigError):  # There is no such file, or it cannot be read.
             settings = asdict(read(paths[0]))
         summary = summarize(history, None, settings)
-    write_file(run_dir / "report.html", render(run_dir.resolve().name, history, summary, config).encode())
-    return summary, history
-
-
-def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: str) -> str:
-    """Return the page."""
     good = summary["status"] == "ok" or bool(history.whole_at)
-    return page(title, blocks_of(*parts_of(history, summary, config), good=good))
+    shown = page(run_dir.resolve().name, blocks_of(*parts_of(history, summary, config), good=good))
+    write_file(run_dir / "report.html", shown.encode())
+    return summary, history
 
 
 def parts_of(

@@ -135,10 +135,10 @@ def test_a_library_that_was_compiled_for_another_cpu_is_not_used(
     """No CPU that is sold today has what bdver2 had: the first of its instructions would end the process."""
     if platform.machine() != "x86_64":
         pytest.skip("-march=bdver2 is for x86-64")
-    kernels, source, library = Path(diloco.__file__).parent / "codec/kernels", tmp_path / "k.cpp", tmp_path / "k.so"
+    folder, source, library = Path(diloco.__file__).parent / "codec/kernels", tmp_path / "k.cpp", tmp_path / "k.so"
     (tmp_path / "level.h").touch()  # Without what computes, it is compiled in a moment.
-    source.write_text((kernels / "kernels.cpp").read_text().partition("EXPORT int32_t diloco_encode(")[0])
-    command = ["g++", "-shared", "-fPIC", "-O0", "-std=c++17", "-march=bdver2", f"-I{kernels}", str(source)]
+    source.write_text((folder / "kernels.cpp").read_text().partition("EXPORT int32_t diloco_encode(")[0])
+    command = ["g++", "-shared", "-fPIC", "-O0", "-std=c++17", "-march=bdver2", f"-I{folder}", str(source)]
     command += ["-o", str(library)]
     subprocess.run(command, check=True, timeout=120)
     found_at(monkeypatch, library)

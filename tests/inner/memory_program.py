@@ -145,7 +145,7 @@ def fill_memory(life: Life) -> None:
     assert names(life.memory) == []
     notes = life.said("note")
     assert [each["note"] for each in notes] == ["memory checkpoint not written"] * 2
-    assert ("No space left" if life.group.rank == 1 else "did not come") in str(notes[0]["why"])
+    assert ("No space left" if life.group.rank == 1 else "was not received") in str(notes[0]["why"])
     assert not life.said("memory_checkpoint")
     life.group.barrier()
     trained(life.begin(), END, dies=False)
@@ -166,7 +166,7 @@ def exchange_files(group: SiteGroup, out: list[Path]) -> None:
     (mine / "empty").write_bytes(b"")
     sent = [mine / kind for kind in ("large", "absent", "empty", "large")]
     come = [mine / name for name in ("come", "nothing", "none", "large/x")]
-    with pytest.raises(CheckpointError, match=r"nothing did not come.*large/x cannot be written"):
+    with pytest.raises(CheckpointError, match=r"nothing was not received.*large/x cannot be written"):
         between.exchange({1 - group.rank: sent}, {1 - group.rank: come}, PLAIN_DISK)
     group.barrier()
     assert (mine / "come").read_bytes() == (theirs / "large").read_bytes()

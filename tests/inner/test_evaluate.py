@@ -120,7 +120,7 @@ def test_tokens_are_drawn_by_their_chances() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("seed", -1)],
+    [("tokens", 0), ("temperature", -0.1), ("temperature", float("inf")), ("top_k", -1), ("seed", -1)],
 )
 def test_options_that_cannot_be_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}"):

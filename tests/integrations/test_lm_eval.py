@@ -194,7 +194,7 @@ def test_it_is_said_to_people_too(said: dict[str, tuple[int, str, str]]) -> None
     [
         ("unknown", 2, "diloco eval: --tasks: there is no petz: did you mean pets?"),
         ("gone", 1, "diloco eval: --tasks pets_gone: FileNotFoundError: "),
-        ("beams", 2, "diloco eval: a task says num_beams of what it has generated, and nothing here does that"),
+        ("beams", 2, "diloco eval: a task sets num_beams for generation, which is not supported here"),
     ],
 )
 def test_a_mistake_is_one_line(which: str, code: int, words: str, said: dict[str, tuple[int, str, str]]) -> None:

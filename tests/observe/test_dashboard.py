@@ -72,7 +72,7 @@ def test_the_page_shows_the_run_loads_nothing_and_allows_its_own_script_alone(tm
     with served(Run(tmp_path, Recorder(30).record()).page, "127.0.0.1", 0) as url:
         status, headers, text = got(url)
         assert status == 200
-        for words in ("quiet-otter", "Loss against time", "Where every token went", "site-b", "No syncer answers."):
+        for words in ("quiet-otter", "Loss against time", "Where every token went", "site-b", "The run has ended."):
             assert words in text
         assert not re.findall(r"""(?:src|href)=|\bstyle=|\bon[a-z]+=""", text)
         for tag, source in (("script", "script-src"), ("style", "style-src")):

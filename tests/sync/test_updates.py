@@ -408,6 +408,16 @@ def test_what_is_kept_in_a_retake_is_known_before() -> None:
     assert only(fx.Retake, site.boundary()).keep == (2,)
 
 
+def test_a_retake_keeps_no_update_that_its_version_contains() -> None:
+    site = Site()
+    site.send(1)
+    site.send(2)
+    site.fate(1, 1)
+    site.fate(2, 0, Reason.NON_FINITE)
+    site.handle(ev.VersionFetched(0, 1, ()))
+    assert only(fx.Retake, site.boundary()).keep == (), "update 1 would be added to the version a second time"
+
+
 def test_updates_of_an_earlier_process_fill_the_window_too() -> None:
     site = Site(updates_in_flight_max=2)
     site.restart(site.machine.snapshot())
