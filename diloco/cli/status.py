@@ -499,7 +499,7 @@ def dashboard_of(
         known = [each.latest for each in watches if each.latest is not None and now - each.answered_s < ANSWERS_S]
         with io.StringIO() as text:
             for each in known:
-                _write(each, Console(file=text, width=PLAIN_WIDTH, color_system=None))
+                _write(each, Console(file=text, width=180, color_system=None))
             said = text.getvalue()
         if not known or "fragments" not in known[0]:
             return None, said or "No syncer answers."
