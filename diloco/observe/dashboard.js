@@ -18,6 +18,7 @@ function show(parts) {
 }
 
 function sift() {
+  if (document.getElementById("log") === null) return;
   const wanted = filter.value.toLowerCase();
   const lines = log.split("\n").filter((line) => line.toLowerCase().includes(wanted));
   document.getElementById("log").textContent = lines.join("\n");
@@ -37,8 +38,10 @@ async function ask() {
   } catch { silent(); } finally { asking = false; }
 }
 
-document.getElementById("log").parentElement.open = true;
-log = document.getElementById("log").textContent;
+if (document.getElementById("log") !== null) {  // Not on a page that could not be made.
+  document.getElementById("log").parentElement.open = true;
+  log = document.getElementById("log").textContent;
+}
 filter.addEventListener("input", sift);
 new EventSource("events").addEventListener("message", (event) => show(JSON.parse(event.data)));
 setInterval(ask, ASK_MS);

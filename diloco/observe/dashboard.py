@@ -83,8 +83,11 @@ class Dashboard:
         while not self.ended:
             with self.changed:
                 self.changed.wait_for(lambda: self.viewers > 0 or self.ended)
-            if not self.ended:
-                self._make()
+            try:
+                blocks = {} if self.ended else self._made()
+            except Exception as error:  # An older syncer's answer may lack a field: the page says so and is made again.
+                blocks = blocks_of(f"this page could not be made: {error!r}", [], [], good=False)
+            self._show(blocks)
             with self.changed:
                 self.changed.wait_for(lambda: self.ended, EVERY_S)
 
@@ -125,7 +128,8 @@ class Dashboard:
                 self._news = (serial, self.serial), json.dumps(changed)
             return self.serial, self._news[1]
 
-    def _make(self) -> None:
+    def _made(self) -> dict[str, str]:
+        """Return the parts of the page as of now."""
         status, now = self._ask()
         new: Iterable[Event] = ()
         if self._events is not None:
@@ -139,10 +143,13 @@ class Dashboard:
         summary = summarize(self._history, status, self._settings)
         state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
         _, tiles, sections = parts_of(self._history, summary, self._config, now)
-        blocks = blocks_of(state, tiles, sections, good=state in ("ok", "running", "finished"))
-        whole = page(self._title, blocks, live=LIVE.format(script=_script()))
+        return blocks_of(state, tiles, sections, good=state in ("ok", "running", "finished"))
+
+    def _show(self, blocks: dict[str, str]) -> None:
+        """Hand the parts to all viewers."""
         with self.changed:
-            self.serial, self.whole = self.serial + 1, whole
+            self.serial += 1
+            self.whole = page(self._title, blocks, live=LIVE.format(script=_script())) if blocks else ""
             for name, text in blocks.items():
                 if self.parts.get(name, (0, ""))[1] != text:
                     self.parts[name] = (self.serial, text)

@@ -138,6 +138,15 @@ def test_all_viewers_hear_what_is_new_and_the_syncer_is_asked_for_all_of_them_at
         assert list(each) is not None, "the server's end is the end of each stream"
 
 
+def test_a_page_that_cannot_be_made_says_so_and_the_next_one_may_be(tmp_path: Path) -> None:
+    run = Run(tmp_path, Recorder(5).record())
+    run.answer = {"sites": {"site-a": 3}}  # No syncer answers so.
+    with served(run.page, "127.0.0.1", 0) as url:
+        assert "this page could not be made: TypeError" in got(url)[2]
+        run.answer = None
+        eventually(lambda: "Loss against time" in got(url)[2], BOUND_S, "it is made again")
+
+
 def test_without_a_viewer_nothing_is_read_and_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     events = Recorder(5).record()
     at = float(str(events[-1]["at"]))
