@@ -77,7 +77,11 @@ def main(arguments: Sequence[str]) -> ExitCode:
         raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
     if what == "follow":
         return _follow(given)
-    return _say(what, leading(syncer_address(targets[0]), given.settings)[0], given)
+    address, found = leading(syncer_address(targets[0]), given.settings)
+    standbys = [each for each, status in found.items() if status.get("role") == "standby"]
+    if what != "detach" and standbys:  # Of a syncer and its standby, these are the standby's.
+        address = standbys[0]
+    return _say(what, address, given)
 
 
 # --- an operator's commands -----------------------------------------------------------------------------------------

@@ -143,7 +143,16 @@ def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Statu
     addresses = [each.strip() for each in address.split(",")]
     if len(addresses) == 1:
         return address, {}
-    found = asked_all(addresses, settings)
+    found: dict[str, Status] = {}
+    refused: list[VerbError] = []
+    for each in addresses:
+        try:
+            found[each] = status_of(each, settings)
+        except VerbError as error:
+            found[each] = {"unreachable": str(error)}
+            refused += [error] if error.code is not ExitCode.UNREACHABLE else []
+    if refused and all("unreachable" in status for status in found.values()):
+        raise refused[0]
     ranks = {
         each: ("unreachable" not in status, "fragments" in status, status.get("lineage", 1), status.get("epoch", 0))
         for each, status in found.items()
@@ -215,23 +224,24 @@ def _write(status: Status, console: Console) -> None:
     if status.get("role") == "standby":
         console.print(standby_line(status), soft_wrap=True, highlight=False, markup=False)
         return
-    console.print(heading(status), soft_wrap=True, highlight=False)
+    console.print(heading(status), soft_wrap=True, highlight=False, markup=False)
     console.print(sites_table(status))
-    console.print(details(status), soft_wrap=True, highlight=False, end="")
+    console.print(details(status), soft_wrap=True, highlight=False, markup=False, end="")
 
 
 def _watch(address: str, settings: Sequence[str]) -> NoReturn:
     from rich.console import Console, Group
     from rich.live import Live
+    from rich.text import Text
 
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
             status = status_of(address, settings)
-            standby = status.get("role") == "standby"
-            live.update(
-                standby_line(status) if standby else Group(heading(status), sites_table(status), details(status)),
-                refresh=True,
-            )
+            if status.get("role") == "standby":
+                shown = Group(Text(standby_line(status)))
+            else:
+                shown = Group(Text(heading(status)), sites_table(status), Text(details(status)))
+            live.update(shown, refresh=True)
             time.sleep(EVERY_S)
 
 
@@ -466,6 +476,7 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
     addresses: list[str] = []
     with suppress(VerbError):  # A run that has finished has no syncer, and its page is made of its folder.
         addresses = [each for target in targets or [f"runs/{LATEST}"] for each in syncer_addresses(target)]
+    addresses = [leading(each, settings)[0] for each in addresses]
     with ExitStack() as stack:
         security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
         watches = [StatusWatch(each, security) for each in addresses]
@@ -496,14 +507,16 @@ def dashboard_of(
 
     def ask() -> tuple[dict[str, Any] | None, str]:
         now = time.monotonic()
-        known = [each.latest for each in watches if each.latest is not None and now - each.answered_s < ANSWERS_S]
+        latest = [each.latest if now - each.answered_s < ANSWERS_S else None for each in watches]
+        known = [each for each in latest if each is not None]
         with io.StringIO() as text:
             for each in known:
                 _write(each, Console(file=text, width=180, color_system=None))
             said = text.getvalue()
-        if not known or "fragments" not in known[0]:
+        first = latest[0] if latest else None
+        if first is None or "fragments" not in first:  # Another syncer has other fragments.
             return None, said or "No syncer answers."
-        return dict(known[0] if len(known) == 1 else {**known[0], **(together(known) or {})}), said
+        return {**first, **(together(known) or {} if len(known) > 1 else {})}, said
 
     settings = asdict(config) if config is not None else {}
     return Dashboard(title, run_dir.events if run_dir else None, settings, to_yaml(config) if config else "", ask)

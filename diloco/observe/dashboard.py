@@ -136,8 +136,12 @@ class Dashboard:
             new, self._offset = read_events(self._events, self._offset)
         elif status is not None:
             new, self._polled = as_events(status, self._polled, time.time()), status
-        for event in new:
-            self._history.take(event)
+        try:
+            for event in new:
+                self._history.take(event)
+        except Exception:  # Half of it is no history: read it again, and say the error again.
+            self._history, self._offset, self._polled = RunHistory(), None, {}
+            raise
         if status is None and self._history.ending:
             now = "The run has ended."
         summary = summarize(self._history, status, self._settings)
@@ -150,6 +154,7 @@ class Dashboard:
         with self.changed:
             self.serial += 1
             self.whole = page(self._title, blocks, live=LIVE.format(script=_script())) if blocks else ""
+            self.parts = {name: part for name, part in self.parts.items() if name in blocks}
             for name, text in blocks.items():
                 if self.parts.get(name, (0, ""))[1] != text:
                     self.parts[name] = (self.serial, text)

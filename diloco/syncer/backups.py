@@ -387,6 +387,7 @@ class Backups:
         self._vault = Vault(options.url, disk)
         self._stopping = threading.Event()
         self._began_s = time.monotonic()
+        self._own = (0, 0)
         self._good_s: float | None = None
         self._last = ""
         self._failing = ""
@@ -443,8 +444,9 @@ class Backups:
     def _once(self) -> None:
         """Make a backup, and delete all but the newest ``keep``: never this one, nor one with an unreadable marker."""
         began = time.monotonic()
-        if not self.behind:  # Otherwise another syncer may be writing there now.
-            for died in self._vault.leftovers(self._run_id):  # First, so that leftovers do not accumulate.
+        for died in self._vault.leftovers(self._run_id):  # First, so that leftovers do not accumulate.
+            of = re.match(r"(\d{10})-(\d{10})-", died)
+            if of is None or (int(of[1]), int(of[2])) <= self._own:  # A later syncer may be writing its own now.
                 self._vault.drop(self._run_id, died)
         before = self._vault.backups(self._run_id)
         name, facts = back_up(

@@ -317,3 +317,34 @@ def test_units_and_the_stages_of_the_latest_rounds_are_shown_where_there_are_any
     assert details({**STATUS, "fragments": fragments}) == (
         "round 4 of fragment 0: receive 1,250.0 ms, read 1.0 ms, publish 12.5 ms\n"
     )
+
+
+def test_what_the_syncer_says_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    backup = {"age_s": 1.0, "without_s": 1.0, "last": "", "failing": "cannot write [/mnt/b]: [bold]gone"}
+    status._print({**STATUS, "backup": backup}, False)
+    assert backup["failing"] in capsys.readouterr().out
+
+
+def test_one_address_that_refuses_does_not_hide_the_syncer_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {"a:1": {**STATUS}, "b:1": VerbError(ExitCode.FAILED, "b:1 refuses")}
+
+    def answer(address: str, settings: object) -> Any:
+        if isinstance(found := answers[address], VerbError):
+            raise found
+        return found
+
+    monkeypatch.setattr(status, "status_of", answer)
+    assert status.leading("b:1,a:1", [])[0] == "a:1"
+    answers["a:1"] = VerbError(ExitCode.UNREACHABLE, "a:1 does not answer")
+    with pytest.raises(VerbError, match="b:1 refuses"):
+        status.leading("a:1,b:1", [])
+
+
+def test_a_dashboard_takes_no_other_syncer_for_the_first() -> None:
+    watches = [SimpleNamespace(latest={**STATUS}, answered_s=time.monotonic()) for _ in range(2)]
+    page = status.dashboard_of("otter", None, None, watches)  # type: ignore[arg-type]
+    assert page._ask()[0] is not None
+    watches[0].answered_s -= 60.0
+    answered, text = page._ask()
+    assert answered is None
+    assert "nimble-otter" in text, "what the other one says"

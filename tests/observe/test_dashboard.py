@@ -140,9 +140,11 @@ def test_all_viewers_hear_what_is_new_and_the_syncer_is_asked_for_all_of_them_at
 
 def test_a_page_that_cannot_be_made_says_so_and_the_next_one_may_be(tmp_path: Path) -> None:
     run = Run(tmp_path, Recorder(5).record())
-    run.answer = {"sites": {"site-a": 3}}  # No syncer answers so.
     with served(run.page, "127.0.0.1", 0) as url:
-        assert "this page could not be made: TypeError" in got(url)[2]
+        assert "Loss against time" in got(url)[2]
+        run.answer = {"sites": {"site-a": 3}}  # No syncer answers so.
+        eventually(lambda: "this page could not be made: TypeError" in got(url)[2], BOUND_S, "it says so")
+        assert json.loads(got(url, "/state")[2]).keys() == {"status", "tiles"}, "no part without a place in the page"
         run.answer = None
         eventually(lambda: "Loss against time" in got(url)[2], BOUND_S, "it is made again")
 

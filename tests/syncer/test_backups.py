@@ -14,7 +14,7 @@ import pytest
 from diloco.codec.base import Hasher, digest_of
 from diloco.durable import Disk, Step
 from diloco.syncer import backups as backups_module
-from diloco.syncer.backups import MARKER, BackupError, BackupFacts, BackupOptions, Backups, Vault, back_up
+from diloco.syncer.backups import MARKER, NAME, BackupError, BackupFacts, BackupOptions, Backups, Vault, back_up
 from diloco.syncer.store import payloads_in
 from tests.syncer.building import RUN, Events, eventually, files
 from tests.syncer.desk import Desk
@@ -211,7 +211,9 @@ def test_a_syncer_that_is_started_again_after_a_standby_has_taken_over_learns_it
 ) -> None:
     newer = BackupFacts(1, RUN, 1, 9, (4, 5), 1000, "", {})
     backed.vault.put(RUN, "further", {"run.json": b"{}"}, newer)
-    (backed.folder / "vault" / RUN / "of the other, under way").mkdir()
+    under_way = NAME.format(1, 9, 1, 0)
+    for name in (under_way, NAME.format(1, 2, 1, 0), "20260101T000000.000000Z"):
+        (backed.folder / "vault" / RUN / name).mkdir()
     backed.backups.start(1, 2)
     (note,) = backed.events.wait_for("note")
     backed.backups.stop(last=False)
@@ -222,8 +224,17 @@ def test_a_syncer_that_is_started_again_after_a_standby_has_taken_over_learns_it
         backed.go_on()
         backed.backups._once()
     assert list(backed.vault.backups(RUN)) == [backed.last, "further"]
-    assert backed.vault.leftovers(RUN) == ["of the other, under way"]
+    assert backed.vault.leftovers(RUN) == [under_way], "what an earlier process of this syncer left is gone"
     assert len(backed.events.of("note")) == 2, "once for each epoch here"
+
+
+@options(keep=1)
+def test_what_a_later_syncer_is_writing_stays_although_it_has_made_no_backup_yet(backed: Backed) -> None:
+    under_way = backed.folder / "vault" / RUN / NAME.format(1, 9, 1, 0)
+    under_way.mkdir(parents=True)
+    backed.backups._own = (1, 2)
+    backed.backups._once()
+    assert backed.vault.leftovers(RUN) == [under_way.name]
 
 
 @options(keep=1)
