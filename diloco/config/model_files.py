@@ -180,7 +180,7 @@ def trained_and_frozen(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
     """Return the parameters with ``requires_grad`` by canonical name, and a digest of each other one.
 
     The digest is of the whole parameter, in fp32 where it is floating point: it does not depend on which ranks hold the
-    parts, nor on the type in which a site loads it.  All ranks gather a sharded parameter, one at a time.
+    parts, nor on a type that keeps the checkpoint's values.  All ranks gather a sharded parameter, one at a time.
     """
     trained: dict[str, Tensor] = {}
     digests: dict[str, str] = {}

@@ -200,13 +200,13 @@ def join(
 
     Inside the ``with`` the site has joined and ``model`` holds the run's version; after each step of ``optimizer``, due
     updates are read from the model and versions written into it, in place, without waiting for other sites.  At its end
-    unsent progress is sent, the site leaves, and after a finished run ``model`` is its final version.  Where the loop
-    raises, the site leaves at once, and the exception propagates with a note of the site's token counts.
+    unsent progress is sent, the site leaves, and after a finished run ``model`` is its final version (behind a region,
+    the region's).  Where the loop raises, the site leaves at once; the exception has a note of the site's token counts.
 
     ``model``: any ``nn.Module``, plain, compiled or wrapped.  What it trains (``requires_grad``) is exchanged in fp32,
     and should be kept in fp32 (use autocast to compute): the rounding error of a coarser type is lost at every version.
     Frozen parameters are the same at all sites.  A list of modules: this rank's parts of one model, under pipeline
-    parallelism, each with the whole model's parameter names.
+    parallelism, each with the whole model's parameter names and something that it trains.
     ``optimizer``: the model's optimizer, or several in the order in which they step: steps of the last one count.
     ``syncer``: ``host:port``, as in ``diloco site``: a comma before a standby's, ``/`` between several syncers.
     ``site``: this site's name on the wire; only one process, or one group of ranks, may use it.

@@ -154,7 +154,8 @@ class Layout:
             mine, theirs = (f"of digest {each.frozen[:12]}" if each.frozen else "none" for each in (self, other))
             frozen = (
                 f"the frozen parameters are {mine} here and {theirs} there: they are not exchanged, so every site must "
-                "load the same base model, and version 0 must be made with diloco.save_version0(model, FILE)"
+                "load the same base model, in a type that keeps its values, and version 0 must be made with "
+                "diloco.save_version0(model, FILE)"
             )
             if not (self.frozen and other.frozen):
                 return frozen  # For this reason the other parameters differ as well.

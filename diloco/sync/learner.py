@@ -195,7 +195,7 @@ class LearnerSync:
         state, parts, lock_step = self.state, self.state.fragments, self.options.lock_step
         undecided = any(part.undecided() or part.orphans for part in parts)
         lacks_final = state.final_wanted and state.ending is Ending.FINISHED and not self.is_final()
-        lags = lock_step and any(part.published > part.base_version for part in parts)
+        lags = lock_step and state.ending is not None and any(part.published > part.base_version for part in parts)
         return not (undecided or lacks_final or lags)
 
     def is_final(self) -> bool:
@@ -410,8 +410,15 @@ def final(turn: SiteTurn, event: FinalAnnounced | FinalWanted) -> None:
         state.final_wanted = True
     else:
         turn.end(event.ending, f"the run is {event.ending.value}")
+        if len(event.versions) not in (0, len(state.fragments)):
+            there = f"there are {len(state.fragments)} fragments"
+            turn.note("final_ignored", f"{len(event.versions)} final versions, and {there}")
+            return
+        if state.final_wanted and state.final_versions == list(event.versions):
+            return  # Told again by a new stream: the versions are being taken, or are here.
         state.final_versions = list(event.versions)
-    if state.final_wanted and state.ending is Ending.FINISHED:
+    if state.final_wanted and state.final_versions and state.ending is Ending.FINISHED:
+        state.closed = True  # Nothing is merged any more: leave without waiting for the download.
         for index, version in enumerate(state.final_versions):
             part = state.fragments[index]
             part.published = max(part.published, version)

@@ -506,6 +506,53 @@ def test_a_site_that_wants_the_final_version_ends_with_it_and_with_nothing_of_it
     assert (ledger.merged, ledger.overwritten, ledger.unsent, ledger.in_flight) == (150, 30, 0, 0)
 
 
+def test_a_site_leaves_a_finished_run_before_the_final_version_is_here() -> None:
+    site = sent()
+    site.answer(1)
+    site.fate(1, 1)
+    site.train(3)
+    site.handle(ev.FinalAnnounced(Ending.FINISHED, (2,)))
+    site.handle(ev.FinalWanted())
+    assert of(fx.Leave, site.boundary()), "what is unsent is merged no more, and the download may take long"
+    assert not site.machine.settled()
+
+
+def test_final_versions_of_another_number_of_fragments_are_ignored() -> None:
+    site = Site()
+    site.handle(ev.FinalWanted())
+    effects = site.handle(ev.FinalAnnounced(Ending.FINISHED, (1, 1)))
+    assert [note.what for note in of(fx.Note, effects)] == ["final_ignored"]
+    assert site.machine.state.final_versions == []
+
+
+def test_the_final_version_is_taken_once_and_another_lineage_has_another_one() -> None:
+    site, over = Site(), ev.FinalAnnounced(Ending.FINISHED, (1,))
+    site.handle(ev.FinalWanted())
+    site.handle(over)
+    site.handle(ev.VersionFetched(0, 1, ()))
+    site.boundary()
+    assert site.machine.is_final()
+    assert not site.handle(over), "a new stream tells it again"
+    assert site.machine.is_final()
+    site.join(known(version=1), lineage=2, epoch=1)
+    site.handle(ev.VersionFetched(0, 1, ()))
+    site.boundary()
+    assert not site.machine.is_final()
+
+
+def test_in_lock_step_a_site_takes_the_last_version_of_a_run_that_ends_and_none_of_one_that_goes_on() -> None:
+    site = Site(lock_step=True)
+    site.handle(ev.LeaveAsked())
+    site.boundary()
+    site.handle(ev.VersionPublished(1, 0, 1, 0, 0))
+    assert site.machine.settled()
+    site.handle(ev.FinalAnnounced(Ending.DRAINED))
+    assert not site.machine.settled()
+    site.handle(ev.VersionFetched(0, 1, ()))
+    site.boundary()
+    assert site.machine.settled()
+
+
 @pytest.mark.parametrize("ending", list(Ending))
 def test_only_of_a_finished_run_and_where_it_is_wanted_a_site_waits_for_the_final_version(ending: Ending) -> None:
     site = sent()
