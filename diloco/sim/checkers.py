@@ -8,9 +8,7 @@ of the product that it must detect; ``tests/sim/test_outer_disk.py`` makes that 
 from __future__ import annotations
 
 import copy
-from collections import deque
 from dataclasses import dataclass, field
-from itertools import combinations
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
@@ -66,7 +64,7 @@ class Checker:
         if not holds:
             raise Violation(self.name, " ".join(str(part) for part in parts))
 
-    def handled(self, machine: OuterSync) -> None:
+    def handled(self, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """The machine has handled an event; the turn that it belongs to is not in the journal yet."""
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
@@ -151,8 +149,6 @@ class Checkers(Checker):
                 setattr(each, name, copy.deepcopy(book))
 
 
-EVENTS_OF_A_TURN = 8
-"""Events to look back: those of a turn, rarely more, and of earlier turns that are not in the journal yet."""
 Id = tuple[str, int, int]
 """(site, fragment, sequence) of an accepted update."""
 
@@ -375,14 +371,14 @@ class Weights(Checker):
         self.work: dict[Id, tuple[int, int]] = {}
         self.usual: dict[tuple[str, int], tuple[int, int]] = {}
         self.under_way: dict[int, tuple[set[Id], float, list[float]]] = {}
-        self.awaited: list[deque[set[str]]] = [
-            deque([set()], EVENTS_OF_A_TURN) for _ in range(plan.options.num_fragments)
-        ]
+        self.awaited: dict[tuple[int, int], set[tuple[str, ...]]] = {}
 
-    def handled(self, machine: OuterSync) -> None:
-        """Record the sites that are awaited between two events of a turn: a round may have been closed there."""
-        for index, lately in enumerate(self.awaited):
-            lately.append({*machine.state.awaited(index)})
+    def handled(self, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Record for which sites a round waited when it was closed: its outer step may be told by a later process."""
+        for effect in effects:
+            if isinstance(effect, StartOuterStep):
+                awaited = tuple(machine.state.awaited(effect.fragment))
+                self.awaited.setdefault((effect.fragment, effect.version), set()).add(awaited)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Compute every contribution's weight again."""
@@ -399,9 +395,9 @@ class Weights(Checker):
             self.work[update.site, update.fragment, update.sequence] = (update.tokens, update.steps)
         for effect in effects:
             if isinstance(effect, StartOuterStep):
-                self._check(effect, machine)
+                self._check(effect)
 
-    def _check(self, step: StartOuterStep, machine: OuterSync) -> None:
+    def _check(self, step: StartOuterStep) -> None:
         by_update = self.plan.options.merge_by == "update"
         terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in step.contributions]
         whole = not by_update or all(len(part.updates) == 1 for part in step.contributions)
@@ -413,7 +409,7 @@ class Weights(Checker):
             self.require(told == before, "the outer step is issued again as", told, "and was", before)
             return
         self.under_way[step.fragment] = told
-        wanted = list(self._wanted(step, machine))
+        wanted = list(self._wanted(step))
         near = any(
             abs(share - step.share) < 1e-12
             and all(abs(weight - each / sum(raw)) < 1e-12 for weight, each in zip(found, raw, strict=True))
@@ -422,11 +418,10 @@ class Weights(Checker):
         self.require(near, "weights are", found, "and the share is", step.share, "and should be one of", wanted)
         self.require(0 < step.share <= 1, "the share is", step.share)
 
-    def _wanted(self, step: StartOuterStep, machine: OuterSync) -> Iterator[tuple[list[float], float]]:
+    def _wanted(self, step: StartOuterStep) -> Iterator[tuple[list[float], float]]:
         """Yield every possible pair of unnormalised weights and share.
 
-        There may be several: the state is that after all events of a turn; one of them may have closed the round while
-        another made a site come or go.
+        There may be several: a turn that did not reach the journal may have closed the same round for other sites.
         """
         options, index, parts = self.plan.options, step.fragment, step.contributions
         aged = [of_its_age(step.version - 1 - part.base_version, options.staleness_power) for part in parts]
@@ -437,9 +432,7 @@ class Weights(Checker):
             return
         usual = {site: raw_weight(options.weights, *work) for (site, of), work in self.usual.items() if of == index}
         firsts = {part.site: raw_weight(options.weights, *each[0]) for part, each in zip(parts, work, strict=True)}
-        lately = [{*machine.state.awaited(index)}, *self.awaited[index]]
-        unsure = sorted(set.union(*lately) - {*firsts})
-        for some in (each for count in range(len(unsure) + 1) for each in combinations(unsure, count)):
+        for some in (set(awaited) - {*firsts} for awaited in sorted(self.awaited[index, step.version])):
             known = {name: usual[name] for name in (*firsts, *some) if name in usual}
             most = max(known.values(), default=inf)
             known = {name: min(first, most) for name, first in firsts.items()} | known
@@ -490,7 +483,7 @@ class Grace(Checker):
         self.waiting: list[dict[str, set[int]]] = [{} for _ in range(plan.options.num_fragments)]
         """By fragment: the updates of each site that waited at the event before, by their arrival."""
 
-    def handled(self, machine: OuterSync) -> None:
+    def handled(self, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Record the periods between two events of a turn: the quorum may have been met there."""
         for index, longest in enumerate(self.longest_ns):
             for name, period_ns in self._live_periods_ns(machine.state, index).items():

@@ -354,7 +354,7 @@ class OuterProcess(Process):
         """Give ``event`` to the machine and add the record and its effects to the turn."""
         assert self._turn is not None
         effects = self.machine.handle(event, self.now_ns())
-        self.checkers.handled(self.machine)
+        self.checkers.handled(effects, self.machine)
         if isinstance(event, UpdateArrived) and not any(
             isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED for effect in effects
         ):
