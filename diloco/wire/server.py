@@ -211,6 +211,4 @@ def _bind(server: Any, address: str, credentials: Any) -> str:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ValueError(f"address is {address!r}: it cannot be bound, or the TLS files do not fit: {error}") from error
-    if port == 0:
-        raise ValueError(f"address is {address!r}: it cannot be bound")
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
