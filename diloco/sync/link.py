@@ -160,7 +160,7 @@ class Pace:
 
     def carried(self, bytes_per_s: int, sent_at: int) -> None:
         """Record a transfer that was sent at ``sent_at`` (0: not paced) and arrived at ``bytes_per_s``."""
-        self._recent.append(max(1, bytes_per_s))
+        self._recent.append(bytes_per_s)
         best = max(self._recent)
         if best > RATE_MAX:
             self.bytes_per_s = self._left_alone = 0
