@@ -10,6 +10,7 @@ import pytest
 import torch
 import zstandard
 
+from diloco.codec import entropy
 from diloco.codec.base import DecodeError
 from diloco.codec.entropy import UNPACK_BYTES_MAX, ZSTD, EntropyCodec, stage_of
 from diloco.codec.registry import make_codec
@@ -126,6 +127,16 @@ def test_a_frame_is_unpacked_in_pieces(numel: int) -> None:
     pieces = list(codec.unpacked(io.BytesIO(payload), numel))
     assert b"".join(pieces) == bytes(codec.opened(payload, numel)[1])
     assert max(map(len, pieces)) <= UNPACK_BYTES_MAX
+
+
+def test_the_last_piece_of_a_frame_may_only_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, values = make_codec("fp32+zstd"), drawn(1000, 1).numpy().tobytes()
+    assert isinstance(codec, EntropyCodec)
+    compressing = zstandard.ZstdCompressor().compressobj(size=len(values))
+    body = compressing.compress(values) + compressing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    monkeypatch.setattr(entropy, "FEED_BYTES", len(body))
+    payload = ZSTD + body + compressing.flush()
+    assert b"".join(codec.unpacked(io.BytesIO(payload), 1000)) == values == bytes(codec.opened(payload, 1000)[1])
 
 
 def test_what_is_read_in_pieces_is_refused_where_the_whole_is_and_else_the_same() -> None:

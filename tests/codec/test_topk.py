@@ -42,13 +42,14 @@ def test_against_the_format_written_slowly(kind: str) -> None:
         assert payload == slow_encode(values[:numel].tolist(), chunk, k), (chunk, k, numel)
 
 
-def test_bytes() -> None:
-    values = torch.zeros(4096)
-    values[torch.tensor([1, 2, 4000, 4095])] = torch.tensor([-1.0, 4.0, 1.0, -4.0])
-    payload = make_codec("topk:4096x4").encode(values)
-    indices = (1 | 2 << 12 | 4000 << 24 | 4095 << 36).to_bytes(6, "little")
+@pytest.mark.parametrize(("chunk", "bits"), [(4096, 12), (65536, 16)])
+def test_bytes(chunk: int, bits: int) -> None:
+    codec, values, places = make_codec(f"topk:{chunk}x4"), torch.zeros(chunk), [1, 2, 4000, chunk - 1]
+    values[torch.tensor(places)] = torch.tensor([-1.0, 4.0, 1.0, -4.0])
+    payload = codec.encode(values)
+    indices = sum(place << number * bits for number, place in enumerate(places)).to_bytes(bits // 2, "little")
     assert payload == struct.pack("<2H", 0x3F80, 0x4080) + indices + bytes([0b11_00_01_10])
-    assert torch.equal(make_codec("topk:4096x4").decode(payload, 4096), values)
+    assert torch.equal(codec.decode(payload, chunk), values)
 
 
 def test_of_equal_ones_the_first_are_kept() -> None:
