@@ -99,6 +99,7 @@ def test_the_standard_library_is_read_without_its_tests(monkeypatch: pytest.Monk
 def test_a_folder_that_is_not_there_or_holds_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere.*there is no such"):
         source_files("text", str(tmp_path / "nowhere"), "**/*")
+    (tmp_path / ".hidden.md").touch()
     with pytest.raises(DataError, match=r"no file in it matches pattern='\*\.md'"):
         source_files("text", str(tmp_path), "*.md")
 
@@ -222,7 +223,7 @@ def test_it_is_patient_as_long_as_something_is_written(tmp_path: Path, monkeypat
     ],
 )
 def test_a_wrong_option_is_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"^{words}"):
         options(**{"path": "somewhere", **changes})
 
 
@@ -606,6 +607,8 @@ def test_what_cannot_be_read_is_said_by_file_and_setting(tmp_path: Path, manifes
     found = prepare_corpus(options(folder, "tokens"), cache)
     (folder / "c.bin").write_bytes(b"abc")
     refuses(r"c\.bin has 3 bytes: data\.dtype=uint16 needs a multiple of 2")
+    (folder / "c.bin").write_bytes(b"")
+    refuses(r"c\.bin has 0 bytes: data\.dtype=uint16 needs a multiple of 2, more than 0")
     (folder / "c.bin").unlink()
     (folder / "val.bin").unlink()
     refuses('it has no file for validation: add one whose name begins with "val"')

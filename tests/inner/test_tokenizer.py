@@ -134,7 +134,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ValueError, match=words):
             make_tokenizer(name, end)
 
-    refuses("tokenizer is 'gpt2'", name="gpt2")
+    refuses("tokenizer is 'gpt2': one of bytes, bpe1024, or the path of a tokenizer.json", name="gpt2")
     refuses(r"tokenizer is 'nowhere\.json': No such file", name="nowhere.json")
     refuses(r"end_of_file is True: no file beside .* names the token that ends a text", end=True)
     (tmp_path / "tokenizer_config.json").write_text("{")
