@@ -31,6 +31,7 @@ from diloco.wire.messages import (
 )
 from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.loopback.cluster import free_port
+from tests.wire import conftest
 from tests.wire.certificates import LOOPBACK, OBSERVER, A, Authority, B, written
 from tests.wire.conftest import Talk, Wired
 from tests.wire.fake_syncer import RUN
@@ -60,6 +61,12 @@ def test_it_tells_what_is_served_and_what_is_not(wired: Wired) -> None:
         asked.come_in()
         wired.server.ready(False)
         assert [asked.serving(name) for name in ("", RUN)] == [True, False], "it takes no updates"
+
+
+def test_a_server_that_refuses_to_list_its_services_has_none_by_name() -> None:
+    others = grpc.method_handlers_generic_handler("another.Service", {})
+    with conftest.answering(others) as address, checkup(address) as asked:
+        assert asked.names() == ()
 
 
 def test_round_trips_are_counted_and_bounded(wired: Wired) -> None:

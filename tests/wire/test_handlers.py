@@ -95,6 +95,7 @@ def test_a_push_in_pieces_and_definite_answers_before_any_payload(wired: Wired) 
     said = say(wired, HEADER, chunk(0, PAYLOAD[:1]), chunk(1, PAYLOAD[1:]), commit())
     assert said == [PushAdmitted(0), ACCEPTED]
     assert wired.syncer.accepted == {("site-a", 0, 1): PAYLOAD}
+    assert wired.server.counters()["payload_bytes_in"] == len(PAYLOAD)
     assert [reply.outcome for reply in say(wired, HEADER) if isinstance(reply, PushResult)] == [Outcome.DUPLICATE]
     bad_base = push_header(PAYLOAD, sequence=2, base_version=9)
     assert say(wired, bad_base) == [PushResult(Outcome.REFUSED, 3, Reason.BAD_BASE)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -70,7 +71,9 @@ def big(offset: int) -> Frame:
 
 def test_what_finds_no_room_is_wanted_again_and_memory_is_bounded() -> None:
     receiving, session = opened(BIG)
+    began_s = time.monotonic()
     answers = [receiving.frame(big(offset)) for offset in range(MIB, 2 * WINDOW_BYTES, MIB)]
+    assert time.monotonic() - began_s < handlers.ROOM_WAIT_S, "no other stream can bring what is missing"
     kept = answers.count(None)
     assert kept * MIB == WINDOW_BYTES
     assert answers[kept:] == [PushAgain((kept + 1 + at) * MIB, MIB) for at in range(len(answers) - kept)]

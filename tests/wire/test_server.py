@@ -202,6 +202,13 @@ def test_noise_at_the_standard_services_is_the_senders_fault(wired: Wired) -> No
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_compressed_message_is_refused_before_it_grows(wired: Wired, compression: grpc.Compression) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        wired.channel().unary_unary(f"/{SYNC_SERVICE}/Join")(bytes(1000), timeout=20, compression=compression)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 def refusals() -> list[tuple[str, bytes, dict[str, Any]]]:
     """Method, message, and what else: each is refused at another place."""
     other_run = pack_push(replace(push_header(b"abc"), run_id="other"))
