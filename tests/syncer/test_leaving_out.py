@@ -162,6 +162,9 @@ def test_what_was_left_out_is_told_and_what_was_trained_on_it_is_told_or_left_ou
     each_by_name = [Selection(site, "sequences", sequence, sequence, 0) for site, sequence in gone]
     for mine, formula in zip(both.values, plain_loop(told, each_by_name), strict=True):
         assert_bits(mine, formula, gone)
+    bases = [each.base_version for site in told.desk.machine.state.sites.values() for each in site.lines[1].undecided]
+    assert min(bases) < 7 in bases, "the dice prove nothing"
+    assert without(told, Selection("b", "versions", 7, 7, 1)).old_base_waiting == sum(base >= 7 for base in bases)
 
 
 def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -320,7 +321,7 @@ def test_a_round_costs_what_its_updates_and_its_stages_took(monkeypatch: pytest.
 
 
 def test_the_stages_of_a_round_are_in_events_and_status(tmp_path: Path) -> None:
-    events = Events()
+    events, began_s = Events(), time.perf_counter()
     with serving(tmp_path, events) as syncer:
         join(syncer)
         status: dict[str, Any] = syncer.api.status()
@@ -333,5 +334,6 @@ def test_the_stages_of_a_round_are_in_events_and_status(tmp_path: Path) -> None:
     found = status["fragments"][0]["costs"]
     assert set(found) == STAGES
     assert min(found.values()) > 0
+    assert sum(found.values()) < time.perf_counter() - began_s
     assert found == {name: made[name] for name in STAGES - {"publish_s"}} | {"publish_s": told["publish_s"]}
     assert status["fragments"][1]["costs"] is None

@@ -20,12 +20,13 @@ import torch
 from diloco.codec.base import digest
 from diloco.codec.merging import sums_of
 from diloco.codec.registry import make_codec
-from diloco.durable import DiskFullError, Step
+from diloco.durable import DiskFullError
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import PROTOCOL
 from diloco.syncer import api
 from diloco.syncer.api import LARGEST, Measuring, Reception, Vitals
 from diloco.syncer.server import Syncer
+from diloco.syncer.spool import PartialUpdate
 from diloco.syncer.store import verify
 from diloco.wire.messages import PushHeader, PushResult, Refusal, Status
 from tests.syncer.building import Events, dice, eventually, files, join, push, serving, update
@@ -179,11 +180,16 @@ def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Pat
 def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(
     syncer: Syncer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as patch:
-
-        def full(path: Path, step: Step) -> None:
-            raise OSError(28, "No space left on device")
-
+        session = syncer.api.open_push(HEADER)
+        assert isinstance(session, Reception)
+        session.write(0, memoryview(PAYLOAD)[:10])
+        patch.setattr(PartialUpdate, "close", full)
+        session.close()
+        assert spooled(tmp_path) == []
         patch.setattr(syncer.store.disk, "sync_file", full)
         with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
             push(syncer, HEADER, PAYLOAD)

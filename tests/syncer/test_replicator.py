@@ -250,6 +250,7 @@ def test_a_standby_of_another_run_or_with_another_journal_is_refused(
     replicating: Replicating, changes: dict[str, Any], words: str
 ) -> None:
     replicator, log = replicating()
+    replicator.store.journal.rotate()
     with pytest.raises(Refusal, match=words) as refused:
         replicator.follow(start(**changes))
     assert refused.value.status is Status.FAILED_PRECONDITION

@@ -28,7 +28,7 @@ from diloco.durable import LockedError
 from diloco.outer.merge import MergeOptions
 from diloco.outer.optimizer import outer_rule
 from diloco.sync.admission import AWAY_UNKNOWN_NS
-from diloco.sync.events import Ending, Outcome, OuterStepDone
+from diloco.sync.events import Ending, Outcome, OuterStepDone, Reason
 from diloco.syncer import backups, server
 from diloco.syncer.backups import BackupFacts, BackupOptions, Vault
 from diloco.syncer.core import CoreStopped
@@ -268,6 +268,33 @@ def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path
         syncer.wait(20.0)
     syncer.stop(0.1)
     assert threads() == []
+
+
+def test_a_snapshot_is_written_every_so_many_outer_steps(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events, snapshot_every=2) as syncer:
+        join(syncer)
+        merged(syncer, 2)
+        events.wait_for("snapshot")
+        snapshots = Snapshots(tmp_path / "snapshots")
+        assert [snapshots.load(number).fragments[0].version for number in snapshots.numbers()] == [0, 2]
+
+
+def test_rounds_without_a_finite_result_do_not_end_the_run(tmp_path: Path) -> None:
+    """Each gives up the memory of its version, of which there is a bounded number."""
+    with serving(tmp_path, optimizer={"kind": "sgd", "momentum": 0.0, "lr": 1e38}) as syncer:
+        join(syncer)
+
+        def given_up() -> int:
+            lines = syncer.core.ask(lambda machine: machine.state.sites["a"].lines)
+            return lines[0].updates_refused.get(Reason.NON_FINITE, 0)
+
+        for sequence in range(1, VERSIONS_MAX + 2):
+            header = update(sequence=sequence, values=torch.full((24,), 10.0))
+            assert push(syncer, *header).outcome is Outcome.ACCEPTED
+            eventually(lambda was=sequence: given_up() == was, "the round is given up")
+        push(syncer, *update(sequence=VERSIONS_MAX + 2, values=torch.full((24,), 0.1)))
+        reach(syncer, 0, 1)
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_the_standby_has_the_journal_byte_for_byte_the_same_versions_and_all_tha
     tmp_path: Path,
 ) -> None:
     toy = a_toy(tmp_path, snapshot_every=8)
-    with serving(toy) as (syncer, address, log), following(toy, address) as (standby, _):
+    with serving(toy) as (syncer, address, log), following(toy, address) as (standby, told):
         with SiteThread(toy, "a", address, step_s=STEP_S) as site:
             log.wait_for("published", 12, BOUND_S)
         acknowledged = [(int(str(e["fragment"])), int(str(e["sequence"]))) for e in site.log.of("pushed")]
@@ -85,6 +86,8 @@ def test_the_standby_has_the_journal_byte_for_byte_the_same_versions_and_all_tha
             shorter = min(len(ours[name]), len(theirs[name]))
             assert ours[name][:shorter] == theirs[name][:shorter], name
             assert shorter > 100 or name == common[-1], "a header, a frame"
+        (snapshot,) = told.wait_for("snapshot", 1, BOUND_S)[:1]
+        assert int(str(snapshot["bytes"])) > 0
         assert files(tmp_path / "standby", "snapshots/*/manifest.json"), "it keeps snapshots of its own"
         warm = standby.promote()
     with warm.taken:
@@ -278,6 +281,7 @@ class Scene:
 
     def __exit__(self, *_: object) -> None:
         self.succession.stop()
+        assert "succession" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_lease_over(tmp_path: Path) -> None:
