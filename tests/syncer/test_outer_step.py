@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections import Counter
 from dataclasses import asdict, replace
@@ -127,6 +128,19 @@ def test_invariant_7_no_range_or_thread_changes_a_bit(
         bits = [bytes_of(each) for each in tensors]
         found.append((bits, bytes(result.downlink), result.values.digest, result.downlink_digest, result.norm))
     assert all(each == found[0] for each in found)
+
+
+def test_two_threads_work_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool, values = Spool(tmp_path), dice("theta", 0)
+    parts = [Contribution(site, 0.5, 4, (stored(spool, site, 1, values),)) for site in "ab"]
+    opened, both = spool.opened, threading.Barrier(2, timeout=10.0)
+
+    def together(*given: Any) -> Any:
+        both.wait()
+        return opened(*given)
+
+    monkeypatch.setattr(spool, "opened", together)
+    assert made(spool, parts, holding(values), threads=2).values.version == 5
 
 
 def test_invariant_7_gate_and_correction_are_those_of_the_whole(
