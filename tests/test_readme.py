@@ -107,9 +107,10 @@ SHORT: dict[str, list[str]] = {
     "diloco up": UP,
     "diloco up run.seconds=60 run.seed=3 network=transatlantic": UP,
     "diloco up experiment=decoupled scenario=none": [*UP, "run.name=decoupled"],
+    "diloco up run.track=tensorboard": [*UP, "run.name=tracked"],
     MIXED: [*UP, "cluster=local3", "run.name=mixed", "network=loopback"],
     "diloco up --help": [],
-    "diloco syncer run.name=first run.tokens=2e9 cluster.syncer.listen=127.0.0.1:7077": REAL,
+    "diloco syncer run.name=first run.tokens=2e9 cluster.syncer.listen=127.0.0.1:7077": [*REAL, "run.track=jsonl"],
     # A site's machine does not share the syncer's folder.
     **{line: [*OF_A_SITE, "run.dir=elsewhere"] for line in SITES},
     "diloco status 127.0.0.1:7077": [],
@@ -128,6 +129,7 @@ SHORT: dict[str, list[str]] = {
     "diloco runs": [],
     "diloco logs runs/latest site-a": [],
     "diloco report runs/latest": [],
+    "diloco track runs/latest jsonl": [],
     "diloco journal show runs/latest": [],
     "diloco canary runs/latest/sites/site-a": [],
     **{line: [] for line in [*CERTS, *UNDO]},
@@ -239,6 +241,7 @@ AFTERWARDS = [
     "diloco runs",
     "diloco logs runs/latest site-a",
     "diloco report runs/latest",
+    "diloco track runs/latest jsonl",
     "diloco journal show runs/latest",
     "diloco canary runs/latest/sites/site-a",
 ]
@@ -336,6 +339,9 @@ def test_real_sites_by_hand_and_status(
     for verb in (*sites, syncer):
         assert verb.end(90.0) == 0, verb.text()
     monkeypatch.chdir(place.folder)
+    curves = Path("runs/first/track/jsonl/metrics.jsonl").read_text()
+    assert all(f'"sites/{site}/loss"' in curves for site in ("fra", "iad"))
+    assert '"fragments/0/norm"' in curves
     assert main(["report", "runs/first"]) == 0
     said = capfd.readouterr().out
     assert "first: ok, after" in said

@@ -54,6 +54,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
             Verb("runs", "cli.status:runs", "list the runs in runs/ or another folder"),
             Verb("logs", "cli.status:logs", "follow the logs of a run"),
             Verb("dashboard", "cli.status:dashboard", "serve a page that follows a run in the browser"),
+            Verb("track", "cli.status:track", "send the curves of a run to an experiment tracker"),
             Verb("report", "cli.status:report", "write report.html of a run, and print its summary"),
             Verb("journal", "cli.recover:journal", "print the syncer's journal, or verify everything that it keeps"),
             Verb(

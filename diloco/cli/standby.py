@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from diloco.cli.status import asking, leading, standby_line, syncer_address
 from diloco.cli.syncer import again, said, serve, starting, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
+from diloco.config.compose import check_trackers
 from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
 from diloco.config.placing import syncer_dir
 from diloco.observe.console import identity_lines, lines_to, syncer_log
@@ -121,6 +122,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     from diloco.config import build_syncer, regional
 
     build_syncer.check(config)
+    check_trackers(config.run.track)
     build_syncer.standby_primary(config)
     write_config(config, run_dir, given, over=False)
     config.cluster.syncer.folder = config.cluster.syncer.folder or str(run_dir.root / config.cluster.standby.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, existing_run
 from diloco.observe.console import SiteLines
-from diloco.observe.eventlog import read_events, recent_events
+from diloco.observe.eventlog import EventLog, read_events, recent_events
 from diloco.observe.history import RunHistory
 from diloco.observe.text import size, units_text
 
@@ -621,3 +622,95 @@ def _has_ended(events: Sequence[Event]) -> bool:
     if not words:
         words = [str(event["what"]) for event in events if event["what"] in ("site_done", "joined")]
     return words[-1:] in (["final"], ["site_done"])
+
+
+# --- ``diloco track`` and ``run.track`` ------------------------------------------------------------------------------
+
+TRACK = """Send the curves of a run to an experiment tracker, as far as it lacks them.
+
+  diloco track nimble-otter wandb
+  diloco track runs/nimble-otter mlflow --follow
+
+run.track=wandb does this during a run.  Afterwards this command sends what came late: the final version's loss of
+`diloco eval`, or what a tracker that was down has missed.  The same run of the tracker goes on.  Server and credentials
+are those of the tracker's own environment variables, such as WANDB_API_KEY, WANDB_MODE and MLFLOW_TRACKING_URI."""
+TRACK_S = 2.0
+TRACK_AGAIN_S = 20.0
+TRACK_END_S = 30.0
+"""How long a tracker may take for what is left at the end of the run."""
+
+
+def track(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    from diloco.config.compose import TRACKERS, check_trackers
+    from diloco.durable import locked
+    from diloco.observe.track import Sender
+    from diloco.runs.process import Interrupts
+
+    parser = OneLineParser("track", TRACK)
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
+    parser.add_argument("tracker", choices=TRACKERS, help=f"one of {', '.join(TRACKERS)}")
+    parser.add_argument("--follow", action="store_true", help="send what comes, until Ctrl-C")
+    given = parser.parse_args(arguments)
+    check_trackers([given.tracker])
+    run_dir, name = existing_run(given.run), given.tracker
+    folder = run_dir.root / "track" / name
+    config = asdict(read(run_dir.config)) if run_dir.config.is_file() else {}
+    sender, sent, failing = None, 0, False
+    with Interrupts() as interrupts, ExitStack() as stack:
+        while True:
+            ends = not given.follow or interrupts.count > 0
+            try:
+                if sender is None:
+                    stack.enter_context(locked(folder))
+                    sender = Sender(folder, config)
+                sent += sender.send(ends=ends)
+                if ends:
+                    print(f"{name}: {sent} points sent of {run_dir.root.resolve().name}")
+                    return ExitCode.OK
+                failing = False
+            except Exception as error:  # Whatever a tracker's package raises.
+                why = f"{name} takes no points, and what waits is sent once it does: {error!r}"
+                if given.follow and not failing:
+                    _note(run_dir, why)
+                if ends:
+                    raise VerbError(ExitCode.FAILED, why) from error
+                failing = True
+            until = time.monotonic() + (TRACK_AGAIN_S if failing else TRACK_S)
+            while time.monotonic() < until and not interrupts.count:
+                time.sleep(FOLLOW_S)
+
+
+@contextmanager
+def tracked(config: RunConfig) -> Iterator[None]:
+    """Have a process for each of ``run.track`` follow the run, and give it ``TRACK_END_S`` after the end.
+
+    Of several syncers the first one does it.  A tracker that is still busy then is killed.
+    """
+    from diloco.config.run_dir import run_dir_of
+    from diloco.runs.process import Child, child_environment, end_all, verb
+
+    run_dir, names = run_dir_of(config), config.run.track if not config.cluster.syncer.index else []
+    children = []
+    for name in names:
+        command = verb("track", str(run_dir.root), name, "--follow")
+        children.append(Child(name, command, run_dir.root / "logs" / f"track-{name}.log", niceness=5))
+        children[-1].start(child_environment(os.environ))
+    try:
+        yield
+    finally:
+        if children:
+            print(f"sending the rest to {', '.join(names)}, for at most {TRACK_END_S:.0f} s", flush=True)
+        end_all(children, TRACK_END_S)
+        for child in children:
+            if child.code not in (ExitCode.OK, ExitCode.FAILED):  # It has said itself why it failed.
+                rest = f"diloco track {run_dir.root} {child.name} sends the rest"
+                _note(run_dir, f"{child.name} did not end in time: {rest}")
+
+
+def _note(run_dir: RunDir, why: str) -> None:
+    """Log an event about a tracker, and print it."""
+    log = EventLog(run_dir.events, "track")
+    log.emit("note", {"note": "tracker", "why": why})
+    log.close()
+    print(f"tracker {why}", flush=True)

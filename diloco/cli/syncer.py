@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.config import compose as configs
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
-from diloco.config.compose import quorum
+from diloco.config.compose import check_trackers, quorum
 from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, section, whole_steps
 from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.config.run_dir import RunDir, name_run, run_dir_of
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     from diloco.wire.options import check_bind
 
     build_syncer.check(config)
+    check_trackers(config.run.track)
     with section("cluster.syncer", address="listen"):  # Before the first file: a refused start leaves no run behind.
         check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
     if not _data(config, run_dir).is_dir():
@@ -121,12 +122,14 @@ def serve(
     """Start (from a standby's ``warm`` state), wait for the last version, linger, stop; return the run's ending."""
     import torch
 
+    from diloco.cli.status import tracked
     from diloco.config import build, build_syncer, connecting
     from diloco.config.regional import above_of
     from diloco.observe.metrics import SyncerMetrics, page_at
     from diloco.syncer.lease import LeaseError, LeaseRefusedError
     from diloco.syncer.server import Syncer
 
+    stack.enter_context(tracked(config))
     torch.set_num_threads(1)
     keep_what_is_loaded()
     layout, disk = build.layout_of(config), disk_from_environment()

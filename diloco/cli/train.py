@@ -35,7 +35,7 @@ Ctrl-C once: stop with a checkpoint (exit 75; 0 under torchrun, which takes 75 f
 WHO = "train"
 TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
 """Settings that a checkpoint was trained with: resuming with other values would mix two trainings."""
-HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every")
+HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every", "run.track")
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -81,6 +81,7 @@ def _take_folder(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> None:
 def _train(config: RunConfig, place: Place) -> ExitCode:
     import torch
 
+    from diloco.cli.status import tracked
     from diloco.config import build
     from diloco.config.build import check_kernels
     from diloco.config.model_files import load_values
@@ -90,6 +91,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
     build.check(config)
+    configs.check_trackers(config.run.track)
     check_kernels(config)
     run_dir = run_dir_of(config)
     check_resume(config, run_dir.train)
@@ -97,6 +99,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         stopping = stack.enter_context(Stopping("training stops after this step, with a checkpoint"))
         if place.rank == 0:
             _take_folder(config, run_dir, stack)
+            stack.enter_context(tracked(config))
         emit = silent
         if place.rank == 0:
             emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, stack).emit

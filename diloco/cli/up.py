@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads, load_config, named_keys, settings_parser
-from diloco.config.compose import enough_sites
+from diloco.config.compose import check_trackers, enough_sites
 from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, advice, require, whole_steps
 from diloco.config.placing import BETWEEN, is_syncer, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
@@ -79,6 +79,7 @@ def check(config: RunConfig) -> None:
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
     check_syncers(config)
+    check_trackers(config.run.track)
     enough_sites(config)
     for name, site in config.cluster.sites.items():
         if site.nodes != 1:
@@ -195,7 +196,7 @@ def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
     return [
         f"{key} is {now or 'not set'} now and was {was or 'not set'}"
         for key, (was, now) in changed.items()
-        if key not in ("run.name", "run.resume", "run.log_every", "run.dir")
+        if key not in ("run.name", "run.resume", "run.log_every", "run.dir", "run.track")
     ]
 
 
@@ -222,7 +223,7 @@ def _run(
     config: RunConfig, run_dir: RunDir, steps: list[Step], interrupts: Interrupts, environment: dict[str, str]
 ) -> ExitCode:
     """Start the run, wait for its end, and print the result."""
-    from diloco.cli.status import dashboard_of
+    from diloco.cli.status import dashboard_of, tracked
     from diloco.config import build, connecting
     from diloco.inner.data import DataError
     from diloco.observe.dashboard import served
@@ -238,6 +239,7 @@ def _run(
     history = RunHistory()
     outcome, failed = Outcome(), None
     with ExitStack() as stack:
+        stack.enter_context(tracked(config))
         log = EventLog(run_dir.events, "up")
         stack.callback(log.close)
         for name in config.cluster.sites:  # A killed site that was not started again left its files in memory.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 GROUPS = ("model", "data", "inner", "outer", "codec", "network", "site", "cluster", "experiment")
 SECONDS_UNLESS_SAID = 150.0
 RESUMES = ("auto", "never", "must")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "jsonl")
 SHORT = MappingProxyType({"seed": "run.seed", "seconds": "run.seconds", "tokens": "run.tokens"})
 """Short names of the settings that most commands need."""
 ALWAYS_SHARED = """
@@ -52,7 +53,7 @@ SHARED = (
 """Prefixes of the settings that a run may share: a site takes nothing else, such as a path, from a syncer."""
 SHARED_SECTIONS = ("model", "outer", "codec")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
-LISTS = frozenset({"site.syncer", "upstream.endpoint"})
+LISTS = frozenset({"site.syncer", "upstream.endpoint", "run.track"})
 """Settings whose text may have commas; elsewhere Hydra takes a comma for a sweep over several runs."""
 
 
@@ -410,6 +411,8 @@ def _checked(key: str, value: object) -> list[tuple[str, object]]:
         raise ConfigError(f"{key} is {_shown(value)}: {wanted(key)}")
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e6 is what people write for a number of tokens
+    if get_origin(kind) is list and isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
     return [(key, value)]
 
 
@@ -514,6 +517,14 @@ def quorum(text: str) -> int | str:
         return text
     require(text.isdecimal(), "outer.quorum", text, "a number of sites, or all")
     return int(text)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a value of ``run.track`` that is no tracker, or whose package is not installed."""
+    for name in names:
+        require(name in TRACKERS, "run.track", name, f"one of {', '.join(TRACKERS)}")
+        if name != "jsonl" and find_spec(name) is None:
+            raise ConfigError(f"run.track is {name!r}: {name} is not installed: pip install 'diloco[{name}]'")
 
 
 def enough_sites(config: RunConfig) -> None:

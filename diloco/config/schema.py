@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True, slots=True)
 class RunSection:
-    """The run as a whole. All processes must agree on it, except for dir, resume, log_every, and init_from, which
-    only the syncer and `diloco train` use."""
+    """The run as a whole. All processes must agree on it, except for dir, resume, log_every, and track and
+    init_from, which only the syncer and `diloco train` use."""
 
     name: str | None = None
     """The run's name, also that of its folder; null: two words chosen at random; at a site, the name of the syncer's
@@ -33,6 +33,9 @@ class RunSection:
     init_from: str | None = None
     """Version 0: a checkpoint of `diloco train`, a .safetensors file, or a folder with config.json and *.safetensors
     of a Llama, as `diloco export` writes it; null: random, from the seed."""
+    track: list[str] = field(default_factory=list)
+    """Experiment trackers that get the run's curves, separated by commas: tensorboard, wandb, mlflow, jsonl. Server and
+    credentials are those of the tracker's own environment variables."""
 
 
 @dataclass(kw_only=True, slots=True)

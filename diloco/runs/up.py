@@ -90,7 +90,7 @@ def children_of(options: UpOptions, run_dir: RunDir) -> dict[str, Child]:
     config, logs = ["--config", str(run_dir.config)], run_dir.root / "logs"
     syncers = []
     for index, each in enumerate(options.syncers(run_dir)):
-        own = [f"cluster.syncer.index={index}", f"cluster.syncer.listen={each.address}"]
+        own = [f"cluster.syncer.index={index}", f"cluster.syncer.listen={each.address}", "run.track=[]"]
         syncers.append(Child(each.name, verb("syncer", *config, *own), logs / f"{each.name}.log"))
     follow = verb("eval", str(run_dir.root), "--syncer", options.address, "--follow", "--every", EVAL_EVERY_S)
     evaluator = Child(EVAL, follow, logs / "eval.log", niceness=5)

@@ -75,7 +75,7 @@ def test_a_run_with_a_killed_site_ends_by_itself(place: Place) -> None:
 
 @pytest.mark.slow
 def test_a_drained_run_goes_on_and_two_interrupts_end_it_at_once(place: Place) -> None:
-    settings = [*UP, "run.name=otter", "scenario=none"]
+    settings = [*UP, "run.name=otter", "scenario=none", "run.track=jsonl"]
     first = place.start("first", "up", *settings)
     merging(place, "otter", first)
     (url,) = re.findall(r"watch it at (\S+)", first.text())
@@ -99,6 +99,10 @@ def test_a_drained_run_goes_on_and_two_interrupts_end_it_at_once(place: Place) -
     assert again.end(BOUND_S) == 1, again.text()
     assert time.monotonic() - asked < 10
     assert "at once" in summary_of(place, "otter")["status"]
+    curve = (place.folder / "runs/otter/track/jsonl/metrics.jsonl").read_text().splitlines()
+    losses = [row["global/val_loss"] for row in map(json.loads, curve) if "global/val_loss" in row]
+    scored = [event["val_loss"] for event in place.events("otter") if event["what"] == "eval"]
+    assert losses == scored, "once each, of both parts of the run"
     assert not [pid for pid in started_pids(place, "otter") if alive(pid)]
 
 
