@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, towards
-from diloco.doctor.findings import Finding, Level, bounded, fail
+from diloco.doctor import Finding, Level, bounded, fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from diloco import open_files
 from diloco.codec import kernel_library
-from diloco.doctor.findings import Finding, fail, ok, warn
+from diloco.doctor import Finding, fail, ok, warn
 from diloco.sync.link import WINDOW_SHARE_PERCENT, channels_for, megabits
 from diloco.version import __version__
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from diloco.doctor.findings import Finding, Level, fail, ok, warn
+from diloco.doctor import Finding, Level, fail, ok, warn
 from diloco.sync.link import megabits
 from diloco.wire.checkup import Greeting, Heard, greet, resolve, speaks_tls
 from diloco.wire.messages import PROBE_BYTES_MAX, ProbeAsk, Refused, Status, Unreachable

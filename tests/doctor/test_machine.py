@@ -10,8 +10,7 @@ import pytest
 
 from diloco.codec import kernel_library
 from diloco.config.compose import compose
-from diloco.doctor import machine
-from diloco.doctor.findings import Finding, Level, bounded, fail, ok, warn
+from diloco.doctor import Finding, Level, bounded, fail, machine, ok, warn
 from diloco.doctor.machine import (
     LinkFigures,
     Store,

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from diloco.doctor import syncer
-from diloco.doctor.findings import Level
+from diloco.doctor import Level, syncer
 from diloco.doctor.syncer import Visit, Visitor, Way, own_files, visit, way_to
 from diloco.wire.checkup import Checkup, Greeting, Heard, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
