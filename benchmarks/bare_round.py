@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.rounds import OPTIMIZER, Case, in_processes, settle, values_digest
-from diloco.codec.base import Buffers, bytes_of, kernels
+from diloco.codec.base import Buffers, bytes_of, kernels, tile
 from diloco.codec.kernel_library import SUM_BLOCK, FollowJob, SealJob
 from diloco.codec.merging import State, outer_pass
-from diloco.codec.native import tile
 from diloco.codec.registry import Coded, make_codec
 from diloco.codec.site_pass import pieces_of, rebase_pieces, updates
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions

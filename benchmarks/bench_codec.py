@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
-from diloco.codec import kernel_library, native
+from diloco.codec import kernel_library
 from diloco.codec.base import Buffers, Carry, Towards, bytes_of
 from diloco.codec.registry import make_codec
 
@@ -146,14 +146,15 @@ def main() -> None:
     base = room.values(numel).copy_(torch.randn(numel, generator=generator))
     local = room.values(numel).copy_(base - torch.randn(numel, generator=generator) * 1e-3)
     out = room.values(numel).zero_()
-    print(f"{numel:,} values, {repeats} repeats, kernels {native.description()}; GB/s of fp32 on one core, x memcpy")
+    kernels = kernel_library.description()
+    print(f"{numel:,} values, {repeats} repeats, kernels {kernels}; GB/s of fp32 on one core, x memcpy")
     print(f"{'codec':11}{'memcpy':>8}" + "".join(f"{name:>15} " for name in OPERATIONS) + f"{'bits':>7}{'rel. L2':>10}")
     rows = []
     for name in CODECS:
         rows.append(measure(Bench(name, base, local, out), repeats))
         show(rows[-1])
     found = {row["codec"]: row for row in rows}
-    config = {"values": numel, "threads": 1, "kernels": native.description(), "data": "gaussian difference, 1e-3"}
+    config = {"values": numel, "threads": 1, "kernels": kernels, "data": "gaussian difference, 1e-3"}
     told = record("codec", config, rows, options.seed, repeats=repeats) | {
         "level": kernel_library.level_name(),
         "x_memcpy": {

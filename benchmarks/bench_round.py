@@ -39,7 +39,7 @@ from benchmarks.rounds import (
     tls_files,
     values_digest,
 )
-from diloco.codec import native
+from diloco.codec import kernel_library
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
 from diloco.outer.merge import merge_mean
@@ -212,7 +212,7 @@ def main() -> None:
                 for row in rows[-len(cell.sites) :]:
                     print(json.dumps(row), flush=True)
     config = {"tensors": NUM_TENSORS, "rounds_of_each_order": rounds, "codec": options.codec, "optimizer": OPTIMIZER}
-    config["kernels"] = native.description()
+    config["kernels"] = kernel_library.description()
     result = record("round", config, rows, options.seed, repeats=rounds)
     finish({**result, "speedup_vs_gloo_outer": speedup, "ratio_to_bare_loop": ratio}, save=options.save)
 

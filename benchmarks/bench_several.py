@@ -34,7 +34,7 @@ from benchmarks.rounds import (
     spread,
     values_digest,
 )
-from diloco.codec import native
+from diloco.codec import kernel_library
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
@@ -244,7 +244,7 @@ def main() -> None:
         rows += found
         ratio[links] = found[-1]["ratio_to_one_syncer"]
     config = {"fragments": FRAGMENTS, "rounds_of_each_order": rounds, "codec": options.codec, "rtt_ms": RTT_MS}
-    config["kernels"] = native.description()
+    config["kernels"] = kernel_library.description()
     result = record("several", config, rows, options.seed, repeats=rounds)
     finish({**result, "two_syncers_to_one": ratio}, save=options.save)
 

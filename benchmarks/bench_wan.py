@@ -39,7 +39,7 @@ from benchmarks.bench_round import checked
 from benchmarks.peers.task import Task, reports_in, round_seconds
 from benchmarks.record import ROOT, add_arguments, finish, percentile, record
 from benchmarks.rounds import Case, measure_ours
-from diloco.codec import native
+from diloco.codec import kernel_library
 from diloco.sync.link import channels_for
 from diloco.wan.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
 from diloco.wan.pipe import PipeOptions
@@ -249,7 +249,7 @@ def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, l
         "link": link.name,
         "congestion": congestion,
         "kernel": kernel,
-        "kernels": native.description(),
+        "kernels": kernel_library.description(),
         "numel": task.numel,
         "sites": task.sites,
         "rate_fraction_up": median([each.mbps()[0] / link.mbps for each in crossings]),

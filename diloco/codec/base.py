@@ -63,7 +63,9 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from ctypes import byref, c_void_p
 from dataclasses import dataclass
+from math import lcm
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -72,8 +74,20 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.codec.kernel_library import SUM_BLOCK, DecodeJob, DigestState, EncodeJob, Fold, Format, Kind, Status, choice
-from diloco.codec.native import Kernels, address, pointer, pointers, tile
+from diloco.codec.kernel_library import (
+    SUM_BLOCK,
+    TILE_MAX,
+    TILE_USUAL,
+    DecodeJob,
+    DigestState,
+    EncodeJob,
+    Fold,
+    Format,
+    Job,
+    Kind,
+    Status,
+    choice,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,6 +152,39 @@ class KernelDigest:
         """Return the digest in its written form, once all bytes are in."""
         assert self._state.done == self._state.total, (self._state.done, self._state.total)
         return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The library at one instruction level."""
+
+    library: ctypes.CDLL
+    level: int
+
+    def run(self, job: Job) -> Status:
+        """Carry out ``job``, a pass over memory; ``kernels.cpp`` documents it at the job's structure."""
+        return Status(getattr(self.library, job.function)(self.level, byref(job)))
+
+
+def tile(*blocks: int) -> int:
+    """Return how many values the kernels handle at a time, in whole blocks of all sizes; 0 where that is impossible."""
+    step = lcm(*blocks)
+    return 0 if step > TILE_MAX else max(1, TILE_USUAL // step) * step
+
+
+def address(payload: bytes | memoryview) -> int:
+    """Return the address of the bytes, which is valid as long as the object lives."""
+    return int(np.frombuffer(payload, dtype=np.uint8).ctypes.data)
+
+
+def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
+    """Return an array of the tensors' addresses."""
+    return (c_void_p * max(1, len(tensors)))(*(each.data_ptr() for each in tensors))
+
+
+def pointer(values: Tensor | None) -> int | None:
+    """Return the address of a tensor, or None (null)."""
+    return None if values is None else values.data_ptr()
 
 
 def kernels(*codecs: PlainCodec, step: int = 1) -> Kernels | None:

@@ -1,4 +1,4 @@
-"""The compiled kernels: the structures that they share with ``native``, and the choice of the instruction level.
+"""The compiled kernels: the structures that they share with ``base``, and the choice of the instruction level.
 
 ``kernels/kernels.cpp`` holds several instruction levels; a process runs the best that its CPU has, unless :func:`force`
 names another.  Without the library everything runs on plain torch.  This module does not import torch, because a

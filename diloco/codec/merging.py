@@ -41,19 +41,22 @@ from diloco.codec.base import (
     Buffers,
     Codec,
     Hasher,
+    Kernels,
     NonFiniteError,
     PlainCodec,
     Towards,
     accumulate_into,
+    address,
     bytes_of,
     check_values,
     hashing_kernels,
     kernels,
+    pointer,
     refuse,
+    tile,
 )
 from diloco.codec.blocks import Fp32Codec
 from diloco.codec.kernel_library import LANES, SUM_BLOCK, MeasureJob, OuterJob, Place, Rule, Status, Update
-from diloco.codec.native import Kernels, address, pointer, tile, torch_fuses
 from diloco.outer.merge import (
     PAIRWISE,
     UNCORRECTED,
@@ -99,6 +102,17 @@ class Sums:
     squares: float = 0.0
     products: float = 0.0
     against_squares: float = 0.0
+
+
+@functools.cache
+def torch_fuses() -> bool:
+    """Return whether torch computes ``a + alpha b`` with one rounding on this machine; the kernels then do the same.
+
+    Only with one rounding is the result below not 0.
+    """
+    b = torch.full((64,), 1 + 2.0**-12)
+    a = torch.full((64,), -1 - 2.0**-11)
+    return bool(torch.add(a, b, alpha=1 + 2.0**-12)[0] != 0)
 
 
 def sum_of_products(a: Tensor, b: Tensor) -> float:

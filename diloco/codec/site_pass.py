@@ -28,16 +28,18 @@ from diloco.codec.base import (
     DecodeError,
     Hasher,
     NonFiniteError,
+    address,
     bytes_of,
     check_values,
     hashing_kernels,
     kernels,
+    pointers,
     refuse,
+    tile,
 )
 from diloco.codec.entropy import stage_of
 from diloco.codec.kernel_library import SUM_BLOCK, FollowJob, Pieces, SealJob, Status, TakeJob, Update
 from diloco.codec.merging import RANGE_VALUES, decoded, ranges, sum_of_products
-from diloco.codec.native import address, pointers, tile
 from diloco.codec.registry import Coded
 from diloco.outer.pseudo_gradient import rebase
 

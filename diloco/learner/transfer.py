@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from diloco.codec import native
+from diloco.codec import kernel_library
 from diloco.codec.base import DecodeError, NonFiniteError
 from diloco.codec.entropy import stage_of
 from diloco.codec.registry import make_codec
@@ -793,7 +793,7 @@ class Listener:
         reply = own.client.join(ask, own.known.epoch)
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        how = {"syncer": own.client.address, "kernels": native.description(), "encodes": self._encodes}
+        how = {"syncer": own.client.address, "kernels": kernel_library.description(), "encodes": self._encodes}
         own.emit("joined", {**facts, **how})
         self.heartbeat_s, self._rejoining = reply.settings.heartbeat_ns / 1e9, ""
         return JoinAnswered(

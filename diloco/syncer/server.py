@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from diloco.codec import native
+from diloco.codec import kernel_library
 from diloco.codec.base import Buffers
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked, when_there_is_room
 from diloco.outer.optimizer import TENSORS_KEPT
@@ -195,7 +195,7 @@ class Syncer:
         updates_above = self.region.updates_max if self.region is not None else 0
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
         bound = {"memory_bytes_max": self.memory_bytes_max}
-        self.emit("syncer_started", {**facts, "recovered": records, "kernels": native.description(), **bound})
+        self.emit("syncer_started", {**facts, "recovered": records, "kernels": kernel_library.description(), **bound})
         if ended is not None:
             self.ending = ended
             self._ended.set()
@@ -380,7 +380,7 @@ class Syncer:
                 "calls": server.counters(),
                 "payloads_decoded": sum(each.payloads_decoded for each in self.tally.sites().values()),
                 "identity_complaints": server.complaints(),
-                "kernels": native.description(),
+                "kernels": kernel_library.description(),
                 "memory_bytes_max": self.memory_bytes_max,
                 "wanting": self.room.wanting(),
                 "replication": self.replicator.status(),

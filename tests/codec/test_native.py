@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from diloco.codec import native
+from diloco.codec import kernel_library
 from diloco.codec.base import (
     BYTES_MIN,
     Add,
@@ -20,15 +20,14 @@ from diloco.codec.base import (
     kernels,
 )
 from diloco.codec.kernel_library import SUM_BLOCK
-from diloco.codec.merging import sum_of_products, sum_plain
-from diloco.codec.native import torch_fuses
+from diloco.codec.merging import sum_of_products, sum_plain, torch_fuses
 from diloco.codec.registry import make_codec
 from tests.codec.values import NATIVE, drawn, running, same, samples
 
 NAMES = ["fp32", "bf16", "int8", "int8:256", "int8:6", "int4", "int4:64", "int4:128", "int4:256", "int4:2", "int4:4094"]
 NAMES += ["topk", "topk:256x8", "topk:4096x1024", "e3m0", "e3m0:8", "int2", "int2:24", "int2:4096", "sign", "sign:8"]
 FED = ["bf16", "int8", "int4", "int4:256", "topk", "topk:256x64", "e3m0", "int2", "sign"]
-pytestmark = pytest.mark.skipif(not NATIVE, reason="no compiled kernels here: " + native.description())
+pytestmark = pytest.mark.skipif(not NATIVE, reason="no compiled kernels here: " + kernel_library.description())
 every_level = pytest.mark.parametrize("level", NATIVE)
 # A stripe of 16 values, a block of 256, a part of 2048: one more and one less, and a rest shorter than a stripe.
 SIZES = [61, 64, 255, 256, 257, 271, 272, 273, 1024, 2047, 2048, 2049, 2063, 2064, 2065, 3 * 2048 + 256, 99_999]

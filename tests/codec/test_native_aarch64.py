@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.codec import kernel_library, native
-from diloco.codec.base import BYTES_MIN, kernels
+from diloco.codec import kernel_library
+from diloco.codec.base import BYTES_MIN, kernels, tile
 from diloco.codec.kernel_library import (
     SUM_BLOCK,
     DecodeJob,
@@ -37,7 +37,6 @@ from diloco.codec.kernel_library import (
     TakeJob,
     Update,
 )
-from diloco.codec.native import tile
 from diloco.codec.registry import make_codec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +65,7 @@ SIZES = [*range(132), *(size for edge in EDGES for size in range(edge - 4, edge 
 pytestmark = [
     pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER} here (Debian: g++-aarch64-linux-gnu)"),
     pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} here (Debian: qemu-user)"),
-    pytest.mark.skipif(kernels() is None, reason="no compiled kernels here: " + native.description()),
+    pytest.mark.skipif(kernels() is None, reason="no compiled kernels here: " + kernel_library.description()),
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.codec import native
+from diloco.codec.kernel_library import description
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import restored_machine
@@ -94,7 +94,7 @@ def test_a_cold_restart_counts_what_its_processes_did_as_lost_or_merged(tmp_path
     eventually(lambda: not undecided(syncer), "no version is made any more")
     with started(tmp_path / "a", syncer) as again:
         joined = again.events.of("joined")[0]
-        assert (joined["incarnation"], joined["kernels"], joined["encodes"]) == (2, native.description(), "host")
+        assert (joined["incarnation"], joined["kernels"], joined["encodes"]) == (2, description(), "host")
         for fragment in (0, 1):
             assert torch.equal(again.values(fragment), syncer.holdings.values[fragment].published)
         again.train(3)

@@ -21,8 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.codec import native
 from diloco.codec.entropy import UNPACK_BYTES_MAX
+from diloco.codec.kernel_library import description
 from diloco.codec.merging import RANGE_VALUES
 from diloco.durable import LockedError
 from diloco.outer.merge import MergeOptions
@@ -115,7 +115,7 @@ def test_the_epoch_is_larger_with_every_start_and_version_0_is_made_once(tmp_pat
         events = Events()
         with serving(tmp_path, events, zero=zero) as syncer:
             assert events.of("syncer_started")[0]["epoch"] == epoch
-            assert events.of("syncer_started")[0]["kernels"] == native.description() == syncer.status()["kernels"]
+            assert events.of("syncer_started")[0]["kernels"] == description() == syncer.status()["kernels"]
             with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"):
                 new_syncer(tmp_path, Events().emit).start()
             join(syncer)
