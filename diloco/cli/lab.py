@@ -19,7 +19,6 @@ from diloco.config.arguments import limit_threads, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, require
 from diloco.durable import write_file
 from diloco.lab import experiment as labs
-from diloco.lab.cell import make_warm, run_cell
 from diloco.runs.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -99,6 +98,8 @@ def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[C
     """Yield each cell with its result, as they finish; trains every seed's warm start first."""
     if not cells:
         return
+    from diloco.lab.training import make_warm, run_cell  # Not above: --help must not import torch.
+
     warm = {cell.warm_digest: cell for cell in cells if cell.warm_steps}
     begin = (_begin_worker, (os.getpid(), os.environ.get(kernel_library.VARIABLE, "")))
     with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn"), *begin) as pool:

@@ -32,7 +32,7 @@ from diloco.config.keys import leaves
 from diloco.config.schema import OuterSection, RunConfig
 from diloco.inner.tokenizer import make_tokenizer
 from diloco.lab import experiment as labs
-from diloco.lab.cell import run_cell
+from diloco.lab.training import run_cell
 from diloco.sync.options import MAY_CHANGE
 from tests.lab.laboratories import rows, written
 from tests.sooner import sooner

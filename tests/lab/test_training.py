@@ -14,10 +14,9 @@ from diloco.config.errors import ConfigError
 from diloco.config.schema import ClusterSite, RunConfig
 from diloco.inner.data import CorpusManifest
 from diloco.lab import experiment as labs
-from diloco.lab.cell import make_warm, run_cell
 from diloco.lab.experiment import OWN
 from diloco.lab.fleet import Told, fleet_of, tokens_per_step
-from diloco.lab.training import Control, TrainedFleet, Warm
+from diloco.lab.training import Control, TrainedFleet, Warm, make_warm, run_cell
 from diloco.sim.fleet import simulate
 from diloco.sim.fleet_plan import FleetResult
 from tests.lab.laboratories import SMALL, rows, written
