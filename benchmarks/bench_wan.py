@@ -1,6 +1,6 @@
 """What does an outer round cost over far links, compared with the least time of its bytes and with torchft?
 
-Each site has a network namespace behind an emulated link, which the kernel's own TCP crosses (``diloco.wan.netns``);
+Each site has a network namespace behind an emulated link, which the kernel's own TCP crosses (``benchmarks.netns``);
 the programs are those of ``rounds``.  For each link and congestion control: ``rate_fraction``, the payload per second
 of a transfer in either direction (from 1 % to 99 % of its bytes, so slow start is included), as a share of the link's
 rate; ``round_over_ideal``, the round without its outer step, which has its own figure, over (encoded bytes up + down of
@@ -36,13 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_round import checked
+from benchmarks.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
 from benchmarks.peers.task import Task, reports_in, round_seconds
+from benchmarks.pipe import PipeOptions
 from benchmarks.record import ROOT, add_arguments, finish, percentile, record
 from benchmarks.rounds import Case, measure_ours
 from diloco.codec import kernel_library
 from diloco.sync.link import channels_for
-from diloco.wan.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
-from diloco.wan.pipe import PipeOptions
 
 SITES = 2
 PEER = ROOT / ".venv-peers" / "torchft"

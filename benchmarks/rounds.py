@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.netns import enter
 from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task, round_seconds
 from benchmarks.record import percentile
 from diloco.codec.base import Hasher
@@ -37,7 +38,6 @@ from diloco.runs.process import keep_what_is_loaded
 from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
-from diloco.wan.netns import enter
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import Refused, ReportInfo, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions

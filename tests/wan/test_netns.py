@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.wan import netns
-from diloco.wan.netns import (
+from benchmarks import netns
+from benchmarks.netns import (
     LATE_MS_P99_MAX,
     SITES_MAX,
     SYNCER,
@@ -30,7 +30,7 @@ from diloco.wan.netns import (
     available_congestions,
     unavailable,
 )
-from diloco.wan.pipe import PipeOptions
+from benchmarks.pipe import PipeOptions
 from tests.runs.processes import ROOT, wait_for
 from tests.wan.test_process import is_running
 
@@ -262,7 +262,7 @@ def test_a_process_is_in_its_namespace_from_its_birth_and_nothing_is_left_of_it(
 @needs_namespaces
 def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
     program = (
-        "import os, sys; from diloco.wan.netns import Netns; from diloco.wan.pipe import PipeOptions\n"
+        "import os, sys; from benchmarks.netns import Netns; from benchmarks.pipe import PipeOptions\n"
         "network = Netns({'a': PipeOptions()}); sleeper = network.popen('a', ['sleep', '60'])\n"
         "sys.stdout.write(f'{network.pid} {sleeper.pid}'); sys.stdout.flush(); os.kill(os.getpid(), 9)"
     )
@@ -360,13 +360,13 @@ def test_what_is_missing_is_said_in_words(
     attribute: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # All that a machine may lack is there, but for what the case takes away.
-    monkeypatch.setattr("diloco.wan.netns.sys.platform", "linux")
-    monkeypatch.setattr("diloco.wan.netns.TUN_DEVICE", tmp_path)
-    monkeypatch.setattr("diloco.wan.netns.shutil.which", lambda name: name)
-    monkeypatch.setattr("diloco.wan.netns._capabilities", lambda: -1)
-    monkeypatch.setattr("diloco.wan.netns._may_come_back", lambda: True)
+    monkeypatch.setattr("benchmarks.netns.sys.platform", "linux")
+    monkeypatch.setattr("benchmarks.netns.TUN_DEVICE", tmp_path)
+    monkeypatch.setattr("benchmarks.netns.shutil.which", lambda name: name)
+    monkeypatch.setattr("benchmarks.netns._capabilities", lambda: -1)
+    monkeypatch.setattr("benchmarks.netns._may_come_back", lambda: True)
     assert netns.unavailable() is None
-    monkeypatch.setattr(f"diloco.wan.netns.{attribute}", value)
+    monkeypatch.setattr(f"benchmarks.netns.{attribute}", value)
     assert re.search(words, str(netns.unavailable()))
     with pytest.raises(OSError, match=words):
         Netns({"a": PipeOptions()})

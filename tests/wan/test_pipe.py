@@ -9,9 +9,9 @@ import struct
 
 import pytest
 
+from benchmarks.pipe import IP_AT, KIND_PLAIN, KIND_TCP4, QUEUE_BYTES_MIN, VIRTIO, Pipe, PipeOptions, keep, measure
 from diloco.wan.link import MILLISECOND_NS as MS
 from diloco.wan.link import SECOND_NS
-from diloco.wan.pipe import IP_AT, KIND_PLAIN, KIND_TCP4, QUEUE_BYTES_MIN, VIRTIO, Pipe, PipeOptions, keep, measure
 
 # --- Super-packets: how many segments they stand for, and what is left of them when some are lost --------------------
 
@@ -155,7 +155,7 @@ def test_the_queue_is_bounded_and_drops_single_segments_at_its_tail() -> None:
 
 
 def test_without_a_rate_what_is_held_is_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.wan.pipe.HELD_BYTES_MAX", 10_000)
+    monkeypatch.setattr("benchmarks.pipe.HELD_BYTES_MAX", 10_000)
     pipe = Pipe(PipeOptions(rtt_ms=100), "up", 0)
     for _ in range(12):
         pipe.push(SMALL, 0)

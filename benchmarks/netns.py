@@ -6,10 +6,11 @@
         network.partition("site-a", "up")
         network.assert_faithful()
 
-Each site has one link, to the syncer, which forwards between sites.  Unlike in ``relay``, these are real: segments of
-1500 bytes that are lost one by one, congestion control and its windows, slow start, the kernel's socket buffers and
-timeouts, and silence when a link is cut.  It does not model cross traffic, active queue management, congestion marks
-(ECN) or reordering.  Packets cross in runs of up to 64 KiB, each of which arrives when its last segment would.
+Each site has one link, to the syncer, which forwards between sites.  Unlike in ``diloco.wan.relay``, these are real:
+segments of 1500 bytes that are lost one by one, congestion control and its windows, slow start, the kernel's socket
+buffers and timeouts, and silence when a link is cut.  It does not model cross traffic, active queue management,
+congestion marks (ECN) or reordering.  Packets cross in runs of up to 64 KiB, each of which arrives when its last
+segment would.
 
 It needs Linux and root, or the root of ``unshare -Urn`` (``unavailable`` returns why not).  It changes no setting of
 the machine: its namespaces have no names and disappear with the program between them.
@@ -45,8 +46,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.pipe import PACKET_BYTES_MAX, Pipe, PipeOptions
 from diloco.wan.link import DIRECTIONS, directions
-from diloco.wan.pipe import PACKET_BYTES_MAX, Pipe, PipeOptions
 from diloco.wan.process import END_TIMEOUT_S, Child, ChildDiedError
 
 if TYPE_CHECKING:
@@ -437,7 +438,7 @@ class Netns(Child):
     started here that still run.
     """
 
-    module = "diloco.wan.netns"
+    module = "benchmarks.netns"
     noun = "link emulator"
     died = NetnsDiedError
 

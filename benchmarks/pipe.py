@@ -5,8 +5,8 @@ be lost (an independent seeded draw decides), then waits in a bounded queue, who
 is serialised at the rate, then travels for half the round-trip time plus the jitter of the moment.  The order is kept.
 In a partition, packets that would arrive are lost.
 
-Unlike the relay's ``Path``, a pipe never makes its senders wait: the TCP of their kernel decides how they react to loss
-and delay.
+Unlike ``diloco.wan.link.Path``, a pipe never makes its senders wait: the TCP of their kernel decides how they react to
+loss and delay.
 
 Packets of a TUN device.  With segmentation offload, the kernel does not cut a stream into segments itself: it passes up
 to 64 KiB after one set of headers, which gives the length of a segment.  That makes user space fast enough, but must
