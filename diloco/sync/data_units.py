@@ -124,11 +124,6 @@ class Units:
     holders: dict[str, Holder] = field(default_factory=dict)
 
 
-def begun_before(fresh: int) -> Units:
-    """Return the state for unknown merges: the units before ``fresh`` count as partly merged; none is leased again."""
-    return Units(fresh=fresh, over=added([(0, fresh)], ()), partly=fresh)
-
-
 def num_places(pieces: Iterable[Piece]) -> int:
     """Return the number of places in ``pieces``."""
     return sum(map(itemgetter(1), pieces))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from diloco.codec.base import shorter
 from diloco.durable import LOCK, PLAIN_DISK, ReadingDisk, Step
-from diloco.sync.data_units import begun_before
+from diloco.sync.data_units import Units, added
 from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError, PlainError, Record, digest_effects, from_plain, parse_json
@@ -383,7 +383,8 @@ def restore_values(
         for name, each in sorted(lines.items()):
             state.sites[name] = Site(1, "", Status.LEFT, list(each))
         if rules.outer.unit_sequences:
-            state.units = begun_before(units_begun)
+            # Merges are unknown: the units that have begun count as partly merged, and none is leased again.
+            state.units = Units(fresh=units_begun, over=added([(0, units_begun)], ()), partly=units_begun)
         if site_above:
             state.upstream = Upstream([Part() for _ in values], site=site_above)
         machine = OuterSync(rules.outer, state)
