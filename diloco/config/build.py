@@ -38,7 +38,7 @@ from diloco.inner.parallel import device_of
 from diloco.inner.precision import resolve_precision
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.learner.exchange import AgentOptions
-from diloco.outer.fragments import Layout, described, gather, named_parameters_once, part_of, plan_layout
+from diloco.outer.fragments import Layout, gather, named_parameters_once, part_of, plan_layout
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction, Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
@@ -334,7 +334,8 @@ def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) ->
     shared = shared_config(config)
     if has_several(config):
         whole = whole or whole_layout(config)
-        placed = f"{described(placement_of(config, whole))} of layout {whole.fingerprint[:12]}"
+        held = " / ".join(" ".join(map(str, indices)) for indices in placement_of(config, whole))  # As in "0 2 / 1 3".
+        placed = f"{held} of layout {whole.fingerprint[:12]}"
         shared |= {"cluster.syncer.index": str(config.cluster.syncer.index), "placement": placed}
     return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared)
 

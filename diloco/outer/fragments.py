@@ -284,8 +284,3 @@ def part_of(layout: Layout, indices: Sequence[int]) -> Layout:
     fragments = tuple(replace(layout.fragments[index], index=at) for at, index in enumerate(indices))
     names = {piece.name for fragment in fragments for piece in fragment.pieces}
     return Layout(tuple(each for each in layout.parameters if each[0] in names), fragments, layout.frozen)
-
-
-def described(placement: Sequence[Sequence[int]]) -> str:
-    """Return the placement as text that two ends can compare: ``0 2 / 1 3``."""
-    return " / ".join(" ".join(map(str, indices)) for indices in placement)

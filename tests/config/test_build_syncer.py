@@ -249,6 +249,7 @@ def test_each_of_two_has_its_own_fragments_at_their_own_times() -> None:
         assert build.learner_options(part).offsets == tuple(offsets[place] for place in mine)
         assert [value.numel() for value in build.version_zero(part, layout)] == [f.numel for f in layout.fragments]
         assert plan.agreement.shared["cluster.syncer.index"] == str(index)
+        assert plan.agreement.shared["placement"] == f"0 2 / 1 3 of layout {whole.fingerprint[:12]}"
         assert number_of(part) == index
         assert backup_of(part) == f"vault/syncer-{index}"
     assert [run_dir.root for run_dir in syncer_dirs(config, RunDir(Path("runs/otter")))] == [

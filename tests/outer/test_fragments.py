@@ -22,7 +22,6 @@ from diloco.outer.fragments import (
     Fragment,
     Layout,
     Piece,
-    described,
     gather,
     named_parameters_once,
     part_of,
@@ -284,7 +283,6 @@ def test_every_fragment_is_placed_once_and_near_the_best() -> None:
 
 def test_a_faster_link_takes_more_and_one_syncer_all() -> None:
     assert place([3, 1, 2], [7.0]) == ((0, 1, 2),)
-    assert described(((0, 2), (1,))) == "0 2 / 1"
     assert place([10] * 8, [300.0, 100.0]) == ((0, 1, 2, 4, 5, 6), (3, 7))
     assert place([10] * 4, [1.0, 1.0]) == ((0, 2), (1, 3))
     assert place([5, 9, 5], [1.0, 1.0]) == ((1,), (0, 2))
