@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,11 +68,6 @@ def evaluate(
         tokens = round(all_tokens)
     require(tokens > 0, "batches", tokens, "at least one batch to evaluate")
     return summed / tokens
-
-
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Return the loss in bits per byte of UTF-8, comparable between tokenizers."""
-    return nats_per_token / math.log(2.0) / bytes_per_token
 
 
 LOGITS_MAX = 1 << 28

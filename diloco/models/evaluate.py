@@ -12,7 +12,7 @@ from diloco.config import build, connecting
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import in_whole_order, placement_of, towards
 from diloco.inner.data import validation_batches
-from diloco.inner.evaluate import bits_per_byte, evaluate
+from diloco.inner.evaluate import evaluate
 from diloco.observe.text import whole
 from diloco.outer.fragments import named_parameters_once, scatter
 from diloco.wire.client import AdminClient, SyncClient
@@ -39,7 +39,9 @@ class Score:
     """Loss in nats per token, and in bits per byte, which compares between tokenizers."""
 
     val_loss: float
+    """In nats per token."""
     val_bits_per_byte: float
+    """Of UTF-8: comparable between tokenizers."""
 
 
 class Evaluator:
@@ -56,7 +58,7 @@ class Evaluator:
         """
         batches = self._batches(0) if whole else self._part
         loss = evaluate(model, batches, precision=self._config.inner.precision, together=together)
-        return Score(loss, bits_per_byte(loss, self._manifest.bytes_per_token))
+        return Score(loss, loss / math.log(2.0) / self._manifest.bytes_per_token)
 
     def _batches(self, sequences: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         assert self._config.inner.sequence_length is not None

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import random
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,6 @@ from diloco.inner.evaluate import (
     Pair,
     Reader,
     SamplingOptions,
-    bits_per_byte,
     draw,
     evaluate,
     generate,
@@ -45,7 +43,6 @@ def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(ValueError, match="batches is 0"):
         evaluate(model, [])
-    assert bits_per_byte(math.log(2.0) * 3.0, 1.5) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("kv_heads", [0, 2, 1])
