@@ -26,8 +26,8 @@ from diloco.observe.view import Facts, make_view
 from diloco.open_files import raise_limit
 from diloco.runs.memory_folder import check_memory_folder, clear_memory
 from diloco.runs.process import Interrupts, child_environment
-from diloco.runs.scenario import SYNCER, Step, link_name, scenario_of
-from diloco.runs.up import EVAL, OneSyncer, Outcome, Up, UpOptions, check_syncers, children_of, not_played, syncers_of
+from diloco.runs.scenario import AT, SYNCER, Step, scenario_of
+from diloco.runs.up import EVAL, OneSyncer, Outcome, Up, UpOptions, check_syncers, children_of, syncers_of
 from diloco.wan.process import RelayProcess
 
 if TYPE_CHECKING:
@@ -273,8 +273,8 @@ def _run(
 
 def missed(history: RunHistory, up: Up) -> list[str]:
     """Return the complaint that a finished run ended before the whole scenario was played; a drained run can go on."""
-    text = not_played(up.schedule)
-    return [text] if text and history.ending == "finished" else []
+    left = [f"{step.do} {step.target}" for step in up.schedule.waiting]
+    return [f"the run ended before: {', '.join(left)}"] if left and history.ending == "finished" else []
 
 
 def exit_code(history: RunHistory, outcome: Outcome, status: str) -> ExitCode:
@@ -302,7 +302,7 @@ def up_options(
         link = connecting.link_options(config, name)
         dials = []
         for number, syncer in enumerate(syncers):
-            own = link_name(name, number)
+            own = f"{name}{AT}{number}" if number else name
             links[own] = {key: float(value) for key, value in asdict(link).items()}
             dials.append(relay.add(own, link, syncer.address) if relay is not None else syncer.address)
         # Assigned here for all sites: no two sites may take the same share of the text.

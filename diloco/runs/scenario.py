@@ -309,11 +309,6 @@ AT = "@"
 """Separates the site from the syncer's number in the name of a link to a syncer that is not the first."""
 
 
-def link_name(site: str, index: int) -> str:
-    """Return the name of the site's link to syncer ``index``."""
-    return f"{site}{AT}{index}" if index else site
-
-
 def site_of(link: str) -> str:
     """Return the site of ``link``."""
     return link.partition(AT)[0]

@@ -331,12 +331,6 @@ class Up:
             self.log.emit("link", {"site": name, **counts})
 
 
-def not_played(schedule: Schedule) -> str:
-    """Return in words the steps of the scenario that never began; "" if all did."""
-    left = [f"{step.do} {step.target}" for step in schedule.waiting]
-    return f"the run ended before: {', '.join(left)}" if left else ""
-
-
 # --- The syncers of ``diloco up`` ------------------------------------------------------------------------------------
 
 
