@@ -69,23 +69,21 @@ class Arrivals:
     def newest(self, fragment: int, now_ns: int) -> tuple[int, int]:
         """Return when the newest version arrived, and its number; ``now_ns`` must not fall between calls."""
         while self._asks and self._asks[0][0] + self._half_ns <= now_ns:
-            self._carry(*heappop(self._asks))
+            asked_ns, asked = heappop(self._asks)
+            there_ns, have = asked_ns + self._half_ns, self._have[asked]
+            version = bisect_right(self._published_ns[asked], there_ns) - 1
+            size = fetch_bytes(self._plan, asked, have, version)
+            self._free_ns = max(self._free_ns, there_ns) + carry_ns(size, self._mbps)
+            self._have[asked] = version
+            self._here[asked].append((self._free_ns + self._half_ns, version))
+            if version + 1 < len(self._published_ns[asked]):
+                self._ask(asked)
         here = self._here[fragment]
         return here[bisect_right(here, (now_ns, ANY)) - 1]
 
     def _ask(self, fragment: int) -> None:
         heard_ns = self._published_ns[fragment][self._have[fragment] + 1] + self._half_ns
         heappush(self._asks, (max(heard_ns, self._here[fragment][-1][0]), fragment))
-
-    def _carry(self, asked_ns: int, fragment: int) -> None:
-        there_ns, have = asked_ns + self._half_ns, self._have[fragment]
-        version = bisect_right(self._published_ns[fragment], there_ns) - 1
-        size = fetch_bytes(self._plan, fragment, have, version)
-        self._free_ns = max(self._free_ns, there_ns) + carry_ns(size, self._mbps)
-        self._have[fragment] = version
-        self._here[fragment].append((self._free_ns + self._half_ns, version))
-        if version + 1 < len(self._published_ns[fragment]):
-            self._ask(fragment)
 
 
 class Hub:
