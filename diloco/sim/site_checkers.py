@@ -47,6 +47,8 @@ from diloco.sync.effects import (
     TellFate,
 )
 from diloco.sync.events import (
+    Ending,
+    FinalAnnounced,
     JoinAnswered,
     OuterStepDone,
     OuterStepFailed,
@@ -446,7 +448,9 @@ class Farewell(Checker):
 
     def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
         """Check how a site stops and leaves."""
-        if isinstance(event, PushAnswered) and event.reason is Reason.FINISHED:
+        refused = isinstance(event, PushAnswered) and event.reason is Reason.FINISHED
+        told = isinstance(event, FinalAnnounced) and event.ending is Ending.FINISHED and event.versions
+        if refused or (told and site.plan.final):  # Nothing is merged any more, and it takes what was.
             self.finished.add(site.name)
         for effect in effects:
             if isinstance(effect, StopTraining):
