@@ -76,7 +76,12 @@ DOCTOR = "diloco doctor site.id=fra site.syncer=127.0.0.1:7077"
 SITES = [f"diloco site site.id={site} site.syncer=127.0.0.1:7077" for site in ("fra", "iad")]
 ADAPTER = "diloco plan parameters=20e6 step_s=2"
 LINKS = "diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json"
-MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
+MODEL = [
+    "diloco export runs/latest --to otter",
+    "diloco export runs/latest --to otter-dcp --format dcp",
+    'diloco generate otter "def main("',
+    "diloco eval otter --json",
+]
 SLURM = (
     "diloco launch slurm --dry-run --to jobs run.name=first run.tokens=2e9 site.syncer=syncer.example.org:7077 "
     "cluster.sites.fra.nproc=8"
@@ -117,8 +122,8 @@ SHORT: dict[str, list[str]] = {
     DOCTOR: OF_A_SITE,
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
-    **{line: [] for line in MODEL[:2]},
-    MODEL[2]: ["data=text", "data.path=text"],
+    **{line: [] for line in MODEL[:-1]},
+    MODEL[-1]: ["data=text", "data.path=text"],
     LAB: ["run.tokens=1920", "--rows", "data_parallel,decoupled", "--jobs", "1"],
     "diloco launch kubernetes --dry-run run.name=first": [],
     SLURM: [],

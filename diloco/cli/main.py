@@ -47,7 +47,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
         "models": (
             Verb("train", "cli.train:main", "train on all the text without a syncer: the baseline"),
             Verb("eval", "cli.model:main", "evaluate a model on the validation text, or in benchmark tasks"),
-            Verb("export", "cli.model:export", "write a model as a Hugging Face folder"),
+            Verb("export", "cli.model:export", "write a model as a Hugging Face folder or a DCP checkpoint"),
             Verb("generate", "cli.model:generate", "continue a text with a model"),
         ),
         "look at a run": (

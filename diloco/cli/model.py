@@ -32,16 +32,20 @@ if TYPE_CHECKING:
     from diloco.models.read import Taken
 
 
-EXPORT = """Write a model as a Hugging Face folder: safetensors, config.json, tokenizer.json; all or nothing.
+EXPORT = """Write a model as a folder: safetensors, config.json, tokenizer.json of Hugging Face; all or nothing.
 
   diloco export runs/nimble-otter --to otter                     the newest version in the run's folder
   diloco export runs/nimble-otter --version 120 --to otter-120   as far back as its snapshots and its journal go
   diloco export 127.0.0.1:7077 --to otter                        what a syncer publishes now
   diloco export runs/warm/train/checkpoints --to warm            a checkpoint of `diloco train` or of a site
   diloco export runs/nimble-otter/sites/site-a --version 120 --to otter-120    the version that a site has as its base
+  diloco export runs/nimble-otter --to otter-dcp --format dcp    a checkpoint of torch.distributed.checkpoint
 
 transformers.AutoModelForCausalLM.from_pretrained("otter") gives the same logits.  lm-evaluation-harness reads the
-folder (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run."""
+folder (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run.
+
+A DCP folder has the values in torch's files instead, by the same names: torch.distributed.checkpoint.load(state,
+checkpoint_id="otter-dcp") fills the state dict of that model.  run.init_from takes it too."""
 SIZE_UNITS: Mapping[str, int] = MappingProxyType({"kB": 10**3, "MB": 10**6, "GB": 10**9})
 
 
@@ -50,7 +54,8 @@ def export(arguments: Sequence[str]) -> ExitCode:
     parser = settings_parser("export", EXPORT, shown=False)
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write it there; the folder must not exist")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="number format; default: fp32")
-    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest file, such as 500MB; default: 5GB")
+    parser.add_argument("--format", choices=["hf", "dcp"], default="hf", help="form of the values' files; default: hf")
+    parser.add_argument("--shard-size", metavar="SIZE", help="hf: largest file, such as 500MB; default: 5GB")
     given = parsed(parser, arguments)
     sources = [text for text in given.settings if "=" not in text]
     settings = [text for text in given.settings if "=" in text]
@@ -59,7 +64,10 @@ def export(arguments: Sequence[str]) -> ExitCode:
     if given.to is None:
         raise VerbError(ExitCode.USAGE, "--to is missing: name the folder to create")
     require(not given.to.exists(), "--to", str(given.to), "it exists already; name a new folder")
-    shard_bytes = size_of(given.shard_size)
+    dcp = given.format == "dcp"
+    if dcp and given.shard_size is not None:
+        raise VerbError(ExitCode.USAGE, f"--shard-size is {given.shard_size}: only --format hf uses it")
+    shard_bytes = size_of(given.shard_size or "5GB")
     taken = taken_from(given, sources, settings, threads=1)
 
     from diloco.config import build
@@ -69,7 +77,13 @@ def export(arguments: Sequence[str]) -> ExitCode:
     tokenizer = configs.tokenizer_of(taken.config)
     try:
         size = write_folder(
-            given.to, taken.parameters, options, tokenizer, dtype=DTYPES[given.dtype], shard_bytes=shard_bytes
+            given.to,
+            taken.parameters,
+            options,
+            tokenizer,
+            dtype=DTYPES[given.dtype],
+            dcp=dcp,
+            shard_bytes=shard_bytes,
         )
     except ValueError as error:
         raise ConfigError(f"{taken.called} does not fit the model of these settings: {error}") from error

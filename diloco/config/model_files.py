@@ -1,4 +1,4 @@
-"""Read a model's values from a file or a folder, for version 0 or to evaluate a version; write Hugging Face folders.
+"""Read a model's values from a file or a folder, for version 0 or to evaluate a version; write such folders.
 
 In a run of any model (``model.kind=file``) the names, shapes and first values of the parameters come from a file.
 Sites bring the model itself, each in its own training loop (``diloco.join``); the syncer needs only the file.
@@ -22,13 +22,14 @@ from diloco.codec.base import digest_of
 from diloco.config.errors import ConfigError, require
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
-from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
+from diloco.inner.dcp import DCP, dcp_tensors, save_dcp
+from diloco.inner.llama import HEAD, config_of, difference, from_llama, options_of, to_llama
 from diloco.inner.parallel import put
 from diloco.outer.fragments import FROZEN, gather, named_parameters_once
 from diloco.sync.journal import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -37,21 +38,19 @@ if TYPE_CHECKING:
     from diloco.inner.tokenizer import Tokenizer
     from diloco.outer.fragments import Layout
 
-    Load = Callable[[Path], dict[str, Tensor]]
-
 
 def load_values(source: str, model: Transformer, others: Sequence[str] = (), *, shapes_only: bool = False) -> None:
     """Copy ``source`` into ``model``: a .safetensors file, a checkpoint, a folder of checkpoints (the newest), or a
-    folder in Hugging Face's format.
+    folder in Hugging Face's format or of torch's distributed checkpoint.
 
     ``others`` have the rest of the model, where several syncers have each written a part.  With ``shapes_only`` the
     model is on torch's meta device: only the headers of ``source`` are checked against it, and no value is read.
     """
     values: dict[str, Tensor] = {}
-    named, load = f"run.init_from is {source!r}", shapes_in if shapes_only else safetensors.torch.load_file
+    named = f"run.init_from is {source!r}"
     for each in (source, *others):
-        if (Path(each) / CONFIG).is_file():
-            values |= read_values(each, model.options, load)
+        if any((Path(each) / name).is_file() for name in (CONFIG, DCP)):
+            values |= read_values(each, model.options, named, shapes_only=shapes_only)
         else:
             values |= values_in(each, named, shapes_only=shapes_only)
     put_values(model, values, named)
@@ -89,7 +88,8 @@ def values_in(source: str, called: str, *, shapes_only: bool = False) -> Mapping
     except (SafetensorError, checkpoint.CheckpointError, OSError) as error:
         raise ConfigError(f"{called}: it cannot be read: {error}") from error
     if not values:
-        raise ConfigError(f"{called}: neither a .safetensors file nor a folder with a checkpoint or a config.json")
+        kinds = f"a .safetensors file nor a folder with a checkpoint, a {CONFIG} or a {DCP}"
+        raise ConfigError(f"{called}: neither {kinds}")
     return values
 
 
@@ -212,7 +212,7 @@ def _opened(config: RunConfig) -> Iterator[Any]:
         raise ConfigError(f"run.init_from is {source!r}: it cannot be read: {error}") from error
 
 
-# --- Write and read a model as a folder in Hugging Face's format -----------------------------------------------------
+# --- Write and read a model as a folder, its values in Hugging Face's files or in those of torch's DCP ---------------
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -231,30 +231,26 @@ def write_folder(
     tokenizer: Tokenizer,
     *,
     dtype: torch.dtype = torch.float32,
+    dcp: bool = False,
     shard_bytes: int,
 ) -> int:
     """Write the model atomically as ``folder``, which must not exist; return the bytes of its values.
 
-    A file holds at most ``shard_bytes`` of values, or a single parameter that has more.
+    A safetensors file holds at most ``shard_bytes`` of values, or a single parameter that has more.  With ``dcp`` the
+    values are a distributed checkpoint of torch instead, one file.
     """
-    from diloco.syncer.snapshots import tensor_file  # A site only reads such folders, and need not import this.
-
     disk, step = PLAIN_DISK, Step.FILE
     beside = folder.with_name(f".{folder.name}.tmp")
     disk.remove(beside, step)
     disk.settle(beside, step)
     try:
         values = to_llama(parameters, options)
-        parts = _shards({name: value.numel() * dtype.itemsize for name, value in values.items()}, shard_bytes)
-        files: dict[str, str] = {}
-        for number, part in enumerate(parts, start=1):
-            file = WHOLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-            tensors = {name: values[name].detach().to("cpu", dtype).contiguous() for name in part}
-            disk.write_parts(beside / file, tensor_file(tensors, {"format": "pt"}), step)
-            files |= dict.fromkeys(part, file)
-        size = sum(value.numel() * dtype.itemsize for value in values.values())
-        if len(parts) > 1:
-            _write_json(beside / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))})
+        if dcp and options.tied:
+            values[HEAD[1]] = values["model.embed_tokens.weight"]  # A tied model's state dict has both names.
+        if dcp:
+            save_dcp({name: value.detach().to("cpu", dtype) for name, value in values.items()}, beside)
+        else:
+            _save_shards(values, beside, dtype, shard_bytes)
         called = str(dtype).removeprefix("torch.")
         _write_json(beside / CONFIG, config_of(options, dtype=called, end_of_file=tokenizer.end_of_file))
         _write_json(beside / "generation_config.json", {"eos_token_id": tokenizer.end_of_file})
@@ -272,7 +268,27 @@ def write_folder(
         disk.remove(beside, step)  # Retries must not fill the disk further.
         raise
     disk.sync_folder(folder.absolute().parent, step)
-    return size
+    return sum(value.numel() * dtype.itemsize for value in values.values())
+
+
+def _save_shards(values: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    from diloco.syncer.snapshots import tensor_file  # A site only reads such folders, and need not import this.
+
+    parts: list[list[str]] = [[]]
+    sizes = {name: value.numel() * dtype.itemsize for name, value in sorted(values.items())}
+    for name, size in sizes.items():
+        if parts[-1] and sum(sizes[each] for each in parts[-1]) + size > shard_bytes:
+            parts.append([])
+        parts[-1].append(name)
+    files: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        file = WHOLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        tensors = {name: values[name].detach().to("cpu", dtype).contiguous() for name in part}
+        PLAIN_DISK.write_parts(folder / file, tensor_file(tensors, {"format": "pt"}), Step.FILE)
+        files |= dict.fromkeys(part, file)
+    if len(parts) > 1:
+        total = {"total_size": sum(sizes.values())}
+        _write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(files.items()))})
 
 
 def read_options(folder: str) -> ModelOptions:
@@ -283,23 +299,27 @@ def read_options(folder: str) -> ModelOptions:
         raise ConfigError(f"{Path(folder) / CONFIG}: {error}") from error
 
 
-def read_values(folder: str, options: ModelOptions, load: Load = safetensors.torch.load_file) -> dict[str, Tensor]:
+def read_values(
+    folder: str, options: ModelOptions, called: str = "", *, shapes_only: bool = False
+) -> dict[str, Tensor]:
     """Return the parameters in ``folder`` by our names, in their dtype; ConfigError unless the model fits ``options``.
 
-    ``load`` reads the tensors of one file.
+    ``called`` is how the error calls the folder.  With ``shapes_only`` the tensors have no values.
     """
+    path = Path(folder)
     try:
-        other = difference(_read_json(Path(folder) / CONFIG), options)
-        if other:
-            raise ConfigError(f"{Path(folder) / CONFIG}: {other}; model=imported takes all of it from there")
-        return from_llama(_tensors(Path(folder), load), options)
+        if (path / CONFIG).is_file() and (other := difference(_read_json(path / CONFIG), options)):
+            raise ConfigError(f"{path / CONFIG}: {other}; model=imported takes all of it from there")
+        read = dcp_tensors if (path / DCP).is_file() else _tensors
+        return from_llama(read(path, shapes_only=shapes_only), options)
     except ConfigError:
         raise
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{folder!r} cannot be read: {error}") from error
+        raise ConfigError(f"{called or repr(folder)}: it cannot be read: {error}") from error
 
 
-def _tensors(folder: Path, load: Load) -> dict[str, Tensor]:
+def _tensors(folder: Path, *, shapes_only: bool) -> dict[str, Tensor]:
+    load = shapes_in if shapes_only else safetensors.torch.load_file
     if not (folder / INDEX).is_file():
         return load(folder / WHOLE)
     told = _read_json(folder / INDEX).get("weight_map")
@@ -315,19 +335,6 @@ def _tensors(folder: Path, load: Load) -> dict[str, Tensor]:
                 raise ValueError(f"{folder / file} has no {name}, which {INDEX} says it has")
             found[name] = held[name]
     return found
-
-
-def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Return the names in each file, in order; each file is filled up to ``shard_bytes``."""
-    parts: list[list[str]] = [[]]
-    held = 0
-    for name, size in sorted(sizes.items()):
-        if parts[-1] and held + size > shard_bytes:
-            parts.append([])
-            held = 0
-        parts[-1].append(name)
-        held += size
-    return parts
 
 
 def _write_json(path: Path, told: Mapping[str, Any]) -> None:

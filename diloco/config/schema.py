@@ -31,8 +31,9 @@ class RunSection:
     log_every: int = 10
     """Inner steps between two lines of a site's log."""
     init_from: str | None = None
-    """Version 0: a checkpoint of `diloco train`, a .safetensors file, or a folder with config.json and *.safetensors
-    of a Llama, as `diloco export` writes it; null: random, from the seed."""
+    """Version 0: a checkpoint of `diloco train`, a .safetensors file, or a Llama's folder as `diloco export` writes it:
+    config.json and *.safetensors, or a torch.distributed.checkpoint (DCP) with Hugging Face's names of parameters;
+    null: random, from the seed."""
     track: list[str] = field(default_factory=list)
     """Experiment trackers that get the run's curves, separated by commas: tensorboard, wandb, mlflow, jsonl. Server and
     credentials are those of the tracker's own environment variables."""

@@ -1,4 +1,4 @@
-"""Read a model from a run, its syncer, a checkpoint or a Hugging Face folder, and what a run recorded of it.
+"""Read a model from a run, its syncer, a checkpoint or a folder of the field, and what a run recorded of it.
 
 A syncer that lost its folder cannot be asked.  But its events, its sites' checkpoints and an old copy of its data each
 hold part of this, and a restore compares them.
@@ -99,7 +99,7 @@ def take_from_syncer(address: str, config: RunConfig) -> Taken:
 
 
 def _of_folder(folder: str, settings: Sequence[str]) -> Taken:
-    """Return the model, and its tokenizer where there is one, of a folder in Hugging Face's format."""
+    """Return the model, and its tokenizer where there is one, of a folder in Hugging Face's format or torch's DCP."""
     chosen, tokenizer = ["model=imported", f"run.init_from={_quoted(folder)}"], Path(folder) / model_files.TOKENIZER
     if tokenizer.is_file():
         chosen.append(f"data.tokenizer={_quoted(str(tokenizer))}")

@@ -90,7 +90,7 @@ def is_data(folder: Path) -> bool:
 class Kind(Enum):
     """What a model may be read from."""
 
-    FOLDER = "a folder of Hugging Face's form"
+    FOLDER = "a folder of Hugging Face's form, or a distributed checkpoint of torch"
     TRAINED = "a checkpoint, a folder of them, or a .safetensors file"
     DATA = "a syncer's data folder"
     RUN = "a run's folder"
@@ -99,7 +99,7 @@ class Kind(Enum):
 def kind_of(source: str) -> tuple[Kind, Path]:
     """Return what ``source`` is, and its path (of a `diloco train` run, that of its checkpoints); else ConfigError."""
     path = Path(source)
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", ".metadata")):
         return Kind.FOLDER, path
     a_checkpoint = path.is_file() or (path / "manifest.json").is_file()
     if a_checkpoint or any(path.glob("*/manifest.json")) or (path / "checkpoints").is_dir():

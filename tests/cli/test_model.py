@@ -241,9 +241,10 @@ def test_what_lies_in_files_has_the_loss_of_the_run(
     of_run = json.loads(capsys.readouterr().out)
     assert of_run["versions"] == [7]
     assert main(["export", str(trained), "--to", "model"]) == 0
+    assert main(["export", str(trained), "--to", "parts", "--format", "dcp"]) == 0
     capsys.readouterr()
     text = ["data=text", "data.path=text", "data.cache=cache", "inner.precision=fp32"]
-    for source, settings in ((str(trained), []), ("warm", []), ("model", text)):
+    for source, settings in ((str(trained), []), ("warm", []), ("model", text), ("parts", text)):
         assert main(["eval", source, *settings, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["whole"], source
@@ -301,6 +302,7 @@ SCORED = ["eval", "nowhere", "--tasks", "pets"]
         ("--version is '²'", 2, ["export", "RUN", "--to", "x", "--version", "²"]),
         ("holds no more than version 8", 1, ["export", "RUN", "--to", "x", "--version", "9"]),
         ("--shard-size is '5': a size", 2, ["export", "RUN", "--to", "x", "--shard-size", "5"]),
+        ("--shard-size is 5MB: only", 2, ["export", "RUN", "--to", "x", "--format", "dcp", "--shard-size", "5MB"]),
         ("invalid choice: 'int4'", 2, ["export", "RUN", "--to", "x", "--dtype", "int4"]),
         ("unknown key model.dimm", 2, ["export", "RUN", "--to", "x", "model.dimm=3"]),
         ("has another model, or other fragments, than", 2, ["export", "RUN", "--to", "x", "model.tied=true"]),

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import resource
+import shutil
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import diloco
 from diloco.cli.syncer import join_line
@@ -20,11 +32,15 @@ from diloco.config.errors import ConfigError
 from diloco.config.model_files import load_values, read_options, read_values, write_folder
 from diloco.durable import Disk, Step
 from diloco.inner import checkpoint
+from diloco.inner.llama import to_llama
 from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.parallel import SiteGroup
 from diloco.inner.tokenizer import END, make_tokenizer
 from diloco.outer.fragments import gather, named_parameters_once
 from tests.integrations.serving import small_model
+from tests.layouts import heard, ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # Torch's own save and load say so.
 OPTIONS = ModelOptions(vocab_size=257, layers=2, dim=16, heads=4, kv_heads=2, ffn_dim=32, context=32)
 
 
@@ -95,14 +111,26 @@ class FullAt(Disk):
         super().make(path, write, step)
 
 
-def test_it_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for left in range(5):
+@pytest.mark.parametrize(("dcp", "files"), [(False, 5), (True, 4)])
+def test_it_is_there_whole_or_not_at_all(
+    dcp: bool, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for left in range(files):
         monkeypatch.setattr(model_files, "PLAIN_DISK", FullAt(left))
         with pytest.raises(OSError, match="No space"):
-            written(tmp_path / "model")
+            written(tmp_path / "model", dcp=dcp)
         assert list(tmp_path.iterdir()) == [], left
-    monkeypatch.setattr(model_files, "PLAIN_DISK", FullAt(5))
-    written(tmp_path / "model")
+    monkeypatch.setattr(model_files, "PLAIN_DISK", FullAt(files))
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, usual[1]))  # As a disk that is full in the middle of a file.
+        with pytest.raises(OSError, match="File too large"):
+            written(tmp_path / "model", dcp=dcp)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(model_files, "PLAIN_DISK", FullAt(files))
+    written(tmp_path / "model", dcp=dcp)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -264,3 +292,155 @@ def test_no_command_of_ours_trains_it_and_the_syncer_says_how_a_loop_joins(tmp_p
     assert shared_config(config)["model.kind"] == "file"
     line = join_line(compose(FILE), "10.0.0.1:7077", FILE, None)
     assert line == 'diloco.join(model, optimizer, syncer="10.0.0.1:7077", site="site-a", tokens_per_step=...)'
+
+
+# --- Distributed checkpoints of torch --------------------------------------------------------------------------------
+
+
+def named_as_others_do() -> dict[str, torch.Tensor]:
+    return to_llama({name: value.detach() for name, value in Transformer(OPTIONS, seed=9).named_parameters()}, OPTIONS)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_torch_loads_the_distributed_checkpoint_that_was_written(tied: bool, tmp_path: Path) -> None:
+    options = replace(OPTIONS, tied=tied)
+    values = {name: value.detach() for name, value in named_parameters_once(Transformer(options, seed=9)).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_folder(tmp_path / "model", values, options, make_tokenizer("bytes"), dcp=True, shard_bytes=1)
+    names = {".metadata", "__0_0.distcp", "config.json", "generation_config.json", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names | {"tokenizer_config.json"}
+    wanted = to_llama(values, options) | ({"lm_head.weight": values["embedding.weight"]} if tied else {})
+    state = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "model", no_dist=True)
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+    assert read_options(str(tmp_path / "model")) == options
+    found = read_values(str(tmp_path / "model"), options)
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("below", ["", "model."])
+def test_a_distributed_checkpoint_of_others_is_version_zero(below: str, tmp_path: Path) -> None:
+    """By its names as they are or below ``model``; what else a training keeps in it is left."""
+    state = {"optim": {"state": {"model.norm.weight": torch.ones(3)}}, "step": 3}
+    folder = tmp_path / "step-7"
+    named = named_as_others_do()
+    dcp.save({**({"model": named} if below else named), **state}, checkpoint_id=folder, no_dist=True)
+    model = Transformer(OPTIONS, seed=2)
+    load_values(str(folder), model)
+    for name, value in named_parameters_once(Transformer(OPTIONS, seed=9)).items():
+        assert torch.equal(named_parameters_once(model)[name], value)
+    with torch.device("meta"):
+        other = Transformer(replace(OPTIONS, ffn_dim=16))
+    said = rf"run\.init_from is '{folder}': of another model, blocks\.0\.feed_forward\.down\.weight is \(16, 16\) here"
+    with pytest.raises(ConfigError, match=said):
+        load_values(str(folder), other, shapes_only=True)
+    with torch.device("meta"):
+        other = Transformer(replace(OPTIONS, layers=3))
+    with pytest.raises(ConfigError, match=r"run\.init_from is .*parameter model\.layers\.2\.\S+ is missing"):
+        load_values(str(folder), other, shapes_only=True)
+
+
+def saves_with_others(group: SiteGroup, tell: Callable[[object], None], folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (group.world,))
+    state = {name: distribute_tensor(value, mesh) for name, value in named_as_others_do().items()}
+    dcp.save(state, checkpoint_id=folder)
+    tell("saved")
+
+
+@pytest.mark.slow
+def test_the_parts_of_two_ranks_are_one_model(tmp_path: Path) -> None:
+    with ranks(saves_with_others, 2, tmp_path / "model") as ends:
+        assert [heard(end) for end in ends] == ["saved"] * 2
+    assert len(list((tmp_path / "model").glob("*.distcp"))) == 2
+    found = read_values(str(tmp_path / "model"), OPTIONS)
+    values = named_parameters_once(Transformer(OPTIONS, seed=9))
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    (tmp_path / "model" / "__1_0.distcp").unlink()
+    with pytest.raises(ConfigError, match=r"parameter lm_head\.weight: .*No such file.*__1_0\.distcp"):
+        read_values(str(tmp_path / "model"), OPTIONS, shapes_only=True)
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harmed",)
+
+
+def test_a_hostile_distributed_checkpoint_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dcp.save(named_as_others_do(), checkpoint_id="model", no_dist=True)
+    good = dcp.FileSystemReader("model").read_metadata()
+    for bad in (Hostile(), replace(good, planner_data=Hostile()), replace(good, storage_data={"x": Hostile()})):
+        Path("model/.metadata").write_bytes(pickle.dumps(bad))
+        with pytest.raises(ConfigError, match=r"run\.init_from is 'model': .*\.metadata: it names \w+\.mkdir, which"):
+            load_values("model", Transformer(OPTIONS))
+    # Of torch's own functions too only those that describe tensors.
+    Path("model/.metadata").write_bytes(pickle.dumps(torch.load))
+    with pytest.raises(ConfigError, match=r"it names torch\.serialization\.load, which"):
+        load_values("model", Transformer(OPTIONS))
+    Path("model/.metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x0f.")  # Its memo is to have 2**28 places.
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match=r"\.metadata: "):
+        load_values("model", Transformer(OPTIONS))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+    # A shard is read by torch's own guard, weights_only.
+    index, place = next((i, p) for i, p in good.storage_data.items() if i.fqn == "lm_head.weight")
+    torch.save([torch.ones(257, 16), Hostile()], "model/bad.distcp")
+    length = Path("model/bad.distcp").stat().st_size
+    good.storage_data[index] = replace(place, relative_path="bad.distcp", offset=0, length=length)
+    Path("model/.metadata").write_bytes(pickle.dumps(good))
+    with pytest.raises(ConfigError, match=r"parameter lm_head\.weight: bad\.distcp .* has more than a tensor"):
+        load_values("model", Transformer(OPTIONS))
+    assert not Path("harmed").exists()
+
+
+def test_what_is_wrong_with_a_distributed_checkpoint_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    dcp.save(named_as_others_do(), checkpoint_id=folder, no_dist=True)
+    file, good = folder / "__0_0.distcp", dcp.FileSystemReader(folder).read_metadata()
+    raw, described = file.read_bytes(), (folder / ".metadata").read_bytes()
+    index, place = next((i, p) for i, p in good.storage_data.items() if i.fqn == "lm_head.weight")
+    about = good.state_dict_metadata["lm_head.weight"]
+    assert isinstance(about, TensorStorageMetadata)
+
+    def refused(words: str, *, shapes_only: bool = True) -> None:
+        said = rf"run\.init_from is '{folder}': it cannot be read: {words}"
+        with pytest.raises(ConfigError, match=said), torch.device("meta" if shapes_only else "cpu"):
+            load_values(str(folder), Transformer(OPTIONS), shapes_only=shapes_only)
+
+    def described_as(tensor: TensorStorageMetadata = about, **changed: Any) -> None:
+        places = good.storage_data | {index: replace(place, **changed)}
+        tensors = good.state_dict_metadata | {"lm_head.weight": tensor}
+        told = replace(good, storage_data=places, state_dict_metadata=tensors)
+        (folder / ".metadata").write_bytes(pickle.dumps(told))
+
+    file.write_bytes(raw[: place.offset + 9])
+    refused(r"parameter lm_head\.weight: __0_0\.distcp is cut short")
+    file.write_bytes(raw[: place.offset] + bytes(place.length) + raw[place.offset + place.length :])
+    refused(r"parameter lm_head\.weight: ", shapes_only=False)
+    file.unlink()
+    refused(r"parameter lm_head\.weight: .*No such file.*__0_0\.distcp")
+    file.write_bytes(raw)
+    described_as(replace(about, chunks=[]))
+    refused(r"parameter lm_head\.weight: it has 0 of 4112 values")
+    huge = torch.Size([1 << 40, 16])
+    described_as(replace(about, size=huge, chunks=[replace(about.chunks[0], sizes=huge)]))
+    refused(r"parameter lm_head\.weight: __0_0\.distcp is cut short", shapes_only=False)
+    described_as(relative_path="../model/__0_0.distcp")
+    refused(r"parameter lm_head\.weight: '\.\./model/__0_0\.distcp' is outside of the folder")
+    described_as(transform_descriptors=["zstd"])
+    refused(r"parameter lm_head\.weight: __0_0\.distcp is compressed")
+    other = next(p for i, p in good.storage_data.items() if i.fqn == "model.embed_tokens.weight")
+    turned = torch.Size([16, 257])
+    tensor = replace(about, size=turned, chunks=[replace(about.chunks[0], sizes=turned)])
+    described_as(tensor, offset=other.offset, length=other.length)
+    refused(r"parameter lm_head\.weight: __0_0\.distcp has \(257, 16\) in place of \(16, 257\)", shapes_only=False)
+    (folder / ".metadata").write_bytes(described[:-9])
+    refused(r"\.metadata: ")
+    (folder / ".metadata").write_bytes(pickle.dumps(3))
+    refused(r"\.metadata: ")
+    shutil.rmtree(folder)
+    dcp.save({"tok_embeddings.weight": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    refused(r"\.metadata: no parameter has Hugging Face's name, .*; it has tok_embeddings\.weight")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from diloco.cli.main import main
 from diloco.config import build, model_files
@@ -48,6 +49,7 @@ def trained(options: ModelOptions) -> Transformer:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("tokenizer", "other"),
     [
@@ -75,6 +77,14 @@ def test_an_exported_model_gives_the_same_logits(
     assert ids == ours.encode_batch([TEXT])[0].tolist()
     assert theirs.decode(ids) == TEXT
     assert theirs.eos_token_id == loaded.generation_config.eos_token_id == ours.end_of_file
+    # The same by torch's own reader of a distributed checkpoint.
+    model_files.write_folder(tmp_path / "dcp", values, options, ours, dcp=True, shard_bytes=1)
+    other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path / "dcp"))
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(other.eval()(tokens).logits, loaded(tokens).logits)
 
 
 @pytest.fixture

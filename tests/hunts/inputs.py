@@ -580,11 +580,12 @@ OPTIONS = ModelOptions(vocab_size=257, layers=1, dim=8, heads=2, ffn_dim=32, con
 
 
 def models(folder: Path) -> Iterator[tuple[str, Reader]]:
-    """Yield a reader for every file of a folder in Hugging Face's form."""
-    whole, parts = folder / "whole", folder / "parts"
-    for where, shard_bytes in ((whole, 1 << 20), (parts, 4096)):
+    """Yield a reader for every file of a folder in Hugging Face's form, and of torch's."""
+    whole, parts, parallel = folder / "whole", folder / "parts", folder / "parallel"
+    for where, shard_bytes in ((whole, 1 << 20), (parts, 4096), (parallel, 1)):
         values = {name: value.detach() for name, value in Transformer(OPTIONS).named_parameters()}
-        write_folder(where, values, OPTIONS, make_tokenizer("bytes"), shard_bytes=shard_bytes)
+        tokenizer, dcp = make_tokenizer("bytes"), where is parallel
+        write_folder(where, values, OPTIONS, tokenizer, dcp=dcp, shard_bytes=shard_bytes)
 
     def taken(where: Path) -> Callable[[], object]:
         def read() -> object:
@@ -604,5 +605,7 @@ def models(folder: Path) -> Iterator[tuple[str, Reader]]:
     yield "model.safetensors", replaced(whole / "model.safetensors", taken(whole), refused, 0.5)
     yield "a part of a model", replaced(min(parts.glob("*.safetensors")), taken(parts), refused, 0.5)
     yield "model.safetensors.index.json", replaced(parts / "model.safetensors.index.json", taken(parts), refused, 0.5)
+    yield "DCP metadata", replaced(parallel / ".metadata", taken(parallel), refused, 0.5)
+    yield "DCP values", replaced(parallel / "__0_0.distcp", taken(parallel), refused, 0.5)
     yield "tokenizer.json", replaced(whole / "tokenizer.json", words, (ValueError,), 0.5)
     yield "tokenizer_config.json", replaced(whole / "tokenizer_config.json", words, (ValueError,), 0.5)
