@@ -205,6 +205,8 @@ def _opened(config: RunConfig) -> Iterator[Any]:
     source = config.run.init_from
     if source is None:
         raise ConfigError(f"run.init_from is null: model.kind=file is the model of a .safetensors file; {WRITTEN_BY}")
+    if Path(source).is_dir():
+        raise ConfigError(f"run.init_from is {source!r}: a folder, and model.kind=file takes a file; {WRITTEN_BY}")
     try:
         with safe_open(source, framework="pt") as file:
             yield file

@@ -185,11 +185,12 @@ def test_what_version_zero_cannot_be_made_of_is_refused_by_its_headers(tmp_path:
     values = {name: value.detach() for name, value in named_parameters_once(model).items()}
     save_file(values, tmp_path / "file.safetensors")
     write_folder(tmp_path / "field", values, model.options, tokenizer_of(config), shard_bytes=100_000)
+    write_folder(tmp_path / "parallel", values, model.options, tokenizer_of(config), dcp=True, shard_bytes=100_000)
     for name in ("00000001", "00000002"):
         named = {f"{part}/{key}": value.clone() for key, value in values.items() for part in ("model", "adopted")}
         checkpoint.save(tmp_path / "checkpoints", name, named, {})
     (tmp_path / "text.safetensors").write_text("text")
-    there = ("file.safetensors", "field", "checkpoints", "checkpoints/00000001")
+    there = ("file.safetensors", "field", "parallel", "checkpoints", "checkpoints/00000001")
     for source in there:
         config.run.init_from = str(tmp_path / source)
         build.check_version_zero(config)
@@ -217,6 +218,10 @@ def test_version_zero_is_what_the_model_held(tmp_path: Path) -> None:
     assert dict(layout.parameters) == {name: tuple(each.shape) for name, each in parameters.items()}
     for fragment, values in zip(layout.fragments, build.version_zero(config, layout), strict=True):
         assert torch.equal(values, gather(fragment, parameters))
+    with pytest.raises(
+        ConfigError, match=r"run\.init_from is '.*': a folder, and model\.kind=file takes a file; diloco\."
+    ):
+        build.layout_of(compose([*FILE, f"run.init_from={tmp_path}"]))
 
 
 def test_any_model_and_type_is_written_as_the_plain_one_in_fp32(tmp_path: Path) -> None:
