@@ -175,15 +175,17 @@ class Room:
             return f"{self._folder} was replaced: it is not the folder that this process serves from"
         return f"{self._folder} was removed or emptied while this process served from it"
 
-    def _low(self, more_bytes: int) -> str | None:
-        if not self._reserve_bytes:
-            return None
+    def free_bytes(self) -> int | None:
+        """Return the free space on the folder's disk; None of a missing folder, which ``lost`` reports."""
         try:
             found = os.statvfs(self._folder)
         except FileNotFoundError:
-            return None  # A missing folder is not a lack of space; ``lost`` reports it.
-        free = found.f_bavail * found.f_frsize
-        if free - more_bytes >= self._reserve_bytes:
+            return None
+        return found.f_bavail * found.f_frsize
+
+    def _low(self, more_bytes: int) -> str | None:
+        free = self.free_bytes() if self._reserve_bytes else None
+        if free is None or free - more_bytes >= self._reserve_bytes:
             return None
         needs = f"{more_bytes / 1e6:.4g} more and " if more_bytes else ""
         needs += f"{self._reserve_bytes / 1e6:.4g} MB in reserve"

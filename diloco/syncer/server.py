@@ -73,7 +73,7 @@ from diloco.syncer.outer_step import (
 from diloco.syncer.publish import Feeds, published
 from diloco.syncer.replicator import Replicator
 from diloco.syncer.snapshots import MemoryCheck, export
-from diloco.syncer.status import Tally, describe
+from diloco.syncer.status import Tally, describe, resident_bytes
 from diloco.syncer.store import Store, StoreError, begun
 from diloco.wire.messages import Refusal, Status
 from diloco.wire.server import RunningServer
@@ -381,14 +381,17 @@ class Syncer:
                 "payloads_decoded": sum(each.payloads_decoded for each in self.tally.sites().values()),
                 "identity_complaints": server.complaints(),
                 "kernels": kernel_library.description(),
+                "memory_bytes": resident_bytes(),
                 "memory_bytes_max": self.memory_bytes_max,
+                "disk_free_bytes": self.room.free_bytes(),
+                "journal": dict(zip(("segment", "bytes"), self.replicator.end(), strict=True)),
                 "wanting": self.room.wanting(),
                 "replication": self.replicator.status(),
                 "lease": self.leadership.status() if self.leadership is not None else None,
                 "backup": self.backups.status() if self.backups is not None else None,
                 "behind": self.api.behind or (self.backups.behind if self.backups is not None else ""),
                 "standstill": standstill_facts(machine, self.core.now_ns()),
-                **describe(machine, self.tally),
+                **describe(machine, self.tally, self.core.now_ns()),
             },
             early=True,
         )

@@ -7,10 +7,12 @@ costs.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.sync.fates import columns_of
@@ -22,7 +24,7 @@ from diloco.wire.messages import ReportInfo
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from diloco.sync.state import Site
+    from diloco.sync.state import Round, Site
     from diloco.sync.syncer import OuterSync
 
 
@@ -151,9 +153,20 @@ HELD = ("norm", "ratio", "cosine", "z", "why")
 """The fields in status of an update that waits for an operator's decision."""
 
 
-def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
+def resident_bytes() -> int | None:
+    """Return the memory that this process has in use; None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def describe(machine: OuterSync, tally: Tally, now_ns: int) -> dict[str, object]:
     """Return the status of versions, rounds and sites.
 
+    A fragment's ``open_seconds`` is the age of its open round, and ``grace_seconds_left`` the rest of its grace; None
+    before the first update of the round, and before its quorum.
     ``units``: where the data units are; None if none are leased. ``processed`` are those that accepted updates have
     covered, each counted once per site. ``upstream``: the versions above that a region is based on, and where its
     sites' tokens are; None if there is no syncer above.
@@ -181,8 +194,10 @@ def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
             {
                 "version": fragment.version,
                 "digest": fragment.digest,
-                "arrived": state.arrived(index),
+                "arrived": (arrived := state.arrived(index)),
+                "awaited": [name for name in state.awaited(index) if name not in arrived],
                 "members": list(fragment.round.members) if fragment.round else [],
+                **_times(fragment.round, now_ns),
                 "merging": fragment.merging_since_ns is not None,
                 "costs": tally.costs.latest(index),
             }
@@ -192,6 +207,14 @@ def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
             name: _site(site, known.get(name) or SiteTally(), versions, state.now_ns, now_s)
             for name, site in sorted(state.sites.items())
         },
+    }
+
+
+def _times(opened: Round | None, now_ns: int) -> dict[str, float | None]:
+    ends_ns = opened.deadline_ns if opened is not None else None
+    return {
+        "open_seconds": None if opened is None else round(max(0, now_ns - opened.opened_ns) / 1e9, 1),
+        "grace_seconds_left": None if ends_ns is None else round(max(0, ends_ns - now_ns) / 1e9, 1),
     }
 
 

@@ -609,8 +609,8 @@ def test_a_start_on_a_full_disk_ends_in_words_and_goes_on_when_there_is_room(
 # --- The status is complete, and made of what JSON can carry ---------------------------------------------------------
 
 TOP = """kernels run_id held units upstream lineage up_seconds refused_at_the_door not_ready backup behind calls
-payloads_decoded memory_bytes_max identity_complaints wanting standstill replication lease epoch phase ending
-run_tokens progress fragments sites"""
+payloads_decoded memory_bytes memory_bytes_max disk_free_bytes journal identity_complaints wanting standstill
+replication lease epoch phase ending run_tokens progress fragments sites"""
 SITE = """status incarnation tokens_merged updates_merged updates_refused undecided held heard_seconds_ago step loss
 tokens_per_s tokens_processed tokens_in_flight tokens_unsent base_versions staleness bytes_up bytes_down stall_share
 payload_bytes_up payload_bytes_down updates_corrupt bases_differed link"""
@@ -637,6 +637,11 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
     assert (found["sites"]["a"]["link"], found["sites"]["b"]["link"]["rtt_ns"]) == (None, 80_000_000)
     assert found["fragments"][0]["arrived"] == ["a"]
     assert found["fragments"][0]["members"] == ["a", "b"]
+    assert (found["fragments"][0]["awaited"], found["fragments"][0]["grace_seconds_left"]) == (["b"], None)
+    assert 0 <= found["fragments"][0]["open_seconds"] < 60
+    assert 0 < found["memory_bytes"] != found["memory_bytes_max"]
+    assert found["journal"]["bytes"] > 0
+    assert found["disk_free_bytes"] > 0
     assert found["held"] == [], "this syncer has the whole model"
     assert (found["phase"], found["epoch"], found["ending"], found["progress"]) == ("running", 1, None, 0.0)
 
