@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.cli.status import asking, leading, standby_line, syncer_address
+from diloco.cli.status import asking, leading, syncer_address
 from diloco.cli.syncer import again, said, serve, starting, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.compose import check_trackers
@@ -17,6 +17,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
 from diloco.config.placing import syncer_dir
 from diloco.observe.console import identity_lines, lines_to, syncer_log
 from diloco.observe.eventlog import EventLog
+from diloco.observe.text import standby_line
 from diloco.open_files import raise_limit
 from diloco.runs.process import Stopping, disk_from_environment, limit_arenas
 

@@ -19,12 +19,11 @@ from diloco.config.run_dir import LATEST, RunDir, existing_run
 from diloco.observe.console import SiteLines
 from diloco.observe.eventlog import EventLog, read_events, recent_events
 from diloco.observe.history import RunHistory
-from diloco.observe.text import size, units_text
+from diloco.observe.text import details, heading, site_cells, standby_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from rich.console import Console
     from rich.table import Table
 
     from diloco.config.schema import RunConfig
@@ -218,10 +217,7 @@ def _print(status: Status, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console()
-    _write(status, console if console.is_terminal else Console(width=PLAIN_WIDTH))
-
-
-def _write(status: Status, console: Console) -> None:
+    console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
     if status.get("role") == "standby":
         console.print(standby_line(status), soft_wrap=True, highlight=False, markup=False)
         return
@@ -246,71 +242,6 @@ def _watch(address: str, settings: Sequence[str]) -> NoReturn:
             time.sleep(EVERY_S)
 
 
-def standby_line(status: Status) -> str:
-    """Return one line about a standby."""
-    versions = ",".join(map(str, status["versions"])) or "none yet"
-    follows = "follows" if status["following"] else f"DOES NOT FOLLOW (heard {status['heard_seconds_ago']:.0f} s ago)"
-    failed = f"  FAILED: {status['failed']}" if status["failed"] else ""
-    trouble = f"  {status['trouble']}" if status.get("trouble") and not failed else ""
-    complaints = "".join(f"  {text}" for text in status.get("identity_complaints", []))
-    return (
-        f"standby {status['name']} {follows} {status['primary']}  versions {versions}  epoch {status['epoch']}  "
-        f"{status['turns_behind']} turns to carry out{trouble}{complaints}{failed}"
-        + "".join(f"\n{line}" for line in status.get("others", []))
-    )
-
-
-def heading(status: Status) -> str:
-    """Return one line about the run, and one about each other process that was asked."""
-    versions = ",".join(str(fragment["version"]) for fragment in status["fragments"])
-    ending = f" ({status['ending']})" if status["ending"] else ""
-    waiting = sum(len(fragment["arrived"]) for fragment in status["fragments"])
-    told = [
-        f"run {status['run_id']}  {status['phase']}{ending}  {status['progress']:.0%} of the run  versions {versions}",
-        f"{status['run_tokens']:,} tokens merged  {waiting} arrived for the open rounds  epoch {status['epoch']}",
-        f"up {status['up_seconds']:.0f} s",
-    ]
-    if "kernels" in status:  # An older syncer does not report them.
-        told.append(f"kernels {status['kernels']}")
-    if (lineage := status.get("lineage", 1)) > 1:  # The number is the time at which the run was restored.
-        told.append(f"restored {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(lineage))} UTC")
-    if (backup := status.get("backup")) is not None:
-        none = f"none for {backup['without_s']:.0f} s" if "without_s" in backup else "none yet"  # As an older syncer's.
-        age = none if backup["age_s"] is None else f"{backup['age_s']:.0f} s old"
-        told.append(f"backup {age}" + (f", FAILING: {backup['failing']}" if backup["failing"] else ""))
-    standby = status.get("replication") or {}
-    if standby.get("mode", "off") != "off":
-        if standby["detached"]:
-            until = f"until standby {standby['standby']} has caught up" if standby["following"] else "without a standby"
-            told.append(
-                f"ON ONE DISK {until}" + ("" if standby["following"] else " (start one: diloco standby follow)")
-            )
-        elif standby["following"]:
-            told.append(f"standby {standby['standby']} follows")
-        else:
-            advice = "" if status.get("behind") else " (start it, or: diloco standby detach)"  # A second run otherwise.
-            told.append(f"NO STANDBY for {standby['away_seconds']:.0f} s{advice}")
-    return "\n".join(["  ".join([*told, *_troubles(status)]), *status.get("others", [])])
-
-
-def _troubles(status: Status) -> list[str]:
-    """Return what an operator must see at once, as far as the syncer reports it: earlier releases report less."""
-    told = [f"BEHIND: {status['behind']}"] if status.get("behind") else []
-    told += status.get("identity_complaints", [])
-    told += [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
-    if still := status.get("standstill"):
-        told.append(f"NO VERSION of fragment {still['fragment']} for {still['seconds']:.0f} s: {still['why']}")
-    for name, site in status["sites"].items():
-        found = {"updates": site.get("updates_corrupt", 0), "bases": site.get("bases_differed", 0)}
-        if any(found.values()):
-            what = " and ".join(f"{count} {kind}" for kind, count in found.items() if count)
-            told.append(f"{name} CORRUPTS DATA ({what})")
-        for held in site.get("held", []):
-            which = f"{name} {held['fragment']} {held['sequence']}"
-            told.append(f"HELD for {held['seconds']:.0f} s: {which}: {held['why']} (diloco admit, diloco refuse)")
-    return told
-
-
 def sites_table(status: Status) -> Table:
     """Return a table with one row a site."""
     from rich.table import Table
@@ -318,56 +249,10 @@ def sites_table(status: Status) -> Table:
     table = Table()
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("site", "state") else "right")
-    for name, site in status["sites"].items():
-        loss, heard = site.get("loss"), site["heard_seconds_ago"]
-        table.add_row(
-            name,
-            site["status"],
-            _number(site.get("step")),
-            f"{loss:.4f}" if isinstance(loss, float) else "-",
-            _number(site.get("tokens_per_s")),
-            _number(site.get("tokens_processed")),
-            _number(site["tokens_merged"]),
-            _number(site.get("tokens_in_flight")),
-            _number(site.get("staleness")),
-            size(site.get("bytes_up") or site["payload_bytes_up"]),
-            size(site.get("bytes_down") or site["payload_bytes_down"]),
-            _link(site.get("link")),
-            f"{heard:.1f} s ago" if heard is not None else "never",
-        )
+    for name in status["sites"]:
+        cells = site_cells(status, name)
+        table.add_row(*(cells[column] for column in COLUMNS))
     return table
-
-
-def details(status: Status) -> str:
-    """Return a line on where the units of the data are, and one on the costs of each fragment's latest round.
-
-    "" where no units are leased, or the syncer reports none, and no fragment has had a round.
-    """
-    units = status.get("units")
-    lines = [units_text(units)] if units else []
-    lines += [
-        f"round {fragment['version']} of fragment {index}: "
-        + ", ".join(f"{name.removesuffix('_s')} {1000 * seconds:,.1f} ms" for name, seconds in costs.items())
-        for index, fragment in enumerate(status["fragments"])
-        if (costs := fragment.get("costs"))
-    ]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _link(link: Mapping[str, Any] | None) -> str:
-    """Return round trip and rates, as far as the site has measured them; and codec and overlap, where chosen."""
-    if not link or not link["rtt_ns"]:
-        return "-"
-    from diloco.sync.link import megabits  # Not above: --help must answer at once.
-
-    rates = [megabits(link[key]) if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
-    chosen = f" {link['up_codec']}" if link["why"] else ""
-    overlap = f" overlap {link['overlap_steps']}" if link.get("overlap_steps") else ""
-    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)}{chosen}{overlap}"
-
-
-def _number(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
 
 
 # --- ``diloco status`` of a run with several syncers -----------------------------------------------------------------
@@ -501,23 +386,20 @@ def dashboard_of(
     title: str, run_dir: RunDir | None, config: RunConfig | None, watches: Sequence[StatusWatch]
 ) -> Dashboard:
     """Return the page of a run; without ``run_dir`` its history is what the first of ``watches`` hears."""
-    from rich.console import Console
-
     from diloco.observe.dashboard import Dashboard
     from diloco.runs.up import together
 
-    def ask() -> tuple[dict[str, Any] | None, str]:
+    def ask() -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
         now = time.monotonic()
-        latest = [each.latest if now - each.answered_s < ANSWERS_S else None for each in watches]
-        known = [each for each in latest if each is not None]
-        with io.StringIO() as text:
-            for each in known:
-                _write(each, Console(file=text, width=180, color_system=None))
-            said = text.getvalue()
-        first = latest[0] if latest else None
-        if first is None or "fragments" not in first:  # Another syncer has other fragments.
-            return None, said or "No syncer answers."
-        return {**first, **(together(known) or {} if len(known) > 1 else {})}, said
+        found: dict[str, dict[str, Any]] = {}
+        for each in watches:
+            latest = each.latest if now - each.answered_s < ANSWERS_S else None
+            found[each.address] = latest or {"unreachable": f"{each.address} does not answer"}
+        first = next(iter(found.values()), {})
+        if "fragments" not in first:  # Another syncer has other fragments.
+            return None, found
+        same = [each for each in found.values() if each.get("run_id") == first["run_id"]]  # A region has its own run.
+        return {**first, **(together(same) or {} if len(same) > 1 else {})}, found
 
     settings = asdict(config) if config is not None else {}
     return Dashboard(title, run_dir.events if run_dir else None, settings, to_yaml(config) if config else "", ask)

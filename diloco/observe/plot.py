@@ -5,6 +5,7 @@ Points and bars have a ``<title>``, which a browser shows when the pointer rests
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ LEFT, RIGHT, TOP, BOTTOM = 82, 16, 14, 44
 BINS = 150
 HOVERS = 90
 NAME_PX = 24
+LABEL_PX = 90
+"""About the width of a rule's label."""
 LABEL_CHARS = 11
 
 STYLE = """
@@ -175,7 +178,8 @@ def line_chart(
     _axes(drawing, across, up, x, y, clock_ticks(across.high) if time else ticks(across.low, across.high))
     for rule in rules:
         drawing.line(LEFT, up(rule.y), WIDTH - RIGHT, up(rule.y), "rule")
-        drawing.text(WIDTH - RIGHT - 4, up(rule.y) - 4, f"{rule.label} {y.show(rule.y)}", "end", ' class="soft"')
+        at, anchor = _free_place(drawn, across, up, rule.y)
+        drawing.text(at, up(rule.y) - 4, f"{rule.label} {y.show(rule.y)}", anchor, ' class="soft"')
     for line in drawn:
         drawing.parts.append(f'<path class="line {line.style}" d="{_path(line.points, across, up)}"/>')
     for line in drawn:
@@ -187,7 +191,27 @@ def line_chart(
             drawing.parts.append(f'<circle class="{dots} {line.style}" {place} r="3.5"><title>{title}</title></circle>')
     if named:
         _names(drawing, drawn, across, up)
-    return drawing.done(f"{y.label} against {x.label}")
+    ends = [f"{line.label} {y.show(last[1])}" for line in drawn if line.points and (last := line.points[-1])]
+    return drawing.done(f"{y.label} against {x.label}; at the end: {', '.join(ends)}")
+
+
+def _free_place(lines: Sequence[Line], across: Scale, up: Scale, y: float) -> tuple[float, str]:
+    """Return where the label of a rule at ``y`` is farthest from the lines: at the right, left or middle."""
+    half = LABEL_PX / 2
+    places = [(WIDTH - RIGHT - 4, "end", -half), (LEFT + 4, "start", half), ((LEFT + WIDTH - RIGHT) / 2, "middle", 0.0)]
+
+    def gap(place: tuple[float, str, float]) -> float:
+        inside = [abs(up(y) - 8 - height) for x, height in passed if abs(x - place[0] - place[2]) <= half + 8]
+        return min(inside, default=math.inf)
+
+    passed = [
+        (across(a[0]) + (across(b[0]) - across(a[0])) * part / 8, up(a[1]) + (up(b[1]) - up(a[1])) * part / 8)
+        for line in lines
+        for a, b in itertools.pairwise([*line.points, *line.points[-1:]])
+        if a and b
+        for part in range(9)
+    ]
+    return max(places, key=gap)[:2]
 
 
 def _names(drawing: _Drawing, lines: Sequence[Line], across: Scale, up: Scale) -> None:

@@ -1,9 +1,12 @@
-"""Texts for people: a sentence for each event, the state of the data's units, and formatted numbers."""
+"""Texts for people: a sentence for each event, a syncer's status, the state of the data's units, formatted numbers."""
 
 from __future__ import annotations
 
+import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from diloco.sync.link import megabits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,6 +147,186 @@ def units_text(units: Mapping[str, Any]) -> str:
     told = [f"{units[name]:,} {WORDS.get(name, name)}" for name in COLUMNS if units[name] or name == "merged"]
     each = f"units of {units['sequences']} sequences"
     return f"{each}: {units['leased']:,} leased, {units['processed']:,} processed, {', '.join(told)}"
+
+
+# --- A syncer's status, as text --------------------------------------------------------------------------------------
+
+
+def standby_line(status: Mapping[str, Any]) -> str:
+    """Return one line about a standby."""
+    versions = ",".join(map(str, status["versions"])) or "none yet"
+    follows = "follows" if status["following"] else f"DOES NOT FOLLOW (heard {status['heard_seconds_ago']:.0f} s ago)"
+    failed = f"  FAILED: {status['failed']}" if status["failed"] else ""
+    trouble = f"  {status['trouble']}" if status.get("trouble") and not failed else ""
+    complaints = "".join(f"  {text}" for text in status.get("identity_complaints", []))
+    return (
+        f"standby {status['name']} {follows} {status['primary']}  versions {versions}  epoch {status['epoch']}  "
+        f"{status['turns_behind']} turns to carry out{trouble}{complaints}{failed}"
+        + "".join(f"\n{line}" for line in status.get("others", []))
+    )
+
+
+def heading(status: Mapping[str, Any]) -> str:
+    """Return one line about the run and its syncer, and one about each other process that was asked."""
+    return "\n".join(
+        ["  ".join([*run_facts(status), *syncer_facts(status), *troubles(status)]), *status.get("others", [])]
+    )
+
+
+def run_facts(status: Mapping[str, Any]) -> list[str]:
+    """Return how far the run is."""
+    versions = ",".join(str(fragment["version"]) for fragment in status["fragments"])
+    ending = f" ({status['ending']})" if status["ending"] else ""
+    waiting = sum(len(fragment["arrived"]) for fragment in status["fragments"])
+    return [
+        f"run {status['run_id']}",
+        f"{status['phase']}{ending}",
+        f"{status['progress']:.0%} of the run",
+        f"versions {versions}",
+        f"{status['run_tokens']:,} tokens merged",
+        f"{waiting} arrived for the open rounds",
+    ]
+
+
+def syncer_facts(status: Mapping[str, Any]) -> list[str]:
+    """Return the state of the syncer's process, as far as it reports it: earlier releases report less."""
+    told = [f"epoch {status['epoch']}", f"up {status['up_seconds']:.0f} s"]
+    if "kernels" in status:
+        told.append(f"kernels {status['kernels']}")
+    if (lineage := status.get("lineage", 1)) > 1:  # The number is the time at which the run was restored.
+        told.append(f"restored {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(lineage))} UTC")
+    if (used := status.get("memory_bytes")) is not None:
+        told.append(f"memory {size(used)}, of it at most {size(status['memory_bytes_max'])} for the run")
+    if (free := status.get("disk_free_bytes")) is not None:
+        told.append(f"disk {size(free)} free")
+    if journal := status.get("journal"):
+        told.append(f"journal {size(journal['bytes'])} in segment {journal['segment']}")
+    if above := status.get("upstream"):
+        based = ",".join(map(str, above["base_versions"]))
+        told.append(f"site {above['site']} of the run above, based on its versions {based}")
+    if (backup := status.get("backup")) is not None:
+        none = f"none for {backup['without_s']:.0f} s" if "without_s" in backup else "none yet"
+        age = none if backup["age_s"] is None else f"{backup['age_s']:.0f} s old"
+        told.append(f"backup {age}" + (f", FAILING: {backup['failing']}" if backup["failing"] else ""))
+    if lease := status.get("lease"):
+        told.append(
+            f"lease {lease['place']} "
+            + (f"renewed {lease['renewed_seconds_ago']:.0f} s ago" if lease["valid"] else "IS NOT VALID")
+            + (f", heir {lease['heir']}" if lease["heir"] else "")
+            + (f", TROUBLE: {lease['trouble']}" if lease["trouble"] else "")
+        )
+    standby = status.get("replication") or {}
+    if standby.get("mode", "off") == "off":
+        return told
+    following = standby["following"]
+    if standby["detached"]:
+        until = f"until standby {standby['standby']} has caught up" if following else "without a standby"
+        told.append(f"ON ONE DISK {until}" + ("" if following else " (start one: diloco standby follow)"))
+    elif following:
+        told.append(f"standby {standby['standby']} follows")
+    else:
+        advice = "" if status.get("behind") else " (start it, or: diloco standby detach)"  # A second run otherwise.
+        told.append(f"NO STANDBY for {standby['away_seconds']:.0f} s{advice}")
+    return told
+
+
+def troubles(status: Mapping[str, Any]) -> list[str]:
+    """Return what an operator must see at once, as far as the syncer reports it."""
+    told = [f"BEHIND: {status['behind']}"] if status.get("behind") else []
+    told += status.get("identity_complaints", [])
+    told += [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
+    if still := status.get("standstill"):
+        told.append(f"NO VERSION of fragment {still['fragment']} for {still['seconds']:.0f} s: {still['why']}")
+    for name, site in status["sites"].items():
+        found = {"updates": site.get("updates_corrupt", 0), "bases": site.get("bases_differed", 0)}
+        if any(found.values()):
+            what = " and ".join(f"{count} {kind}" for kind, count in found.items() if count)
+            told.append(f"{name} CORRUPTS DATA ({what})")
+        for held in site.get("held", []):
+            which = f"{name} {held['fragment']} {held['sequence']}"
+            told.append(f"HELD for {held['seconds']:.0f} s: {which}: {held['why']} (diloco admit, diloco refuse)")
+    return told
+
+
+def site_cells(status: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Return the cells of a site's row by their columns; "-" for what it has not reported."""
+    site, seconds = status["sites"][name], status["up_seconds"]
+    link, loss, heard, stall = (site.get(field) for field in ("link", "loss", "heard_seconds_ago", "stall_share"))
+    figures = {
+        **{"step": "step", "tokens/s": "tokens_per_s", "processed": "tokens_processed", "merged": "tokens_merged"},
+        **{"in flight": "tokens_in_flight", "stale": "staleness"},
+    }
+    cells = {column: _number(site.get(field)) for column, field in figures.items()}
+    for way in ("up", "down"):
+        carried = site.get(f"bytes_{way}") or site[f"payload_bytes_{way}"]
+        mean, rate = site[f"payload_bytes_{way}"] / (seconds or 1), (link or {}).get(f"{way}_bytes_per_s")
+        used = f"{mean * 8 / 1e6:.3g} of {rate * 8 / 1e6:.3g}" if rate else "-"
+        cells |= {way: size(carried), f"Mbit/s {way}": used}
+    chosen = link["up_codec"] if link else ""
+    return cells | {
+        "site": name,
+        "state": site["status"],
+        "loss": f"{loss:.4f}" if isinstance(loss, float) else "-",
+        "stall": f"{stall:.2%}" if isinstance(stall, float) else "-",
+        "codec": chosen or "-",
+        "round trip": f"{link['rtt_ns'] / 1e6:.0f} ms" if link and link["rtt_ns"] else "-",
+        "link": _link(link),
+        "heard": f"{heard:.1f} s ago" if heard is not None else "never",
+    }
+
+
+def _link(link: Mapping[str, Any] | None) -> str:
+    """Return round trip and rates, as far as the site has measured them; and codec and overlap, where chosen."""
+    if not link or not link["rtt_ns"]:
+        return "-"
+    rates = [megabits(link[key]) if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
+    chosen = f" {link['up_codec']}" if link["why"] else ""
+    overlap = f" overlap {link['overlap_steps']}" if link.get("overlap_steps") else ""
+    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)}{chosen}{overlap}"
+
+
+def _number(value: object) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
+
+
+ROUND_COLUMNS = ("fragment", "next version", "arrived", "awaited", "open for", "grace left")
+
+
+def round_cells(status: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the cells of each open round by ``ROUND_COLUMNS``; an earlier release's syncer reports none."""
+    rows = []
+    for index, fragment in enumerate(status["fragments"]):
+        if fragment.get("open_seconds") is None and not fragment.get("merging"):
+            continue
+        left, opened = fragment.get("grace_seconds_left"), fragment.get("open_seconds")
+        grace = "no quorum yet" if left is None else f"{left:.1f} s"
+        cells = (
+            str(index),
+            str(fragment["version"] + 1),
+            ", ".join(fragment["arrived"]) or "-",
+            ", ".join(fragment["awaited"]) or "-",
+            "-" if opened is None else f"{opened:.1f} s",
+            "merging" if fragment["merging"] else grace,
+        )
+        rows.append(dict(zip(ROUND_COLUMNS, cells, strict=True)))
+    return rows
+
+
+def details(status: Mapping[str, Any]) -> str:
+    """Return a line on where the data's units are, one on each open round, and one on each latest round's costs.
+
+    "" where no units are leased, or the syncer reports none, and no fragment has a round or has had one.
+    """
+    units = status.get("units")
+    lines = [units_text(units)] if units else []
+    lines += [", ".join(f"{column} {cell}" for column, cell in cells.items()) for cells in round_cells(status)]
+    lines += [
+        f"round {fragment['version']} of fragment {index}: "
+        + ", ".join(f"{name.removesuffix('_s')} {1000 * seconds:,.1f} ms" for name, seconds in costs.items())
+        for index, fragment in enumerate(status["fragments"])
+        if (costs := fragment.get("costs"))
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 # --- Format numbers for people ---------------------------------------------------------------------------------------

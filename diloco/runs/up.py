@@ -469,6 +469,7 @@ class StatusWatch:
     """
 
     def __init__(self, address: str, security: SecurityOptions) -> None:
+        self.address = address
         self.latest: Status | None = None
         self.answered_s = -math.inf
         self.drain_accepted = False

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 
 from diloco.cli.main import main
-from diloco.cli.status import standby_line
+from diloco.observe.text import standby_line
 from tests.loopback.cluster import eventually, free_port, serving
 from tests.runs.processes import START_S, TINY, place_in, wait_for
 from tests.syncer.test_standby import BOUND_S, a_toy

@@ -16,8 +16,6 @@ from diloco.cli import admin, status
 from diloco.cli.main import main
 from diloco.cli.status import (
     as_one,
-    details,
-    heading,
     report,
     sites_table,
     syncer_address,
@@ -26,6 +24,7 @@ from diloco.cli.status import (
 )
 from diloco.config.errors import ExitCode, VerbError
 from diloco.config.run_dir import RunDir
+from diloco.observe.text import details, heading
 from tests.observe.recorded import Recorder, write
 
 
@@ -341,10 +340,10 @@ def test_one_address_that_refuses_does_not_hide_the_syncer_that_answers(monkeypa
 
 
 def test_a_dashboard_takes_no_other_syncer_for_the_first() -> None:
-    watches = [SimpleNamespace(latest={**STATUS}, answered_s=time.monotonic()) for _ in range(2)]
+    watches = [SimpleNamespace(address=each, latest={**STATUS}, answered_s=time.monotonic()) for each in ("a:1", "b:2")]
     page = status.dashboard_of("otter", None, None, watches)  # type: ignore[arg-type]
     assert page._ask()[0] is not None
     watches[0].answered_s -= 60.0
-    answered, text = page._ask()
+    answered, found = page._ask()
     assert answered is None
-    assert "nimble-otter" in text, "what the other one says"
+    assert found == {"a:1": {"unreachable": "a:1 does not answer"}, "b:2": STATUS}

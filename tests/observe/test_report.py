@@ -211,6 +211,15 @@ def test_a_chart_is_well_formed_and_stays_in_its_frame() -> None:
     (path,) = elements(svg, "path")
     assert path.attrib["d"].count("M") == 2, "the line is drawn across a break"
     assert "zlib 3.00" in [text.text for text in elements(svg, "text")]
+    assert elements(svg, "svg")[0].attrib["aria-label"].endswith("at the end: site-a <b> 1.00")
+
+
+@pytest.mark.parametrize(("rule", "anchor"), [(1.2, "start"), (4.8, "end")])
+def test_the_label_of_a_rule_stands_away_from_the_line(rule: float, anchor: str) -> None:
+    line = Line("global", "global", [(0.0, 5.0), (30.0, 4.0), (60.0, 2.0), (90.0, 1.0)])
+    svg = line_chart([line], X, Y, [Rule("zlib", rule)], time=True)
+    (label,) = (text for text in elements(svg, "text") if str(text.text).startswith("zlib"))
+    assert label.attrib["text-anchor"] == anchor
 
 
 @pytest.mark.parametrize("points", [[], [None], [(3.0, 3.0)], [(0.0, 1.0), (0.0, 1.0)]])
