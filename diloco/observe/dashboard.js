@@ -1,6 +1,6 @@
 "use strict";
 // The parts that have changed come as events; where they stay away (a proxy may hold them back), the page asks.
-const SILENT_MS = 6000, ASK_MS = 3000;
+const SILENT_MS = 6000, ASK_MS = 3000, KEPT = "details, summary, pre, .scroll";
 const heard = document.getElementById("heard"), filter = document.getElementById("filter");
 let last = Date.now(), asking = false, log = "";
 
@@ -10,9 +10,14 @@ function show(parts) {
   for (const [id, html] of Object.entries(parts)) {
     const place = document.getElementById(id);
     if (place === null) { location.reload(); return; }
-    const open = [...place.querySelectorAll("details")].map((each) => each.open);
+    const before = [...place.querySelectorAll(KEPT)].map((each) => [each.open, each.scrollLeft, each.scrollTop, each === document.activeElement]);
     place.innerHTML = html;
-    place.querySelectorAll("details").forEach((each, index) => { each.open = open[index]; });
+    place.querySelectorAll(KEPT).forEach((each, index) => {  // What a reader has opened, moved to or chosen stays so.
+      const [open, left, top, active] = before[index] ?? [];
+      if (open !== undefined) each.open = open;
+      each.scrollTo(left ?? 0, top ?? 0);
+      if (active) each.focus({ preventScroll: true });
+    });
     if (place.querySelector("#log")) { log = document.getElementById("log").textContent; sift(); }
   }
 }
@@ -25,8 +30,8 @@ function sift() {
 }
 
 function silent() {
-  const seconds = Math.round((Date.now() - last) / 1000);
-  if (seconds * 1000 >= SILENT_MS) heard.textContent = `No answer for ${seconds} s. Of a run that has ended, diloco dashboard shows the page again.`;
+  const text = `No answer since ${new Date(last).toLocaleTimeString()}. Of a run that has ended, diloco dashboard shows the page again.`;
+  if (Date.now() - last >= SILENT_MS && heard.textContent !== text) heard.textContent = text;  // A screen reader says it once.
 }
 
 async function ask() {
@@ -40,6 +45,7 @@ async function ask() {
 
 if (document.getElementById("log") !== null) {  // Not on a page that could not be made.
   document.getElementById("log").parentElement.open = true;
+  document.getElementById("log").closest("section").before(filter.closest("p"));
   log = document.getElementById("log").textContent;
 }
 filter.addEventListener("input", sift);

@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import cache
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -26,12 +27,13 @@ from urllib.parse import urlsplit
 
 from diloco.observe.eventlog import read_events
 from diloco.observe.history import RunHistory
-from diloco.observe.report import blocks_of, page, parts_of
+from diloco.observe.report import blocks_of, page, parts_of, section, table
 from diloco.observe.summary import summarize
+from diloco.observe.text import ROUND_COLUMNS, round_cells, run_facts, site_cells, standby_line, syncer_facts, troubles
 from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from diloco.observe.eventlog import Event
@@ -53,7 +55,7 @@ class Dashboard:
 
     ``events`` is the run's file of events; None: the history is made from the answers of ``ask`` from now on.
     ``settings`` is the run's configuration as plain values, ``config`` the same as text.  ``ask`` returns the syncer's
-    status, or None when it does not answer, and the text of ``diloco status``.
+    status, or None when it does not answer, and each syncer's own by its address (``sections_now``).
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Dashboard:
         events: Path | None,
         settings: Mapping[str, object],
         config: str,
-        ask: Callable[[], tuple[Status | None, str]],
+        ask: Callable[[], tuple[Status | None, dict[str, Status]]],
     ) -> None:
         self.changed = threading.Condition()
         self.viewers = 0
@@ -130,7 +132,7 @@ class Dashboard:
 
     def _made(self) -> dict[str, str]:
         """Return the parts of the page as of now."""
-        status, now = self._ask()
+        status, found = self._ask()
         new: Iterable[Event] = ()
         if self._events is not None:
             new, self._offset = read_events(self._events, self._offset)
@@ -142,8 +144,8 @@ class Dashboard:
         except Exception:  # Half of it is no history: read it again, and say the error again.
             self._history, self._offset, self._polled = RunHistory(), None, {}
             raise
-        if status is None and self._history.ending:
-            now = "The run has ended."
+        why = "The run has ended." if self._history.ending else "No syncer answers."
+        now = sections_now({} if status is None and self._history.ending else found, why)
         summary = summarize(self._history, status, self._settings)
         state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
         _, tiles, sections = parts_of(self._history, summary, self._config, now)
@@ -183,6 +185,62 @@ def as_events(status: Status, before: Status, at: float) -> Iterator[Event]:
         yield event("published", fragment=index, version=fragment["version"], **run)
     if status["ending"] is not None:
         yield event("final", ending=status["ending"])
+
+
+# --- This moment, from the syncers' answers ---------------------------------------------------------------------------
+
+SITE_COLUMNS = (
+    *("site", "state", "step", "loss", "tokens/s", "stall", "stale", "in flight"),
+    *("round trip", "Mbit/s up", "Mbit/s down", "codec", "heard"),
+)
+_SITES_NOTE = (
+    "What each site reports in its heartbeats. Stale: versions behind. Mbit/s: the mean since the syncer's start, "
+    "of the link's rate as the site has measured it."
+)
+_ROUNDS_NOTE = "Which updates wait for the next version, and for which sites the round waits."
+_SYNCERS_NOTE = "Each syncer that this page asks, with its sites; below a syncer the regions that are sites of it."
+
+
+def sections_now(found: Mapping[str, Status], why: str) -> list[str]:
+    """Return the sections on sites, open rounds and syncers; ``found`` has each syncer's answer by its address.
+
+    An answer is a status, that of a standby, or ``{"unreachable": why}``.  ``why`` stands where there is none.
+    """
+    known = {address: each for address, each in found.items() if "fragments" in each}
+    named = ["syncer"] if len(known) > 1 else []
+    sites = [{"syncer": address, **site_cells(each, name)} for address, each in known.items() for name in each["sites"]]
+    rounds = [{"syncer": address, **cells} for address, each in known.items() for cells in round_cells(each)]
+
+    def rows_of(title: str, columns: Sequence[str], rows: list[dict[str, str]], note: str, none: str) -> str:
+        picture = table([*named, *columns], [[row[column] for column in (*named, *columns)] for row in rows])
+        return section(title, "", picture, note, none if known else why)
+
+    names = {region: each["upstream"]["site"] for region, each in known.items() if each.get("upstream")}
+    below = {
+        address: [region for region, name in names.items() if region != address and name in each["sites"]]
+        for address, each in known.items()
+    }
+    left, regions = dict(found), {region for inner in below.values() for region in inner}
+    tree = "".join(_branch(address, below, left) for address in sorted(found, key=regions.__contains__))
+    return [
+        rows_of("Sites", SITE_COLUMNS, sites, _SITES_NOTE, "No site has joined."),
+        rows_of("Open rounds", ROUND_COLUMNS, rounds, _ROUNDS_NOTE, "No round is open: no update waits."),
+        section("Syncers", "", tree and f"<ul>{tree}</ul>", _SYNCERS_NOTE, why),
+    ]
+
+
+def _branch(address: str, below: Mapping[str, Sequence[str]], left: dict[str, Status]) -> str:
+    """Return a syncer as an item of a list, with the regions ``below`` it; take them out of ``left``."""
+    if (status := left.pop(address, None)) is None:
+        return ""
+    if "fragments" not in status:
+        return f"<li>{escape(status.get('unreachable') or standby_line(status))}</li>"
+    held = [f"fragments {','.join(map(str, status['held']))}"] if status.get("held") else []
+    facts = [f"syncer {address}", *held, *run_facts(status), *syncer_facts(status)]
+    wrong = "".join(f'<p class="wrong">{escape(each)}</p>' for each in [*troubles(status), *status.get("others", [])])
+    regions = "".join(_branch(each, below, left) for each in below[address])
+    names = f"<li>sites: {escape(', '.join(status['sites']) or 'none yet')}</li>"
+    return f"<li>{escape(' · '.join(facts))}{wrong}<ul>{names}{regions}</ul></li>"
 
 
 # --- The page's server -----------------------------------------------------------------------------------------------

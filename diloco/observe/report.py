@@ -57,9 +57,9 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
 
 
 def parts_of(
-    history: RunHistory, summary: Mapping[str, Any], config: str, now: str = ""
+    history: RunHistory, summary: Mapping[str, Any], config: str, now: Sequence[str] = ()
 ) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Return the page's status, tiles and sections; ``now`` is the text of ``diloco status``, if any."""
+    """Return the page's status, tiles and sections; ``now`` are the sections on this moment, if any."""
     styled = [(name, series_style(number)) for number, name in enumerate(sorted(history.sites))]
     losses = legend([*styled, ("global model (validation)", "global")])
     marks = legend([*styled, ("fault", "bad"), ("outer step", "global")])
@@ -71,7 +71,7 @@ def parts_of(
     ]
     log = "\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines)
     sections = [
-        *([section("Now", "", f"<pre>{escape(now)}</pre>", "What diloco status says.")] if now else []),
+        *now,
         section("Loss against time", losses, _loss(history, styled, 0, TIME), _LOSS_NOTE),
         section("Loss against tokens", losses, _loss(history, styled, 1, Axis("tokens", count)), _TOKENS_NOTE),
         section("Validation, bits per byte", "", _bits(history), _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
@@ -80,8 +80,8 @@ def parts_of(
         section("Where every token went", "", table(["site", *parts], ledger), _LEDGER_NOTE + data),
         section("Time and wire of each site", "", _site_table(summary), ""),
         section("Faults", "", _fault_table(summary), ""),
-        f'<details><summary>What happened</summary><pre id="log">{escape(log)}</pre></details>',
-        f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
+        f'<details><summary>What happened</summary><pre id="log" tabindex="0">{escape(log)}</pre></details>',
+        f'<details><summary>Configuration</summary><pre tabindex="0">{escape(config)}</pre></details>',
     ]
     return str(summary["status"]), _tiles(summary), sections
 
@@ -237,9 +237,10 @@ def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
     )
 
 
-def section(title: str, legend: str, picture: str, note: str) -> str:
-    """Return a section: its heading, note, legend and picture."""
-    shown = picture or '<div class="empty">Nothing was recorded.</div>'
+def section(title: str, legend: str, picture: str, note: str, none: str = "Nothing was recorded.") -> str:
+    """Return a section: its heading, note, legend and picture; ``none`` where there is no picture."""
+    frame = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">'
+    shown = f"{frame}{picture}</div>" if picture else f'<div class="empty">{escape(none)}</div>'
     words = f'<p class="soft">{escape(note)}</p>' if note else ""
     return f"<h2>{escape(title)}</h2>\n{words}{legend}\n{shown}"
 
@@ -259,6 +260,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table; "" without a row."""
     if not rows:
         return ""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    return f"<table><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table>"

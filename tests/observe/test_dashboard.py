@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from diloco.observe.dashboard import Dashboard, as_events, served
+from diloco.observe.dashboard import Dashboard, as_events, sections_now, served
 from diloco.observe.eventlog import Event
 from diloco.observe.history import RunHistory
 from tests.loopback.cluster import SiteThread, eventually, serving
@@ -39,9 +39,9 @@ class Run:
             write(self.file, events)
         self.page = Dashboard("quiet-otter", self.file if events is not None else None, {}, "seed: 1", self.ask)
 
-    def ask(self) -> tuple[dict[str, Any] | None, str]:
+    def ask(self) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
         self.asked += 1
-        return self.answer, "run quiet-otter  running" if self.answer else "No syncer answers."
+        return self.answer, {"a:1": self.answer} if self.answer and "fragments" in self.answer else {}
 
 
 @contextmanager
@@ -106,11 +106,66 @@ def test_what_a_site_says_is_text(tmp_path: Path) -> None:
         {"at": at, "who": bad, "what": "joined", "incarnation": 1, "versions": []},
         {"at": at, "who": bad, "what": "note", "note": "failed", "why": bad},
     ]
-    with served(Run(tmp_path, events).page, "127.0.0.1", 0) as url:
+    run = Run(tmp_path, events)
+    site = {**SITE, "status": bad, "link": {**SITE["link"], "up_codec": bad}}  # type: ignore[dict-item]
+    run.answer = {
+        **ANSWER,
+        "run_id": bad,
+        "sites": {bad: site},
+        "fragments": [{**OPEN, "arrived": [bad], "merging": False}],
+    }
+    with served(run.page, "127.0.0.1", 0) as url:
         text = got(url)[2]
+        assert "this page could not be made" not in text
         assert "&lt;script&gt;alert(1)" in text
         assert text.count("<script>") == 1
         assert bad not in "".join(json.loads(got(url, "/state")[2]).values())
+
+
+SITE = {
+    **{"status": "live", "step": 120, "loss": 2.5, "tokens_per_s": 8120.0, "tokens_processed": 9, "tokens_merged": 8},
+    **{"staleness": 3, "stall_share": 0.0123, "payload_bytes_up": 1_250_000, "payload_bytes_down": 0, "held": []},
+    "link": {"rtt_ns": 8e7, "up_bytes_per_s": 12_500_000, "down_bytes_per_s": 0, "up_codec": "int4:32", "why": ""},
+    "heard_seconds_ago": 0.4,
+}
+OPEN = {"version": 4, "arrived": ["fra"], "awaited": ["iad"], "open_seconds": 2.5, "grace_seconds_left": 1.5}
+ANSWER: dict[str, Any] = {
+    **{"run_id": "otter", "phase": "running", "ending": None, "progress": 0.25, "run_tokens": 12_000, "epoch": 3},
+    **{"up_seconds": 10.0, "memory_bytes": 3e8, "memory_bytes_max": 2e8, "disk_free_bytes": 4e10, "units": None},
+    **{"journal": {"segment": 2, "bytes": 1e6}, "fragments": [{**OPEN, "merging": False}], "not_ready": ["disk_full"]},
+    "sites": {"fra": SITE, "iad": {**SITE, "link": None}},
+    "lease": {"place": "etcd", "valid": True, "renewed_seconds_ago": 1.2, "heir": "osl", "trouble": ""},
+    "replication": {"mode": "sync", "standby": "osl", "following": True, "away_seconds": None, "detached": False},
+}
+
+
+def texts_of(sections: list[str]) -> list[str]:
+    return [" ".join(re.sub("<[^>]*>", " ", each).split()) for each in sections]
+
+
+def test_this_moment_has_each_site_the_open_rounds_and_each_syncer() -> None:
+    sites, rounds, syncers = texts_of(sections_now({"a:1": ANSWER}, ""))
+    assert "fra live 120 2.5000 8,120 1.23% 3 - 80 ms 1 of 100 - int4:32 0.4 s ago" in sites
+    assert rounds.endswith("0 5 fra iad 2.5 s 1.5 s")
+    for words in ("memory 300 MB", "disk 40.0 GB free", "journal 1.00 MB", "lease etcd renewed 1 s ago, heir osl"):
+        assert words in syncers
+    assert "standby osl follows TAKES NO UPDATES: disk_full sites: fra, iad" in syncers
+    assert [each.rsplit(". ", 1)[1] for each in texts_of(sections_now({}, "It ended"))] == ["It ended"] * 3
+
+
+def test_regions_stand_below_their_syncer_and_one_that_is_away_is_named() -> None:
+    above = {"site": "fra", "base_versions": [3]}
+    region = {**ANSWER, "run_id": "east", "upstream": above, "sites": {"east-1": SITE, "fra": SITE}}
+    found = {"b:2": region, "a:1": ANSWER, "c:3": {"unreachable": "c:3 does not answer"}}
+    sites, _, syncers = sections_now(found, "")
+    assert sites.count("<td>b:2</td>") == 2
+    top, below = re.findall(r"syncer (a:1|b:2)", syncers), syncers.index("b:2")
+    assert top == ["a:1", "b:2"]
+    assert syncers[:below].count("<ul>") - syncers[:below].count("</ul>") == 2, "it is inside the other's list"
+    assert "site fra of the run above, based on its versions 3" in syncers
+    assert "<li>c:3 does not answer</li>" in syncers
+    mirrored = {"a:1": {**ANSWER, "upstream": {"site": "east-1", "base_versions": []}}, "b:2": region}
+    assert len(re.findall("syncer [ab]:", sections_now(mirrored, "")[2])) == 2, "each once, whatever they say"
 
 
 def test_all_viewers_hear_what_is_new_and_the_syncer_is_asked_for_all_of_them_at_once(tmp_path: Path) -> None:
@@ -129,7 +184,7 @@ def test_all_viewers_hear_what_is_new_and_the_syncer_is_asked_for_all_of_them_at
         for each in streams:
             changed = next(parts for parts in each if "status" in parts)
             assert "finished" in changed["status"]
-            assert "site-c" in changed["s1"], "the chart of the losses"
+            assert "site-c" in changed["s3"], "the chart of the losses"
         asked = run.asked
         unchanged = next(parts for parts in streams[0] if "tiles" not in parts)
         assert unchanged.keys() <= {"s0"}, "only what has changed is sent"
@@ -270,6 +325,7 @@ def test_a_browser_keeps_the_page_up_to_date(tmp_path: Path, width: int) -> None
         with served(run.page, "127.0.0.1", 0) as url:
             browser.open(url)
             eventually(lambda: browser.value(status) == "running", BOUND_S, "the page")
+            browser.value("document.getElementById('log').focus()")
             write(run.file, events)
             eventually(lambda: browser.value(status) == "finished", BOUND_S, "what came after the page was loaded")
             browser.value("filter.value = 'FAULT'; filter.dispatchEvent(new Event('input'))")
@@ -278,8 +334,11 @@ def test_a_browser_keeps_the_page_up_to_date(tmp_path: Path, width: int) -> None
             assert all("FAULT" in line for line in lines)
             assert browser.value("document.documentElement.scrollWidth <= innerWidth"), "nothing overflows"
             assert browser.value("document.getElementById('log').parentElement.open")
+            assert browser.value("document.activeElement.id") == "log", "a reader stays in place"
+            scrolled = "[...document.querySelectorAll('pre, .scroll')]"
+            assert browser.value(f"{scrolled}.every((each) => each.tabIndex === 0)"), "the keyboard reaches all of it"
             assert browser.said == [], "neither an error nor a refusal of the page's policy"
-        eventually(lambda: "No answer for" in (browser.value(heard) or ""), BOUND_S, "the server has gone")
+        eventually(lambda: "No answer since" in (browser.value(heard) or ""), BOUND_S, "the server has gone")
         with served(run.page, "127.0.0.1", int(str(urlsplit(url).port))):
             run.page.ended = False
             eventually(lambda: browser.value(heard) == "", BOUND_S, "it is back")
