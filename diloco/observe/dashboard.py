@@ -25,15 +25,24 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from diloco.observe.eventlog import read_events
+from diloco.observe.eventlog import event_blocks
 from diloco.observe.history import RunHistory
 from diloco.observe.report import blocks_of, page, parts_of, section, table
 from diloco.observe.summary import summarize
-from diloco.observe.text import ROUND_COLUMNS, round_cells, run_facts, site_cells, standby_line, syncer_facts, troubles
+from diloco.observe.text import (
+    ROUND_COLUMNS,
+    clock,
+    round_cells,
+    run_facts,
+    site_cells,
+    standby_line,
+    syncer_facts,
+    troubles,
+)
 from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from diloco.observe.eventlog import Event
@@ -43,8 +52,10 @@ BEAT_S = 4.0
 """Longest time between two messages to a viewer, so that its page can tell a lost connection from a quiet run."""
 SEND_S = 10.0
 """Timeout of one read or write on a viewer's connection."""
+READ_S = 1.0
+"""Longest time to read events before the page is made of those read so far."""
 FIRST_S = 60.0
-"""Timeout for the next page; reading the history of a long run takes a while."""
+"""Timeout for the next page."""
 VIEWERS_MAX = 600
 
 Status = dict[str, Any]
@@ -75,7 +86,9 @@ class Dashboard:
         self.whole = ""
         self._title, self._events, self._settings, self._config, self._ask = title, events, settings, config, ask
         self._history = RunHistory()
-        self._offset: int | None = None
+        self._blocks = event_blocks(events) if events is not None else None
+        self._reads = False
+        """Whether there are events in the file that the page does not show yet."""
         self._polled: Status = {}
         self._news = ((0, 0), "{}")
         self.ended = False
@@ -91,7 +104,7 @@ class Dashboard:
                 blocks = blocks_of(f"this page could not be made: {error!r}", [], [], good=False)
             self._show(blocks)
             with self.changed:
-                self.changed.wait_for(lambda: self.ended, EVERY_S)
+                self.changed.wait_for(lambda: self.ended, 0.0 if self._reads else EVERY_S)
 
     def end(self) -> None:
         """Stop the thread and release the viewers."""
@@ -133,23 +146,34 @@ class Dashboard:
     def _made(self) -> dict[str, str]:
         """Return the parts of the page as of now."""
         status, found = self._ask()
-        new: Iterable[Event] = ()
-        if self._events is not None:
-            new, self._offset = read_events(self._events, self._offset)
-        elif status is not None:
-            new, self._polled = as_events(status, self._polled, time.time()), status
         try:
-            for event in new:
-                self._history.take(event)
+            self._take(status)
         except Exception:  # Half of it is no history: read it again, and say the error again.
-            self._history, self._offset, self._polled = RunHistory(), None, {}
+            self._history, self._polled = RunHistory(), {}
+            self._blocks = event_blocks(self._events) if self._events is not None else None
             raise
         why = "The run has ended." if self._history.ending else "No syncer answers."
         now = sections_now({} if status is None and self._history.ending else found, why)
         summary = summarize(self._history, status, self._settings)
         state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
+        if self._reads:
+            state = f"reads the run's events: {clock(self._history.seconds)} of the run so far"
         _, tiles, sections = parts_of(self._history, summary, self._config, now)
-        return blocks_of(state, tiles, sections, good=state in ("ok", "running", "finished"))
+        return blocks_of(state, tiles, sections, good=self._reads or state in ("ok", "running", "finished"))
+
+    def _take(self, status: Status | None) -> None:
+        """Take what is new into the history; of a long file as much as ``READ_S`` allows: the page comes soon."""
+        until_s = time.monotonic() + READ_S
+        if self._blocks is None and status is not None:
+            new, self._polled = as_events(status, self._polled, time.time()), status
+            for event in new:
+                self._history.take(event)
+        for block in self._blocks or ():
+            for event in block:
+                self._history.take(event)
+            self._reads = bool(block)
+            if not block or time.monotonic() >= until_s:
+                break
 
     def _show(self, blocks: dict[str, str]) -> None:
         """Hand the parts to all viewers."""

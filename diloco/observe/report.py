@@ -14,7 +14,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from diloco.durable import write_file
-from diloco.observe.eventlog import read_events
+from diloco.observe.eventlog import event_blocks
 from diloco.observe.history import RunHistory
 from diloco.observe.plot import Axis, Bar, Line, Points, Rule, line_chart, time_line
 from diloco.observe.summary import LEDGER, complaints, summarize
@@ -41,7 +41,8 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
     from diloco.config.compose import read
     from diloco.config.errors import ConfigError
 
-    history = RunHistory(read_events(run_dir / "events.jsonl")[0])
+    blocks = iter(event_blocks(run_dir / "events.jsonl").__next__, [])
+    history = RunHistory(event for block in blocks for event in block)
     paths = run_dir / "config.yaml", run_dir / "summary.json"
     config, told = (path.read_text("utf-8") if path.exists() else "" for path in paths)
     summary = json.loads(told) if told else {}
@@ -92,9 +93,11 @@ _BY_HAND = " diloco eval RUN_FOLDER records them here; with --follow, beside the
 _TOKENS_NOTE = "Sites against the tokens they read themselves; the global model against all tokens merged into it."
 _TIME_NOTE = (
     "A site's bar is its process; each tick on it is an update of that site merged into a version. The lowest row has "
-    "one mark for each outer step, from the quorum to the publication.  Of a long run the newest 500 have marks."
+    "one mark for each outer step, from the quorum to the publication. Of a long run only every second version has "
+    "marks, or every fourth, and so on."
 )
-ROUNDS_SHOWN = 500
+MARKS_MAX = 2000
+"""Most marks of rounds in the time line: each is some 150 bytes of the page."""
 _WIRE_NOTE = (
     "Bytes counted at the links, both directions, logarithmic. With fp32 codecs: four bytes for each value of each "
     "update and version that was exchanged. Data parallel: 2(N-1)/N × 4 bytes × parameters for each inner step of each "
@@ -162,7 +165,12 @@ def _time_line(history: RunHistory) -> str:
             title = f"{fault.target} {CAUSED.get(fault.what, fault.what)}, {clock(fault.at_s)} to {clock(end)}"
             style = "fault" if end > fault.at_s else "shock"
             bars.append(Bar(rows.index(target), fault.at_s, end, style, title))
-    for round_ in list(history.rounds)[-ROUNDS_SHOWN:]:
+    every = 1
+    while len(history.rounds) * (len(names) + 1) > MARKS_MAX * every:
+        every *= 2  # By version: the next round moves no mark.
+    for round_ in history.rounds:
+        if round_.version % every:
+            continue
         made = f"fragment {round_.fragment}, version {round_.version}"
         for name, weight in sorted(round_.weights.items()):
             stale = round_.staleness.get(name, 0)

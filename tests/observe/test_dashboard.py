@@ -18,9 +18,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from diloco.observe import dashboard, eventlog
 from diloco.observe.dashboard import Dashboard, as_events, sections_now, served
 from diloco.observe.eventlog import Event
 from diloco.observe.history import RunHistory
+from diloco.observe.report import MARKS_MAX
 from tests.loopback.cluster import SiteThread, eventually, serving
 from tests.loopback.toy import Toy
 from tests.observe.recorded import Recorder, write
@@ -215,7 +217,25 @@ def test_without_a_viewer_nothing_is_read_and_the_page_of_a_long_run_stays_small
     run = Run(tmp_path, events)
     with served(run.page, "127.0.0.1", 0) as url:
         assert run.asked == 0
-        assert len(got(url)[2]) < 1_000_000
+        text = got(url)[2]
+        assert len(text) < 500_000
+        assert MARKS_MAX / 4 < len(re.findall('<rect class="(?:merge|round)', text)) <= MARKS_MAX
+
+
+def test_the_page_of_a_long_file_comes_before_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "READ_S", 0.0)
+    monkeypatch.setattr(eventlog, "BLOCK_BYTES", 10_000)
+    page = Run(tmp_path, Recorder(30).record()).page
+    first = page._made()
+    assert "reads the run&#x27;s events: 0:" in first["status"]
+    assert "Loss against time" in first["s3"]
+    pages = 1
+    while "reads" in (last := page._made())["status"]:
+        pages += 1
+    assert pages > 3
+    assert "finished" in last["status"]
 
 
 def test_a_syncers_answers_alone_make_the_history_of_its_run(tmp_path: Path) -> None:

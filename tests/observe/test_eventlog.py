@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from diloco.observe import eventlog
-from diloco.observe.eventlog import Event, EventLog, LineWriter, older, read_events, recent_events
+from diloco.observe.eventlog import Event, EventLog, LineWriter, event_blocks, older, read_events, recent_events
 from tests.wire.relay import wait_until
 
 WRITER = """
@@ -65,14 +65,21 @@ def test_a_reader_goes_on_where_it_stopped_and_leaves_half_a_line(tmp_path: Path
     assert offset == path.stat().st_size
 
 
-def test_processes_turn_a_shared_file_over_and_a_reader_follows(tmp_path: Path) -> None:
+def test_processes_turn_a_shared_file_over_and_a_reader_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eventlog, "BLOCK_BYTES", 100)
     path, seen, offset = tmp_path / "events.jsonl", list[Event](), 0
+    blocks, in_blocks = event_blocks(path), list[Event]()
+    assert next(blocks) == []
     writers = {who: LineWriter.appending(path, lambda count, why: "", bytes_max=2000) for who in ("site-a", "site-b")}
     for step in range(100):
         for who, lines in writers.items():
             lines.write(json.dumps({"at": 1, "who": who, "what": "step", "step": step}) + "\n")
         events, offset = read_events(path, offset)
         seen += events
+        in_blocks += [event for block in iter(blocks.__next__, []) for event in block]
+    assert in_blocks == seen
     for who, lines in writers.items():
         lines.close()
         assert [event["step"] for event in seen if event["who"] == who] == list(range(100))
@@ -81,6 +88,8 @@ def test_processes_turn_a_shared_file_over_and_a_reader_follows(tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 2
     kept, _ = read_events(path)
     assert kept == seen[-len(kept) :]
+    blocks = event_blocks(path)
+    assert [event for block in iter(blocks.__next__, []) for event in block] == kept, "the file before comes first"
     assert len(kept) > 30
 
 
