@@ -16,6 +16,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "inner": ("inner",),
     "kernels": ("inner",),
     "trainer": ("inner",),
+    "dashboard": ("observe",),
     "recovery": ("inner", "runs"),
     "sim": ("sim", "sync"),
     "machine": (),

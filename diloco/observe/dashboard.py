@@ -87,7 +87,7 @@ class Dashboard:
         self._title, self._events, self._settings, self._config, self._ask = title, events, settings, config, ask
         self._history = RunHistory()
         self._blocks = event_blocks(events) if events is not None else None
-        self._reads = False
+        self.reads = False
         """Whether there are events in the file that the page does not show yet."""
         self._polled: Status = {}
         self._news = ((0, 0), "{}")
@@ -99,12 +99,12 @@ class Dashboard:
             with self.changed:
                 self.changed.wait_for(lambda: self.viewers > 0 or self.ended)
             try:
-                blocks = {} if self.ended else self._made()
+                blocks = {} if self.ended else self.made()
             except Exception as error:  # An older syncer's answer may lack a field: the page says so and is made again.
                 blocks = blocks_of(f"this page could not be made: {error!r}", [], [], good=False)
             self._show(blocks)
             with self.changed:
-                self.changed.wait_for(lambda: self.ended, 0.0 if self._reads else EVERY_S)
+                self.changed.wait_for(lambda: self.ended, 0.0 if self.reads else EVERY_S)
 
     def end(self) -> None:
         """Stop the thread and release the viewers."""
@@ -143,7 +143,7 @@ class Dashboard:
                 self._news = (serial, self.serial), json.dumps(changed)
             return self.serial, self._news[1]
 
-    def _made(self) -> dict[str, str]:
+    def made(self) -> dict[str, str]:
         """Return the parts of the page as of now."""
         status, found = self._ask()
         try:
@@ -156,10 +156,10 @@ class Dashboard:
         now = sections_now({} if status is None and self._history.ending else found, why)
         summary = summarize(self._history, status, self._settings)
         state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
-        if self._reads:
+        if self.reads:
             state = f"reads the run's events: {clock(self._history.seconds)} of the run so far"
         _, tiles, sections = parts_of(self._history, summary, self._config, now)
-        return blocks_of(state, tiles, sections, good=self._reads or state in ("ok", "running", "finished"))
+        return blocks_of(state, tiles, sections, good=self.reads or state in ("ok", "running", "finished"))
 
     def _take(self, status: Status | None) -> None:
         """Take what is new into the history; of a long file as much as ``READ_S`` allows: the page comes soon."""
@@ -171,7 +171,7 @@ class Dashboard:
         for block in self._blocks or ():
             for event in block:
                 self._history.take(event)
-            self._reads = bool(block)
+            self.reads = bool(block)
             if not block or time.monotonic() >= until_s:
                 break
 

@@ -228,11 +228,11 @@ def test_the_page_of_a_long_file_comes_before_all_of_it_is_read(
     monkeypatch.setattr(dashboard, "READ_S", 0.0)
     monkeypatch.setattr(eventlog, "BLOCK_BYTES", 10_000)
     page = Run(tmp_path, Recorder(30).record()).page
-    first = page._made()
+    first = page.made()
     assert "reads the run&#x27;s events: 0:" in first["status"]
     assert "Loss against time" in first["s3"]
     pages = 1
-    while "reads" in (last := page._made())["status"]:
+    while "reads" in (last := page.made())["status"]:
         pages += 1
     assert pages > 3
     assert "finished" in last["status"]
