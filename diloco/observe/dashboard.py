@@ -221,7 +221,10 @@ _SITES_NOTE = (
     "What each site reports in its heartbeats. Stale: versions behind. Mbit/s: the mean since the syncer's start, "
     "of the link's rate as the site has measured it."
 )
-_ROUNDS_NOTE = "Which updates wait for the next version, and for which sites the round waits."
+_ROUNDS_NOTE = (
+    "Which updates wait for the next version, and for which sites the round waits. Each syncer counts its own "
+    "fragments from 0."
+)
 _SYNCERS_NOTE = "Each syncer that this page asks, with its sites; below a syncer the regions that are sites of it."
 
 
@@ -233,10 +236,12 @@ def sections_now(found: Mapping[str, Status], why: str) -> list[str]:
     known = {address: each for address, each in found.items() if "fragments" in each}
     named = ["syncer"] if len(known) > 1 else []
     sites = [{"syncer": address, **site_cells(each, name)} for address, each in known.items() for name in each["sites"]]
+    sites.sort(key=lambda row: row["site"])
     rounds = [{"syncer": address, **cells} for address, each in known.items() for cells in round_cells(each)]
 
     def rows_of(title: str, columns: Sequence[str], rows: list[dict[str, str]], note: str, none: str) -> str:
-        picture = table([*named, *columns], [[row[column] for column in (*named, *columns)] for row in rows])
+        told = [columns[0], *named, *columns[1:]]
+        picture = table(told, [[row[column] for column in told] for row in rows])
         return section(title, "", picture, note, none if known else why)
 
     names = {region: each["upstream"]["site"] for region, each in known.items() if each.get("upstream")}
