@@ -5,7 +5,6 @@ Points and bars have a ``<title>``, which a browser shows when the pointer rests
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ LEFT, RIGHT, TOP, BOTTOM = 82, 16, 14, 44
 BINS = 150
 HOVERS = 90
 NAME_PX = 24
-LABEL_PX = 90
-"""About the width of a rule's label."""
 LABEL_CHARS = 11
 
 STYLE = """
@@ -178,7 +175,14 @@ def line_chart(
     _axes(drawing, across, up, x, y, clock_ticks(across.high) if time else ticks(across.low, across.high))
     for rule in rules:
         drawing.line(LEFT, up(rule.y), WIDTH - RIGHT, up(rule.y), "rule")
-        at, anchor = _free_place(drawn, across, up, rule.y)
+        gaps = [
+            min(
+                (abs(up(there[1]) - up(rule.y)) for line in drawn if line.points and (there := line.points[end])),
+                default=0,
+            )
+            for end in (0, -1)
+        ]
+        at, anchor = (LEFT + 4, "start") if gaps[0] > gaps[1] else (WIDTH - RIGHT - 4, "end")  # Away from the lines.
         drawing.text(at, up(rule.y) - 4, f"{rule.label} {y.show(rule.y)}", anchor, ' class="soft"')
     for line in drawn:
         drawing.parts.append(f'<path class="line {line.style}" d="{_path(line.points, across, up)}"/>')
@@ -193,25 +197,6 @@ def line_chart(
         _names(drawing, drawn, across, up)
     ends = [f"{line.label} {y.show(last[1])}" for line in drawn if line.points and (last := line.points[-1])]
     return drawing.done(f"{y.label} against {x.label}; at the end: {', '.join(ends)}")
-
-
-def _free_place(lines: Sequence[Line], across: Scale, up: Scale, y: float) -> tuple[float, str]:
-    """Return where the label of a rule at ``y`` is farthest from the lines: at the right, left or middle."""
-    half = LABEL_PX / 2
-    places = [(WIDTH - RIGHT - 4, "end", -half), (LEFT + 4, "start", half), ((LEFT + WIDTH - RIGHT) / 2, "middle", 0.0)]
-
-    def gap(place: tuple[float, str, float]) -> float:
-        inside = [abs(up(y) - 8 - height) for x, height in passed if abs(x - place[0] - place[2]) <= half + 8]
-        return min(inside, default=math.inf)
-
-    passed = [
-        (across(a[0]) + (across(b[0]) - across(a[0])) * part / 8, up(a[1]) + (up(b[1]) - up(a[1])) * part / 8)
-        for line in lines
-        for a, b in itertools.pairwise([*line.points, *line.points[-1:]])
-        if a and b
-        for part in range(9)
-    ]
-    return max(places, key=gap)[:2]
 
 
 def _names(drawing: _Drawing, lines: Sequence[Line], across: Scale, up: Scale) -> None:
