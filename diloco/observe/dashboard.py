@@ -182,7 +182,7 @@ class Dashboard:
             self.whole = page(self._title, blocks, live=LIVE.format(script=_script())) if blocks else ""
             self.parts = {name: part for name, part in self.parts.items() if name in blocks}
             for name, text in blocks.items():
-                if self.parts.get(name, (0, ""))[1] != text:
+                if self.parts.get(name, (0, None))[1] != text:
                     self.parts[name] = (self.serial, text)
             self.changed.notify_all()
 
@@ -231,7 +231,7 @@ _SYNCERS_NOTE = "Each syncer that this page asks, with its sites; below a syncer
 def sections_now(found: Mapping[str, Status], why: str) -> list[str]:
     """Return the sections on sites, open rounds and syncers; ``found`` has each syncer's answer by its address.
 
-    An answer is a status, that of a standby, or ``{"unreachable": why}``.  ``why`` stands where there is none.
+    An answer is a status, that of a standby, or ``{"unreachable": why}``.  Where no syncer answers they are ``why``.
     """
     known = {address: each for address, each in found.items() if "fragments" in each}
     named = ["syncer"] if len(known) > 1 else []
@@ -242,7 +242,7 @@ def sections_now(found: Mapping[str, Status], why: str) -> list[str]:
     def rows_of(title: str, columns: Sequence[str], rows: list[dict[str, str]], note: str, none: str) -> str:
         told = [columns[0], *named, *columns[1:]]
         picture = table(told, [[row[column] for column in told] for row in rows])
-        return section(title, "", picture, note, none if known else why)
+        return section(title, "", picture, note, none)
 
     names = {region: each["upstream"]["site"] for region, each in known.items() if each.get("upstream")}
     below = {
@@ -251,10 +251,13 @@ def sections_now(found: Mapping[str, Status], why: str) -> list[str]:
     }
     left, regions = dict(found), {region for inner in below.values() for region in inner}
     tree = "".join(_branch(address, below, left) for address in sorted(found, key=regions.__contains__))
+    syncers = section("Syncers", "", f"<ul>{tree}</ul>", _SYNCERS_NOTE) if found else ""
+    if not known:
+        return [f'<p class="soft">{escape(why)}</p>', "", syncers]
     return [
         rows_of("Sites", SITE_COLUMNS, sites, _SITES_NOTE, "No site has joined."),
         rows_of("Open rounds", ROUND_COLUMNS, rounds, _ROUNDS_NOTE, "No round is open: no update waits."),
-        section("Syncers", "", tree and f"<ul>{tree}</ul>", _SYNCERS_NOTE, why),
+        syncers,
     ]
 
 

@@ -177,7 +177,7 @@ def line_chart(
         drawing.line(LEFT, up(rule.y), WIDTH - RIGHT, up(rule.y), "rule")
         gaps = [
             min(
-                (abs(up(there[1]) - up(rule.y)) for line in drawn if line.points and (there := line.points[end])),
+                (abs(up(point[1]) - up(rule.y)) for line in drawn if line.points and (point := line.points[end])),
                 default=0,
             )
             for end in (0, -1)
