@@ -182,8 +182,8 @@ def line_chart(
             )
             for end in (0, -1)
         ]
-        at, anchor = (LEFT + 4, "start") if gaps[0] > gaps[1] else (WIDTH - RIGHT - 4, "end")  # Away from the lines.
-        drawing.text(at, up(rule.y) - 4, f"{rule.label} {y.show(rule.y)}", anchor, ' class="soft"')
+        side, anchor = (LEFT + 4, "start") if gaps[0] > gaps[1] else (WIDTH - RIGHT - 4, "end")  # Away from the lines.
+        drawing.text(side, up(rule.y) - 4, f"{rule.label} {y.show(rule.y)}", anchor, ' class="soft"')
     for line in drawn:
         drawing.parts.append(f'<path class="line {line.style}" d="{_path(line.points, across, up)}"/>')
     for line in drawn:

@@ -319,7 +319,7 @@ def details(status: Mapping[str, Any]) -> str:
     """
     units = status.get("units")
     lines = [units_text(units)] if units else []
-    lines += [", ".join(f"{column} {cell}" for column, cell in cells.items()) for cells in round_cells(status)]
+    lines += [f"open: {', '.join(map(' '.join, cells.items()))}" for cells in round_cells(status)]
     lines += [
         f"round {fragment['version']} of fragment {index}: "
         + ", ".join(f"{name.removesuffix('_s')} {1000 * seconds:,.1f} ms" for name, seconds in costs.items())

@@ -318,6 +318,15 @@ def test_units_and_the_stages_of_the_latest_rounds_are_shown_where_there_are_any
     )
 
 
+def test_an_open_round_is_shown_with_the_sites_it_waits_for() -> None:
+    opened = {"version": 4, "arrived": ["fra"], "awaited": ["iad", "osl"], "open_seconds": 2.5, "merging": False}
+    met = {**opened, "awaited": [], "grace_seconds_left": 0.75}
+    assert details({**STATUS, "fragments": [opened, met]}).splitlines() == [
+        "open: fragment 0, next version 5, arrived fra, awaited iad, osl, open for 2.5 s, grace left no quorum yet",
+        "open: fragment 1, next version 5, arrived fra, awaited -, open for 2.5 s, grace left 0.8 s",
+    ]
+
+
 def test_what_the_syncer_says_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     backup = {"age_s": 1.0, "without_s": 1.0, "last": "", "failing": "cannot write [/mnt/b]: [bold]gone"}
     status._print({**STATUS, "backup": backup}, False)
