@@ -55,6 +55,7 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(
         address = standing.start()
         try:
             log.wait_for("standby_follows", 1, BOUND_S)
+            eventually(lambda: standing.standby.connected, BOUND_S, "it knows that it follows")
             assert main(["standby", "status", address, "--json"]) == 0
             assert json.loads(capsys.readouterr().out)["primary"] == first
             for verb in (["standby", "status"], ["status"]):
