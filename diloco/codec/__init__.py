@@ -5,6 +5,6 @@
 a version from the sites' updates, and ``site_pass`` has a site's passes: encoding an update, and taking a version.
 
 All of it has a definition in plain torch and compiled kernels with the same bits: ``kernel_library`` finds them and has
-the shared structures, ``native`` calls them, ``kernels/`` is their source.  ``gpu`` encodes on an accelerator, in
+the shared structures, ``base`` calls them, ``kernels/`` is their source.  ``gpu`` encodes on an accelerator, in
 place, with the Triton kernels of ``gpu_kernels``.
 """

@@ -1,4 +1,4 @@
-// The codecs' passes over memory, behind a plain C interface that diloco/codec/native.py calls.
+// The codecs' passes over memory, behind a plain C interface that diloco/codec/base.py calls.
 //
 // The Python modules define what is computed and have plain versions of all of it; the tests compare the bits.
 // The library knows nothing of torch or Python, keeps no state and starts no threads: a call works only on the caller's
