@@ -22,7 +22,7 @@ from diloco.observe.history import RunHistory
 from diloco.observe.text import details, heading, site_cells, standby_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rich.table import Table
 
@@ -520,6 +520,7 @@ TRACK_S = 2.0
 TRACK_AGAIN_S = 20.0
 TRACK_END_S = 30.0
 """How long a tracker may take for what is left at the end of the run."""
+TRACK_HURRY_S = 2.0
 
 
 def track(arguments: Sequence[str]) -> ExitCode:
@@ -552,6 +553,8 @@ def track(arguments: Sequence[str]) -> ExitCode:
                     return ExitCode.OK
                 failing = False
             except Exception as error:  # Whatever a tracker's package raises.
+                if sender is None:
+                    stack.pop_all().close()
                 why = f"{name} takes no points, and what waits is sent once it does: {error!r}"
                 if given.follow and not failing:
                     _note(run_dir, why)
@@ -564,9 +567,10 @@ def track(arguments: Sequence[str]) -> ExitCode:
 
 
 @contextmanager
-def tracked(config: RunConfig) -> Iterator[None]:
+def tracked(config: RunConfig, hurries: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Have a process for each of ``run.track`` follow the run, and give it ``TRACK_END_S`` after the end.
 
+    It gets ``TRACK_HURRY_S`` where ``hurries``: the caller is to stop at once, or another process takes its place.
     Of several syncers the first one does it.  A tracker that is still busy then is killed.
     """
     from diloco.config.run_dir import run_dir_of
@@ -581,13 +585,14 @@ def tracked(config: RunConfig) -> Iterator[None]:
     try:
         yield
     finally:
+        grace_s, gone = TRACK_HURRY_S if hurries() else TRACK_END_S, [child.name for child in children if child.ended()]
         if children:
-            print(f"sending the rest to {', '.join(names)}, for at most {TRACK_END_S:.0f} s", flush=True)
-        end_all(children, TRACK_END_S)
+            print(f"sending the rest to {', '.join(names)}, for at most {grace_s:.0f} s", flush=True)
+        end_all(children, grace_s)
         for child in children:
             if child.code not in (ExitCode.OK, ExitCode.FAILED):  # It has said itself why it failed.
-                rest = f"diloco track {run_dir.root} {child.name} sends the rest"
-                _note(run_dir, f"{child.name} did not end in time: {rest}")
+                why = f"had ended with code {child.code}" if child.name in gone else "did not end in time"
+                _note(run_dir, f"{child.name} {why}: diloco track {run_dir.root} {child.name} sends the rest")
 
 
 def _note(run_dir: RunDir, why: str) -> None:

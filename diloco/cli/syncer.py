@@ -129,7 +129,6 @@ def serve(
     from diloco.syncer.lease import LeaseError, LeaseRefusedError
     from diloco.syncer.server import Syncer
 
-    stack.enter_context(tracked(config))
     torch.set_num_threads(1)
     keep_what_is_loaded()
     layout, disk = build.layout_of(config), disk_from_environment()
@@ -158,6 +157,7 @@ def serve(
         failing(LeaseRefusedError, code=ExitCode.MISMATCH),
     ):
         address = syncer.start(warm)
+    stack.enter_context(tracked(config, lambda: stopping.handing_over))
     write_file(run_dir.address, address.encode())
     stack.callback(run_dir.address.unlink, missing_ok=True)
     _greet(config, run_dir, address, given, again(config, given, promoted=warm is not None))
@@ -279,6 +279,7 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
         "run.dir=",
         "run.resume=",
         "run.init_from=",
+        "run.track=",
         "cluster.syncer.",
         "cluster.syncer=",
         "cluster.replication",

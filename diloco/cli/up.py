@@ -239,7 +239,7 @@ def _run(
     history = RunHistory()
     outcome, failed = Outcome(), None
     with ExitStack() as stack:
-        stack.enter_context(tracked(config))
+        stack.enter_context(tracked(config, lambda: interrupts.count > 1))
         log = EventLog(run_dir.events, "up")
         stack.callback(log.close)
         for name in config.cluster.sites:  # A killed site that was not started again left its files in memory.

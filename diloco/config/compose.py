@@ -412,7 +412,7 @@ def _checked(key: str, value: object) -> list[tuple[str, object]]:
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e6 is what people write for a number of tokens
     if get_origin(kind) is list and isinstance(value, str):
-        value = [part.strip() for part in value.split(",")]
+        value = [part.strip() for part in value.split(",") if part.strip()]
     return [(key, value)]
 
 
@@ -521,6 +521,7 @@ def quorum(text: str) -> int | str:
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError for a value of ``run.track`` that is no tracker, or whose package is not installed."""
+    require(len(set(names)) == len(names), "run.track", ",".join(names), "each tracker once")
     for name in names:
         require(name in TRACKERS, "run.track", name, f"one of {', '.join(TRACKERS)}")
         if name != "jsonl" and find_spec(name) is None:

@@ -10,9 +10,10 @@ import io
 import math
 import pickle
 import warnings
+from dataclasses import is_dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -68,8 +69,17 @@ def save_dcp(values: Mapping[str, Tensor], folder: Path) -> None:
 class _DCPMetadata(pickle._Unpickler):
     """Reads a DCP folder's metadata; refuses every class and function that is not part of it, so that no code runs.
 
+    It changes only what it makes: a pickle may also set attributes of a class, and so change the whole process.
     It is Python's own unpickler, not the one in C, which takes the memory that a few damaged bytes ask for.
     """
+
+    def load_build(self) -> None:
+        """Set the fields of the object below the state on the stack."""
+        if isinstance(made := vars(self)["stack"][-2], type) or not is_dataclass(made):
+            raise pickle.UnpicklingError(f"it changes {made!r}, which is no part of DCP's metadata")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch: ClassVar[Any] = MappingProxyType({**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build})
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "pathlib":  # Of the folder that it was written to.
@@ -100,11 +110,16 @@ def dcp_tensors(folder: Path, *, shapes_only: bool) -> dict[str, Tensor]:
             raise ValueError(f"no parameter has Hugging Face's name, such as model.norm.weight; it has {other}")
         places = {(index.fqn, index.offset): place for index, place in told.storage_data.items()}
         found: dict[str, Tensor] = {}
+        room = sum(file.stat().st_size for file in folder.iterdir())
         for name in wanted:
             doing = f"parameter {name}"
             each = tensors[name]
             parts: list[tuple[Any, Any]] = [(chunk, places.get((name, chunk.offsets))) for chunk in each.chunks]
             _check_parts(folder, each, parts)
+            room -= sum(place.length for _, place in parts)
+            if room < 0:
+                raise ValueError("parts of several parameters have the same place in a file")
+            seen = torch.zeros(() if shapes_only else each.size, dtype=torch.bool)
             whole = torch.zeros(each.size, dtype=each.properties.dtype, device="meta" if shapes_only else "cpu")
             for chunk, place in () if shapes_only else parts:
                 with (folder / place.relative_path).open("rb") as file:
@@ -114,12 +129,15 @@ def dcp_tensors(folder: Path, *, shapes_only: bool) -> dict[str, Tensor]:
                     part = torch.load(raw, map_location="cpu", weights_only=True)
                 except pickle.UnpicklingError as error:  # Torch's words say how to run what is there.
                     raise ValueError(f"{place.relative_path} is damaged, or has more than a tensor") from error
-                here = whole
-                for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                    here = here.narrow(dim, start, size)
-                if part.shape != here.shape:
-                    raise ValueError(f"{place.relative_path} has {tuple(part.shape)} in place of {tuple(here.shape)}")
-                here.copy_(part)
+                spot = tuple(slice(a, a + size) for a, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                if (part.shape, part.dtype) != (whole[spot].shape, whole.dtype):
+                    told = f"{tuple(part.shape)} of {part.dtype}"
+                    raise ValueError(
+                        f"{place.relative_path} has {told} in place of {tuple(chunk.sizes)} of {whole.dtype}"
+                    )
+                if seen[spot].any():
+                    raise ValueError(f"two parts have the values at {tuple(chunk.offsets)}")
+                whole[spot], seen[spot] = part, True
             found[name.removeprefix(below)] = whole
     except Exception as error:  # A damaged pickle raises anything.
         raise ValueError(f"{doing}: {str(error) or type(error).__name__}") from error
@@ -131,10 +149,15 @@ def _check_parts(folder: Path, tensor: Any, parts: Sequence[tuple[Any, Any]]) ->
 
     A part is what DCP's metadata say of it: its place in the tensor, and its place in a file.
     """
+    if not tensor.properties.dtype.is_floating_point:
+        raise ValueError(f"it is of {tensor.properties.dtype}: no floating-point numbers")
     held, all_of_it = sum(math.prod(chunk.sizes) for chunk, _ in parts), math.prod(tensor.size)
     if held != all_of_it:
         raise ValueError(f"it has {held} of {all_of_it} values")
     for chunk, place in parts:
+        bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+        if any(not 0 <= start <= start + size <= whole for start, size, whole in bounds):
+            raise ValueError(f"a part at {tuple(chunk.offsets)} of {tuple(chunk.sizes)} lies outside of it")
         if place is None:
             raise ValueError(f"no file has its part at {tuple(chunk.offsets)}")
         path, last = folder / place.relative_path, place.offset + place.length

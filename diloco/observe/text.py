@@ -296,7 +296,7 @@ def round_cells(status: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the cells of each open round by ``ROUND_COLUMNS``; an earlier release's syncer reports none."""
     rows = []
     for index, fragment in enumerate(status["fragments"]):
-        if fragment.get("open_seconds") is None and not fragment.get("merging"):
+        if "awaited" not in fragment or (fragment.get("open_seconds") is None and not fragment.get("merging")):
             continue
         left, opened = fragment.get("grace_seconds_left"), fragment.get("open_seconds")
         grace = "no quorum yet" if left is None else f"{left:.1f} s"

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco.durable import write_file
-from diloco.observe.eventlog import read_events
+from diloco.observe.eventlog import event_blocks
 from diloco.observe.history import RunHistory
 from diloco.observe.text import whole
 
@@ -115,35 +115,49 @@ class Sender:
         self._open = partial(TRACKERS[folder.name], folder, run.name, config)
         self._tracker: Tracker | None = None
         self._state, self._id, self._sent = folder / "state.json", "", dict[str, float]()
-        with suppress(FileNotFoundError):
-            told = json.loads(self._state.read_text())
-            self._id, self._sent = told["id"], told["sent"]
-        self._events, self._curves, self._waiting = run / "events.jsonl", Curves(), list[Point]()
-        self._offset: int | None = None
+        try:
+            with suppress(FileNotFoundError):
+                told = json.loads(self._state.read_text())
+                self._id, self._sent = told["id"], told["sent"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{self._state} is damaged; without it the tracker gets a new run") from error
+        self._events, self._waiting = run / "events.jsonl", list[Point]()
+        self._blocks, self._curves = event_blocks(self._events), Curves()
 
     def send(self, *, ends: bool) -> int:
         """Send what is new, and return how many points; the next call sends again what the tracker did not take.
 
         ``ends``: this process sends no more.
         """
-        if not self._waiting:
-            events, self._offset = read_events(self._events, self._offset)
-            points = [point for event in events for point in self._curves.take(event)]
-            self._waiting = [point for point in points if point.at > self._sent.get(point.who, 0.0)]
-        count = len(self._waiting)
+        count, more = 0, True
         try:
-            if self._waiting:
-                self._tracker = self._tracker or self._open(self._id)
-                self._tracker.log(self._waiting)
-                self._sent |= {point.who: point.at for point in self._waiting}
-                self._id, self._waiting = self._tracker.id, []
-                write_file(self._state, json.dumps({"id": self._id, "sent": self._sent}).encode())
+            while more:
+                more = bool(self._waiting) or self._read()
+                if self._waiting:
+                    self._tracker = self._tracker or self._open(self._id)
+                    self._id = self._tracker.id
+                    self._tracker.log(self._waiting)
+                    self._sent |= {point.who: point.at for point in self._waiting}
+                    write_file(self._state, json.dumps({"id": self._id, "sent": self._sent}).encode())
+                    count += len(self._waiting)
+                    self._waiting = []
             if ends and self._tracker is not None:
                 self._tracker.close()
         except Exception:
             self._tracker = None  # Opened again by the next call.
             raise
         return count
+
+    def _read(self) -> bool:
+        """Read a block of events, and return whether there was one."""
+        try:
+            block = next(self._blocks)
+            points = [point for event in block for point in self._curves.take(event)]
+        except Exception:  # Half of it is no history: read all of it again.
+            self._blocks, self._curves = event_blocks(self._events), Curves()
+            raise
+        self._waiting = [point for point in points if point.at > self._sent.get(point.who, 0.0)]
+        return bool(block)
 
 
 # --- The trackers -----------------------------------------------------------------------------------------------------
@@ -222,19 +236,21 @@ class _MLflow(Tracker):
         from mlflow.tracking import MlflowClient
 
         self._client, self._metric = MlflowClient(), Metric
+        self.id, self._params = again, [Param(key, str(value)) for key, value in flat(config).items()]
         if again:
-            self.id = again
+            known = self._client.get_run(again).data.params
+            self._params = [each for each in self._params if each.key not in known]
             self._client.update_run(again, status="RUNNING")
             return
         called = os.environ.get("MLFLOW_EXPERIMENT_NAME", "diloco")
         known = self._client.get_experiment_by_name(called)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(called)
         self.id = str(self._client.create_run(experiment, run_name=name).info.run_id)
-        params = [Param(key, str(value)) for key, value in flat(config).items()]
-        for begin in range(0, len(params), self.PARAMS_MAX):
-            self._client.log_batch(self.id, params=params[begin : begin + self.PARAMS_MAX])
 
     def log(self, points: Sequence[Point]) -> None:
+        while self._params:
+            self._client.log_batch(self.id, params=self._params[: self.PARAMS_MAX])
+            del self._params[: self.PARAMS_MAX]
         found = [
             self._metric(name, value, int(each.at * 1000), each.step)
             for each in points

@@ -176,10 +176,10 @@ class Room:
         return f"{self._folder} was removed or emptied while this process served from it"
 
     def free_bytes(self) -> int | None:
-        """Return the free space on the folder's disk; None of a missing folder, which ``lost`` reports."""
+        """Return the free space on the folder's disk; None where it cannot be read."""
         try:
             found = os.statvfs(self._folder)
-        except FileNotFoundError:
+        except OSError:
             return None
         return found.f_bavail * found.f_frsize
 

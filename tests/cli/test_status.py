@@ -127,6 +127,10 @@ def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
     assert "HELD for 12 s: site-a 1 7: its norm is 400 times the usual one (diloco admit, diloco refuse)" in told
 
 
+def test_an_earlier_syncers_merge_is_no_open_round() -> None:
+    assert details({"fragments": [{"version": 3, "arrived": ["site-a"], "members": [], "merging": True}]}) == ""
+
+
 def test_a_restored_run_and_its_backups_are_in_the_first_line() -> None:
     assert "restored" not in heading({**STATUS, "lineage": 1, "backup": None})
     assert "backup" not in heading({**STATUS, "lineage": 1, "backup": None})

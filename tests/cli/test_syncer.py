@@ -34,7 +34,7 @@ def test_the_line_that_a_site_needs_means_the_same_run() -> None:
     assert "'data.path=a b'" in line
     assert LISTEN not in line
     joined = compose(shlex.split(line)[2:])
-    assert join_line(config, "10.0.0.1:7077", ["run.tokens=5", "outer.lr=0.5", LISTEN], None) == (
+    assert join_line(config, "10.0.0.1:7077", ["run.tokens=5", "outer.lr=0.5", LISTEN, "run.track=jsonl"], None) == (
         "diloco site site.syncer=10.0.0.1:7077 site.id=site-a"
     )
     assert shared_digest(joined) == shared_digest(config)

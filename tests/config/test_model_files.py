@@ -11,7 +11,7 @@ import tracemalloc
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -380,6 +380,12 @@ def test_a_hostile_distributed_checkpoint_runs_nothing(tmp_path: Path, monkeypat
         Path("model/.metadata").write_bytes(pickle.dumps(bad))
         with pytest.raises(ConfigError, match=r"run\.init_from is 'model': .*\.metadata: it names \w+\.mkdir, which"):
             load_values("model", Transformer(OPTIONS))
+    # Nothing of this process is changed: here the name of every path.
+    harm = b"\x80\x02cpathlib\nPurePosixPath\nN(X\x04\0\0\0nameX\x04\0\0\0evild\x86b."
+    Path("model/.metadata").write_bytes(harm)
+    with pytest.raises(ConfigError, match=r"it changes <class 'pathlib\.PurePosixPath'>, which is no part"):
+        load_values("model", Transformer(OPTIONS))
+    assert PurePosixPath("a/b").name == "b"
     # Of torch's own functions too only those that describe tensors.
     Path("model/.metadata").write_bytes(pickle.dumps(torch.load))
     with pytest.raises(ConfigError, match=r"it names torch\.serialization\.load, which"):
@@ -433,6 +439,18 @@ def test_what_is_wrong_with_a_distributed_checkpoint_is_said(tmp_path: Path) -> 
     huge = torch.Size([1 << 40, 16])
     described_as(replace(about, size=huge, chunks=[replace(about.chunks[0], sizes=huge)]))
     refused(r"parameter lm_head\.weight: __0_0\.distcp is cut short", shapes_only=False)
+    (half,) = [replace(about.chunks[0], sizes=torch.Size([128, 16]))]
+    described_as(replace(about, size=torch.Size([256, 16]), chunks=[half, half]))
+    refused(
+        r"parameter lm_head\.weight: .* has \(257, 16\) of torch\.float32 in place of \(128, 16\)", shapes_only=False
+    )
+    whole = about.chunks[0]
+    described_as(replace(about, size=torch.Size([514, 16]), chunks=[whole, whole]))
+    refused(r"parameter lm_head\.weight: two parts have the values at \(0, 0\)", shapes_only=False)
+    described_as(replace(about, chunks=[replace(whole, offsets=torch.Size([-1, 0]))]))
+    refused(r"parameter lm_head\.weight: a part at \(-1, 0\) of \(257, 16\) lies outside of it")
+    described_as(replace(about, properties=replace(about.properties, dtype=torch.complex64)))
+    refused(r"parameter lm_head\.weight: it is of torch\.complex64: no floating-point numbers")
     described_as(relative_path="../model/__0_0.distcp")
     refused(r"parameter lm_head\.weight: '\.\./model/__0_0\.distcp' is outside of the folder")
     described_as(transform_descriptors=["zstd"])
@@ -441,7 +459,10 @@ def test_what_is_wrong_with_a_distributed_checkpoint_is_said(tmp_path: Path) -> 
     turned = torch.Size([16, 257])
     tensor = replace(about, size=turned, chunks=[replace(about.chunks[0], sizes=turned)])
     described_as(tensor, offset=other.offset, length=other.length)
-    refused(r"parameter lm_head\.weight: __0_0\.distcp has \(257, 16\) in place of \(16, 257\)", shapes_only=False)
+    refused(
+        r"parameter lm_head\.weight: __0_0\.distcp has \(257, 16\) of torch\.float32 in place of \(16, 257\)",
+        shapes_only=False,
+    )
     (folder / ".metadata").write_bytes(described[:-9])
     refused(r"\.metadata: ")
     (folder / ".metadata").write_bytes(pickle.dumps(3))

@@ -22,7 +22,7 @@ from diloco.observe import track
 from diloco.observe.eventlog import read_events
 from diloco.observe.history import RunHistory
 from diloco.observe.summary import summarize
-from diloco.observe.track import TRACKERS, Point
+from diloco.observe.track import TRACKERS, Point, Sender, Tracker
 from diloco.runs import process
 from tests.observe.recorded import SITES, Recorder
 from tests.sooner import sooner
@@ -197,6 +197,37 @@ def test_a_tracker_that_is_down_gets_everything_later_and_is_noted_once(
     assert note == "jsonl takes no points, and what waits is sent once it does: ConnectionError('no answer')"
 
 
+def test_what_comes_while_a_tracker_is_down_is_sent_at_the_end_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = list[Point]()
+
+    class Late(Tracker):
+        def log(self, points: Sequence[Point]) -> None:
+            if sum(map(len, events)) == len(EVENTS) // 2:
+                raise ConnectionError("no answer")
+            got.extend(points)
+
+    monkeypatch.setattr(track, "TRACKERS", {**TRACKERS, "jsonl": Late})
+    events = [EVENTS[: len(EVENTS) // 2]]
+    (run / "track" / "jsonl").mkdir(parents=True)
+    sender, curves = Sender(run / "track" / "jsonl", {}), track.Curves()
+    with pytest.raises(ConnectionError):
+        sender.send(ends=False)
+    events.append(EVENTS[len(EVENTS) // 2 :])
+    append(run, events[1])
+    assert sender.send(ends=True) == len(got)
+    assert got == [point for event in EVENTS for point in curves.take(event)]
+
+
+def test_a_damaged_state_is_named(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    state = run / "track" / "jsonl" / "state.json"
+    assert main(["track", str(run), "jsonl"]) == 0
+    state.write_text("{")
+    assert main(["track", str(run), "jsonl"]) == 1
+    assert f"{state} is damaged; without it the tracker gets a new run" in capfd.readouterr().err
+    state.unlink()
+    assert main(["track", str(run), "jsonl"]) == 0
+
+
 def test_a_tracker_that_blocks_keeps_no_run_from_its_end(
     run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +246,9 @@ def test_a_tracker_that_blocks_keeps_no_run_from_its_end(
 
 def test_an_unknown_tracker_and_a_missing_package_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compose(["run.track=wandb,jsonl"]).run.track == compose(["run.track=[wandb,jsonl]"]).run.track
+    assert compose(["run.track="]).run.track == []
+    with pytest.raises(ConfigError, match=r"run.track is 'jsonl,jsonl': each tracker once"):
+        check_trackers(["jsonl", "jsonl"])
     with pytest.raises(ConfigError, match=r"run.track is 'aim': one of tensorboard, wandb, mlflow, jsonl"):
         check_trackers(["aim"])
     monkeypatch.setattr("diloco.config.compose.find_spec", lambda name: None)
