@@ -501,6 +501,7 @@ class Stream(Generic[T]):
                 self._guard.touch()
             return self._unpack(raw)
         except (grpc.RpcError, MalformedMessage, ChunkError) as error:
+            error.__traceback__ = None  # gRPC raises the call itself: its frames hold it, and through them a payload.
             if self._cancelled:
                 raise StopIteration from error
             raise self._line.failed(self._method, error, self._guard) from error
