@@ -42,7 +42,7 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,15 +267,15 @@ class Cable:
         return pipe.next_due_ns()
 
 
-@dataclass(eq=False)
 class Delayer:
     """All links of one network, and the commands that change them."""
 
-    namespaces: list[int] = field(default_factory=list)
-    """The syncer's, then each site's."""
-    ended: bool = False
-    _cables: dict[str, Cable] = field(default_factory=dict)
-    _by_tun: dict[int, Pipe] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._cables: dict[str, Cable] = {}
+        self._by_tun: dict[int, Pipe] = {}
+        self.namespaces: list[int] = []
+        """The syncer's, then each site's."""
+        self.ended = False
 
     def run(self) -> None:
         """Carry packets and execute commands until the input ends."""

@@ -25,7 +25,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ from diloco.inner import require
 from diloco.inner.parallel import Box, box_of, is_keeper, local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from diloco.durable import Disk
@@ -221,13 +221,11 @@ class Checkpoint:
                 yield f"{path.stem}/{key}", shape, Box((0,) * len(shape), shape)
 
 
-@dataclass(eq=False)
 class Prefixed(Mapping[str, "Tensor"]):
-    """The tensors whose names begin with a prefix, by the rest of their names; each is read on access."""
+    """The tensors of ``names`` that begin with ``prefix``, by the rest of their names; each is read on access."""
 
-    _names: Collection[str]
-    _prefix: str
-    _read: Callable[[str], Tensor]
+    def __init__(self, names: Collection[str], prefix: str, read: Callable[[str], Tensor]) -> None:
+        self._names, self._prefix, self._read = names, prefix, read
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self:

@@ -16,11 +16,12 @@ import torch
 
 from diloco.config.model_files import save_version0
 from diloco.inner.parallel import PresentGroup
-from diloco.integrations.join import Outer, join
+from diloco.integrations.join import join
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
+    from diloco.integrations.join import Outer
 else:
     Trainer = object
 
@@ -149,7 +150,6 @@ class Training(Trainer):
         return super().should_continue_training() and not outer.should_stop
 
 
-@dataclass(eq=False)
 class Kept:
     """The site's state as torchtitan's checkpoints take it: a ``Stateful``.
 
@@ -157,8 +157,8 @@ class Kept:
     site's updates in flight are not.  Only rank 0 saves it: of several ranks' values of one name any might be kept.
     """
 
-    _outer: Outer
-    _is_first: bool
+    def __init__(self, outer: Outer, is_first: bool) -> None:
+        self._outer, self._is_first = outer, is_first
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the state for a checkpoint; empty on every rank but 0."""

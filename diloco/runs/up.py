@@ -393,11 +393,11 @@ CLOSE_WAIT_S = 15.0
 MEANS = ("tokens_merged", "tokens_in_flight")
 
 
-@dataclass(eq=False)
 class StatusWatches:
     """A watch for each of several syncers; ``latest`` combines their answers into that of one syncer."""
 
-    _watches: Sequence[StatusWatch]
+    def __init__(self, watches: Sequence[StatusWatch]) -> None:
+        self._watches = watches
 
     @property
     def latest(self) -> Status | None:

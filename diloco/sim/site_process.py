@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim import world
@@ -66,6 +64,9 @@ from diloco.sync.learner import LearnerSync
 from diloco.sync.progress import ask_of, units_from
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from random import Random
+
     from diloco.sim.outer_process import Machines, Reply, Seat
     from diloco.sim.site_state import Key, Side, Trouble
     from diloco.sim.world import Value
@@ -495,7 +496,6 @@ class SiteProcess(SiteState):
         self.handle(Sealed(*key, content))
 
 
-@dataclass(eq=False)
 class Trainer:
     """The training loop of one life of a site, which steps all its ``parts``: one process for each syncer.
 
@@ -503,14 +503,17 @@ class Trainer:
     that still trains takes it at the same instant.
     """
 
-    _heap: Heap
-    _random: Random
-    _stepped: Callable[[Sequence[SiteProcess]], None]
-    """It gets the parts that have just made a step."""
-    exited: Callable[[SiteProcess, str], None]
-    """It gets a part that ended by itself, and why."""
-    parts: list[SiteProcess] = field(default_factory=list)
-    _waiting: list[SiteProcess] = field(default_factory=list)
+    def __init__(
+        self,
+        heap: Heap,
+        random: Random,
+        stepped: Callable[[Sequence[SiteProcess]], None],
+        exited: Callable[[SiteProcess, str], None],
+    ) -> None:
+        """``stepped`` gets the parts that have just made a step, ``exited`` a part that ended by itself, and why."""
+        self._heap, self._random, self._stepped, self.exited = heap, random, stepped, exited
+        self.parts: list[SiteProcess] = []
+        self._waiting: list[SiteProcess] = []
 
     def ready(self, part: SiteProcess) -> None:
         """Register ``part`` as ready for the next step."""

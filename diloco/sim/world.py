@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ from diloco.sync.leadership import Claim, Place, Standing, next_standing, refusa
 from diloco.sync.options import HealthOptions, OuterOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from random import Random
 
     from diloco.sync.effects import AnswerJoin, Seal
@@ -125,14 +124,14 @@ HELD_MAX = 64
 Message = tuple["Callable[[], None]", "Callable[[], None] | None"]
 
 
-@dataclass(eq=False)
 class Heap:
     """The queue of planned actions, ordered by instant and then by the order of planning."""
 
-    now_ns: int = 0
-    events: int = 0
-    _planned: list[tuple[int, int, Callable[[], object]]] = field(default_factory=list)
-    _count: int = 0
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.events = 0
+        self._planned: list[tuple[int, int, Callable[[], object]]] = []
+        self._count = 0
 
     def at(self, instant_ns: int, action: Callable[[], object]) -> None:
         """Run ``action`` at ``instant_ns``, or now if that has passed."""
@@ -360,14 +359,14 @@ class File:
         self.data, self.pending = kept, []
 
 
-@dataclass(eq=False)
 class Storage:
     """One folder of one machine."""
 
-    rotten: list[tuple[File, int, int]] = field(default_factory=list)
-    """The bits that have rotted since the last ``mend``: file, offset and bit."""
-    _names: dict[str, File] = field(default_factory=dict)
-    _synced: dict[str, File] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._names: dict[str, File] = {}
+        self._synced: dict[str, File] = {}
+        self.rotten: list[tuple[File, int, int]] = []
+        """The bits that have rotted since the last ``mend``: file, offset and bit."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names that begin with ``prefix``, sorted."""
@@ -568,14 +567,13 @@ def ask(
     link.heap.after(deadline_ns, lambda: process.deliver(lambda: settle(None)))
 
 
-@dataclass(eq=False)
 class LeaseLine:
     """One machine's connection to the lease."""
 
-    lease: Lease
-    link: Link
-    machine: int = 1
-    """Changes when the machine is lost: messages that the old machine sent are dropped."""
+    def __init__(self, lease: Lease, link: Link) -> None:
+        self.lease, self.link = lease, link
+        self.machine = 1
+        """Changes when the machine is lost: messages that the old machine sent are dropped."""
 
     def ask(self, process: Process, request: Callable[[Lease], object], answered: Callable[[object], None]) -> None:
         """As the function ``ask``, with the lease; the request is dropped if this machine is lost before it arrives."""

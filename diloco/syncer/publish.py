@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.codec.base import bytes_of, digits, is_sha256
@@ -164,15 +164,14 @@ class Feed:
         self._events.put(None)
 
 
-@dataclass(eq=False)
 class Feeds:
     """All Watch streams."""
 
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _feeds: list[Feed] = field(default_factory=list)
-    _unheard: set[str] = field(default_factory=set)
-    _content: set[str] = field(default_factory=set)
-    """The sites that report that they lack no fates."""
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._feeds: list[Feed] = []
+        self._unheard: set[str] = set()
+        self._content: set[str] = set()  # The sites that report that they lack no fates.
 
     def open(self, site: str, incarnation: int, protocol: int = PROTOCOL) -> Feed:
         """Open a stream for ``site``, in the form of its ``protocol``."""

@@ -40,7 +40,6 @@ import struct
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
@@ -487,11 +486,11 @@ _OF_ONE_LINK = ("heal", "partition", "refuse", "reset", "set")
 """Commands that are methods of ``Relay``."""
 
 
-@dataclass(eq=False)
 class RelayHost:
     """Several links by name, hosted by one program."""
 
-    _relays: dict[str, Relay] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._relays: dict[str, Relay] = {}
 
     async def do(self, command: Mapping[str, object]) -> object:
         """Execute one command: ``do`` names it, the other keys are its arguments. ``ValueError`` if it is invalid."""

@@ -66,12 +66,12 @@ _TELL_EVERY_S = 60.0
 _GATHER_S = 1.0
 
 
-@dataclass(eq=False)
 class Counters:
     """Named totals since the start.  They are all that a refused message may change."""
 
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _totals: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: Counter[str] = Counter()
 
     def add(self, name: str, count: int = 1) -> None:
         """Add ``count`` to the total ``name``."""

@@ -320,12 +320,12 @@ class Receiving:
             self._changed.notify_all()
 
 
-@dataclass(eq=False)
 class Receivings:
     """The pushes under way, by header, so that an additional stream finds its push."""
 
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _open: dict[PushHeader, Receiving] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open: dict[PushHeader, Receiving] = {}
 
     @contextmanager
     def open(self, header: PushHeader, session: PushSession) -> Iterator[Receiving]:
@@ -385,12 +385,12 @@ class Deal:
             return begin, self._at
 
 
-@dataclass(eq=False)
 class Deals:
     """The deals of all clients."""
 
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _of: dict[str, dict[tuple[int, ...], Deal]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, dict[tuple[int, ...], Deal]] = {}
 
     def join(self, asker: str, ask: PullAsk, header: PullHeader) -> Deal:
         """Join one more stream to the deal ``ask.deal`` of ``asker``; a different version makes a different deal."""
