@@ -277,11 +277,13 @@ def _save_shards(values: Mapping[str, Tensor], folder: Path, dtype: torch.dtype,
     from diloco.syncer.snapshots import tensor_file  # A site only reads such folders, and need not import this.
 
     parts: list[list[str]] = [[]]
-    sizes = {name: value.numel() * dtype.itemsize for name, value in sorted(values.items())}
+    sizes, held = {name: value.numel() * dtype.itemsize for name, value in sorted(values.items())}, 0
     for name, size in sizes.items():
-        if parts[-1] and sum(sizes[each] for each in parts[-1]) + size > shard_bytes:
+        if parts[-1] and held + size > shard_bytes:
             parts.append([])
+            held = 0
         parts[-1].append(name)
+        held += size
     files: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = WHOLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"

@@ -463,9 +463,12 @@ def chunked_loss(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Ten
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     parts, all_wanted = torch.split(x.flatten(0, 1), chunk), torch.split(targets.flatten(), chunk)
     for part, wanted in zip(parts, all_wanted, strict=True):
-        summed = lambda x, y: functional.cross_entropy(head(x).float(), y, reduction="sum")  # noqa: E731
-        total = total + checkpoint(summed, part, wanted, use_reentrant=False, preserve_rng_state=False)
+        total = total + checkpoint(_summed_loss, head, part, wanted, use_reentrant=False, preserve_rng_state=False)
     return total / targets.numel()
+
+
+def _summed_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(head(x).float(), targets, reduction="sum")
 
 
 def flops_per_token(options: ModelOptions, sequence_length: int | None = None) -> int:
