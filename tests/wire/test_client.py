@@ -12,12 +12,15 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome
+from diloco.wire.channel import Stream
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import (
     KIB,
@@ -73,6 +76,30 @@ def test_a_call_that_is_over_keeps_no_memory_until_a_garbage_collection(wired: W
         del payload, sink
         # gRPC's threads let go of a call a moment after its end.
         assert wait_until(lambda: all(each() is None for each in kept))
+    finally:
+        gc.enable()
+
+
+def test_a_cancelled_stream_keeps_no_memory_until_a_garbage_collection() -> None:
+    class Call(grpc.RpcError):
+        def __next__(self) -> bytes:
+            raise self  # As gRPC does: the call's frames hold the call.
+
+        def cancel(self) -> None:
+            pass
+
+    line: Any = SimpleNamespace(call=lambda *_: Call())
+
+    def listened() -> weakref.ref[Any]:
+        payload = np.zeros(1)
+        with Stream(line, "Push", iter(()), lambda raw: raw) as stream:
+            stream.cancel()
+            assert list(stream) == []
+        return weakref.ref(payload)
+
+    gc.disable()
+    try:
+        assert listened()() is None
     finally:
         gc.enable()
 
