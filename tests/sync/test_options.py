@@ -55,6 +55,8 @@ def test_options_refuse_every_number_below_0_and_every_unknown_name_by_field_and
         ),
         (HealthOptions, {"history_min": 1}, "history_min is 1: 2 to history=16"),
         (HealthOptions, {"history_min": 17}, "history_min is 17: 2 to history=16"),
+        (HealthOptions, {"policies": {"fra": "maybe"}}, "admission of site fra is 'maybe': one of "),
+        (LearnerOptions, {"unit_sequences": 1, "sequence_tokens": 1, "units_ahead": 4097}, "units_ahead is 4097: "),
         (LearnerOptions, {"offsets": (0, 1)}, "offsets is (0, 1): "),
         (LearnerOptions, {"offsets": (15,)}, "offsets is (15,): "),
         (
