@@ -23,7 +23,7 @@ from diloco.config.arguments import limit_threads
 from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError
 from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
-from diloco.observe.console import SiteLines, lines_to, missing_lines
+from diloco.observe.console import SiteLines, lines_to, missing_lines, send_traces
 from diloco.observe.eventlog import EventLog, LineWriter
 from diloco.runs.canary import canaries, command
 from diloco.runs.memory_folder import memory_folder
@@ -275,6 +275,7 @@ def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: Exit
     file = LineWriter.appending(lines, missing_lines(who))
     stack.callback(file.close)
     log = EventLog(events, who, also=SiteLines(who, config.run.log_every, [lines_to(sys.stdout, who), file]))
+    send_traces(log, config, stack)
     stack.callback(log.close)
     return log
 

@@ -660,7 +660,7 @@ class Reception:
         """``protocol`` is the site's, ``epoch`` the syncer's."""
         self._api, self._header, self._protocol, self._epoch = api, header, protocol, epoch
         self._spool = api.core.store.spool
-        self._busy_s = 0.0
+        self._busy_s, self._begun_s = 0.0, time.perf_counter()
         self._heard_s = -HEARD_EVERY_S
         with _storing():
             self._partial = self._spool.open_partial(header)
@@ -712,7 +712,8 @@ class Reception:
             return self._decided("", found)
         with _storing(self._partial):  # Never retried with the same pages: after a failed fsync they count as written.
             reference = self._spool.keep(self._partial)
-        self._api.tally.costs.received(reference, self._busy_s + time.perf_counter() - began_s)
+        now_s = time.perf_counter()
+        self._api.tally.costs.received(reference, self._busy_s + now_s - began_s, now_s - self._begun_s)
         return self._decided(reference, found)
 
     def _decided(self, reference: str, vitals: Vitals) -> PushResult:
