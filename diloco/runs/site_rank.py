@@ -144,7 +144,14 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
                 why = f"a rank was lost; start {place.restarts} of at most {config.site.rank_restarts}"
                 emit("note", {"note": "ranks_restarted", "why": why})
             if config.site.metrics:
-                _show_metrics(config, folder, log, stack)
+                from diloco.observe.metrics import SiteMetrics, page_at
+
+                numels = [fragment.numel for fragment in build.whole_layout(config).fragments]
+                metrics = SiteMetrics(config, numels, folder.checkpoints)
+                log.follow(metrics.take)
+                where = ("site.metrics", config.site.metrics)
+                address = stack.enter_context(page_at(*where, metrics.families, log.emit))
+                log.emit("metrics", {"address": address})
         group = join_group(config, place)
         stack.callback(group.close)
         check_one_folder(config, folder, group)
@@ -282,18 +289,6 @@ def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: Exit
 
 def silent(what: str, fields: dict[str, object] | None = None) -> None:
     """Drop an event: the ``emit`` of the other ranks, because rank 0 reports for all."""
-
-
-def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: ExitStack) -> None:
-    from diloco.config import build
-    from diloco.observe.metrics import SiteMetrics, page_at
-
-    numels = [fragment.numel for fragment in build.whole_layout(config).fragments]
-    metrics = SiteMetrics(config, numels, folder.checkpoints)
-    log.follow(metrics.take)
-    address = stack.enter_context(page_at("site.metrics", config.site.metrics, metrics.families, log.emit))
-    if address:
-        log.emit("metrics", {"address": address})
 
 
 def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[ExitCode, str]:
