@@ -44,6 +44,7 @@ from diloco.inner.parallel import HoldingError, PresentGroup
 from diloco.inner.trainer import Resumed, StepInfo
 from diloco.learner.ranks import Orders
 from diloco.learner.transfer import JoinFailed
+from diloco.observe.console import send_traces
 from diloco.observe.eventlog import EventLog
 from diloco.runs.process import refusal
 from diloco.runs.site_agent import agent_of, follower_of, join_text
@@ -557,6 +558,7 @@ class Outer:
         if (call := self._log) is not None:
             also = lambda event: call(str(event["what"]), {key: event[key] for key in event if key != "what"})  # noqa: E731
         log = EventLog(self._folder.root / "events.jsonl", self._config.site.id, also=also)
+        send_traces(log, self._config, self._open)
         self._open.callback(log.close)
         try:
             data = self._data.identity if self._data is not None else ""

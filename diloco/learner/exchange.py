@@ -177,12 +177,13 @@ class Exchange(Participant):
 
         A background thread encodes the update by ``codec``.  ``at_rest``: the model does not change meanwhile.
         """
-        fragment = effect.fragment
+        fragment, began_s = effect.fragment, time.perf_counter()
         match effect:
             case Adopt():
                 with self._orders.all_do(ADOPT, fragment):
                     self.tensors.adopt(fragment, effect.version, effect.merged, effect.fresh, effect.under_way)
                 facts: dict[str, object] = {"fragment": fragment, "version": effect.version}
+                facts["seconds"] = round(time.perf_counter() - began_s, 6)
                 self.emit("adopted", {**facts, "merged": list(effect.merged)})
             case Retake():
                 with self._orders.all_do(RETAKE, fragment):
@@ -191,7 +192,7 @@ class Exchange(Participant):
             case Seal():
                 with nullcontext() if self.tensors.is_here(fragment) else self._orders.all_do(SEAL, fragment):
                     inputs = self.tensors.measure(fragment, effect.in_flight, at_rest=at_rest)
-                job = SealJob(effect, inputs, codec)
+                job = SealJob(effect, inputs, codec, time.perf_counter() - began_s)
                 if inputs.in_place:
                     self._unread.append(job)
                 self.sealer.queue.put(job)

@@ -218,7 +218,7 @@ class Upward(Participant):
 
     def emit(self, what: str, facts: dict[str, object]) -> None:
         """Log an event as "upstream": under its own name it would look like an event of one of the region's sites."""
-        self._say("upstream", {"event": what, **facts})
+        self._say("upstream", {"event": what, "run": self.run_id, "site": self.site_id, **facts})
 
     # --- heartbeats ----------------------------------------------------------------------------------------------
 

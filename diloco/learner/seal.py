@@ -28,8 +28,9 @@ import json
 import mmap
 import struct
 import threading
+import time
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from math import sqrt
 from typing import TYPE_CHECKING
@@ -206,6 +207,10 @@ class SealJob:
     inputs: SealInputs
     codec: str
     """The name of the codec."""
+    seal_s: float = 0.0
+    """Seconds that the training thread took for it."""
+    since_s: float = field(default_factory=time.perf_counter)
+    """When it began to wait for the thread that encodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,6 +341,7 @@ class Sealer:
 
     def _seal(self, job: SealJob) -> None:
         own, effect, encoder = self._participant, job.effect, self._encoders[job.codec]
+        began_s = time.perf_counter()
         try:
             sealed = seal(job, encoder, own.run_id, own.site_id, own.known.incarnation)
         except NonFiniteError:
@@ -359,7 +360,8 @@ class Sealer:
         if fed is not None:
             facts["residual"] = float(torch.linalg.vector_norm(fed.residual))
         numbers = {"base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.encoded.norm}
-        own.emit("sealed", facts | numbers)
+        spent = {"seal_s": job.seal_s, "wait_s": began_s - job.since_s, "encode_s": time.perf_counter() - began_s}
+        own.emit("sealed", facts | numbers | {name: round(seconds, 6) for name, seconds in spent.items()})
         own.keep_sealed(sealed)
 
 
@@ -389,7 +391,7 @@ class Sender:
 
     def _deliver(self, fragment: int, sequence: int) -> bool:
         """Send one update until the syncer answers; return False when the syncer wants it later (RETRY)."""
-        own, malformed = self._participant, 0
+        own, malformed, began_s = self._participant, 0, time.perf_counter()
         pause = Pause(own)
         while not own.stopping.is_set():
             found = self._found(fragment, sequence)
@@ -414,6 +416,7 @@ class Sender:
                 continue
             facts: dict[str, object] = {"fragment": fragment, "sequence": sequence, "outcome": result.outcome.value}
             reason = result.reason.value if result.reason else None
+            facts["seconds"] = round(time.perf_counter() - began_s, 6)
             own.emit("pushed", {**facts, "reason": reason, "bytes": len(payload)})
             if result.outcome is Outcome.RETRY:
                 return False  # The update that it waits for may be behind it in this queue.
@@ -485,26 +488,27 @@ class Fetcher:
             self._ahead = (lineage, ahead)
             self._begun = [*(each for each in self._begun if each.thread.is_alive()), ahead]
 
-    def _expected(self, fragment: int, lineage: int, have: int) -> PulledVersion | None:
-        """Return the prefetched version if the prefetch was for this fragment, lineage and base; else None."""
+    def _expected(self, fragment: int, lineage: int, have: int) -> tuple[PulledVersion | None, float]:
+        """Return the prefetched version if the prefetch was for this fragment, lineage and base, else None; and the
+        seconds that it took."""
         with self._lock:
             if self._ahead is None or self._ahead[1].ask.fragment != fragment:
-                return None
+                return None, 0.0
             (of, ahead), self._ahead = self._ahead, None
             if of != lineage or ahead.ask.have_version != have:
                 self._incoming.pop(fragment, None)  # The stale prefetch still writes to this sink.
-                return None
+                return None, 0.0
         if (pulled := ahead.take()) is not None:
             self._participant.link.came(pulled.header.payload_bytes, ahead.carried_s)
-        return pulled
+        return pulled, ahead.carried_s
 
     def _fetch(self, fragment: int) -> None:
-        own = self._participant
+        own, began_s = self._participant, time.perf_counter()
         pause = Pause(own)
         lineage = own.known.lineage  # Read first: values read later may be of a later lineage, never of an earlier one.
         latest = own.tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
-        here = self._expected(fragment, lineage, have)
+        here, ahead_s = self._expected(fragment, lineage, have)
         incoming = self._of(fragment, lineage)
         # After a restore of the run the queue holds another order, and this one is void.
         while not own.stopping.is_set() and own.known.lineage == lineage:
@@ -530,6 +534,7 @@ class Fetcher:
             if pulled.header.version <= have:
                 pause.wait()  # A newer version was announced, but the syncer does not have it: do not busy-loop.
             facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version, "had": have}
+            facts |= {"lineage": lineage, "seconds": round(max(ahead_s, time.perf_counter() - began_s), 6)}
             own.emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
             event = VersionFetched(fragment, pulled.header.version, pulled.header.fates)
             own.keep_fetched(values, event, lineage, pulled.header)
@@ -753,16 +758,22 @@ class Listener:
                     return
 
     def _take(self, event: WatchEvent) -> None:
+        own = self._participant
         if isinstance(event, Published):
             run = (event.run_tokens, event.progress_ppm, event.lineage, event.fastest_step_ns)
-            self._participant.tell(VersionPublished(event.epoch, event.fragment, event.version, *run))
-        elif isinstance(event, FateTold | FinalAnnounced):
-            self._participant.tell(event)
+            own.tell(VersionPublished(event.epoch, event.fragment, event.version, *run))
+        elif isinstance(event, FateTold):
+            if (fate := event.fate).merged:
+                facts = {"fragment": fate.fragment, "sequence": fate.sequence, "version": fate.version}
+                own.emit("merged", {**facts, "lineage": own.known.lineage})
+            own.tell(event)
+        elif isinstance(event, FinalAnnounced):
+            own.tell(event)
         elif isinstance(event, Dropped):
             if event.reason is Reason.SUPERSEDED:
-                self._participant.give_up("another process now speaks for this site: is it started twice?")
+                own.give_up("another process now speaks for this site: is it started twice?")
             else:
-                self._participant.give_up(f"the syncer ended this site's part: {event.reason.value}")
+                own.give_up(f"the syncer ended this site's part: {event.reason.value}")
 
     def wake(self) -> None:
         """End the present stream, so that the site joins again (or sees that it is stopping)."""

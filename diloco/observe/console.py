@@ -1,8 +1,10 @@
-"""A site's and a syncer's log: lines for people, and the events in the run's folder."""
+"""A site's and a syncer's log: lines for people, the events in the run's folder, and their traces."""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 QUIET = frozenset(
-    {"step", "meter", "sealed", "pushed", "fetched", "adopted", "fate", "checkpoint", "memory_checkpoint"}
+    {"step", "meter", "sealed", "pushed", "merged", "fetched", "adopted", "fate", "checkpoint", "memory_checkpoint"}
 )
 
 
@@ -85,15 +87,46 @@ def missing_lines(who: str) -> Callable[[int, str], str]:
 
 
 def identity_lines(out: LineWriter | TextIO) -> Callable[[Event], None]:
-    """Return a follower that writes to ``out`` changes of the access rules, closed connections, and the warning that
-    this syncer is an old one."""
-    heads = {"identity": "access rules", "crowded": "crowded", "backup_behind": "BEHIND", "site_ahead": "BEHIND"}
+    """Return a follower that writes to ``out`` changes of the access rules, closed connections, why no traces are sent,
+    and the warning that this syncer is an old one."""
+    heads = {"identity": "access rules", "crowded": "crowded", "traces": "traces"}
+    heads |= dict.fromkeys(("backup_behind", "site_ahead"), "BEHIND")
 
     def write(event: Event) -> None:
         if event["what"] == "note" and (head := heads.get(str(event.get("note")))):
             out.write(f"{head}: {event.get('why')}\n")
 
     return write
+
+
+def send_traces(log: EventLog, config: RunConfig, stack: ExitStack) -> None:
+    """Send the spans of ``log``'s events to the collector that OpenTelemetry's environment variables name, if any.
+
+    ``stack`` ends that, and must close ``log`` first.  A note says what is in the way: it never ends a run.
+    """
+    said = os.environ
+    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    name = next((each for each in names if said.get(each)), "")
+    wanted = said.get("OTEL_SDK_DISABLED") != "true" and said.get("OTEL_TRACES_EXPORTER", "otlp") == "otlp"
+    if not name or not wanted:
+        return
+    protocol = said.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or said.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    try:
+        if protocol not in (None, "http/protobuf"):
+            raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}, and only http/protobuf is supported")
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        from diloco.observe.traces import Complaints, Traces
+
+        complaints, of_sdk = Complaints(log, name), logging.getLogger("opentelemetry")
+        of_sdk.addHandler(complaints)
+        stack.callback(of_sdk.removeHandler, complaints)
+        traces = Traces(config.run.name or "", log.who, OTLPSpanExporter())
+        log.follow(traces.take)
+        stack.callback(traces.close)
+    except (ImportError, ValueError) as error:  # The SDK is not installed, or refuses one of its variables.
+        why = error if isinstance(error, ValueError) else "pip install 'diloco[otel]'"
+        log.emit("note", {"note": "traces", "why": f"{name}: no traces are sent: {why}"})
 
 
 # --- The event logs of a syncer --------------------------------------------------------------------------------------
@@ -107,9 +140,10 @@ def syncer_log(config: RunConfig, stack: ExitStack) -> EventLog:
     """
     name = syncer_name(config.cluster.syncer.index)
     whole_run = EventLog(run_dir_of(config).events, name) if has_several(config) else None
+    log = EventLog(syncer_dir(config).events, name, also=identity_lines(lines_to(sys.stderr, name)))
+    send_traces(whole_run or log, config, stack)
     if whole_run is not None:
         stack.callback(whole_run.close)  # After the other log, which writes to it.
-    log = EventLog(syncer_dir(config).events, name, also=identity_lines(lines_to(sys.stderr, name)))
     stack.callback(log.close)
     if whole_run is not None:
         from diloco.config import build

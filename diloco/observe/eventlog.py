@@ -130,11 +130,10 @@ class EventLog:
     """
 
     def __init__(self, path: Path, who: str, also: Callable[[Event], None] | None = None) -> None:
-        self.path = path
+        self.path, self.who = path, who
         self.failures = 0
         self._left_out = 0
         self._lock = threading.RLock()  # A signal handler may emit while its own thread is emitting.
-        self._who = who
         self._followers = [also] if also is not None else []
         self._lines = LineWriter.appending(path, self._not_written)
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -154,7 +153,7 @@ class EventLog:
             self._left_out += 1
 
     def _event(self, what: str, fields: dict[str, object]) -> Event:
-        return {"at": round(time.time(), 6), "who": self._who, "what": what, **fields}
+        return {"at": round(time.time(), 6), "who": self.who, "what": what, **fields}
 
     def close(self) -> None:
         """Write the events emitted so far, waiting at most ``CLOSE_WAIT_S`` for a slow disk."""

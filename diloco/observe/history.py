@@ -253,13 +253,6 @@ class RunHistory:
         total = sum(other.bytes_up + other.bytes_down for other in self.sites.values())
         self.wire.add(now_s, total, self.bytes_fp32, self.bytes_data_parallel())
 
-    def _on_eval(self, who: str, event: Event, now_s: float) -> None:
-        loss = number(event, "val_loss")
-        if loss is not None:
-            bits, versions = number(event, "val_bits_per_byte"), [*versions_in(event).values()]
-            is_whole = event.get("whole") is True
-            self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, versions, is_whole))
-
     # --- events of a restore -----------------------------------------------------------------------------------
 
     def _on_restored(self, who: str, event: Event, now_s: float) -> None:
@@ -337,14 +330,6 @@ class RunHistory:
         round_ = self._round(fragment, version)
         if round_ is not None:
             round_.published_s = now_s
-
-    def _on_standstill(self, who: str, event: Event, now_s: float) -> None:
-        fragment, why = whole(event, "fragment"), str(event.get("why"))
-        still = [each for each in self.standstills if each.end_s is None and each.fragment == fragment]
-        if still:
-            still[0].why = why
-        else:
-            self.standstills.append(Standstill(who, fragment, now_s - (number(event, "seconds") or 0.0), why))
 
     def _moves(self, who: str, fragment: int | None, now_s: float) -> None:
         """End standstills: that of ``fragment`` (new version) or, for None (last round), all of the syncer ``who``."""
@@ -469,14 +454,6 @@ class RunHistory:
         fragment = whole(event, "fragment")
         return FP32_BYTES * self.layout[fragment] if fragment < len(self.layout) else 0
 
-    def _on_site_done(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(who)
-        # The ledger's keys are "processed", "merged", ...; the summary's are "tokens_processed", ...
-        ledger = {name.removeprefix("tokens_"): value for name, value in mapping(event, "ledger").items()}
-        site.done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
-        site.left_with = site.done
-        site.done_reason = str(event.get("reason", ""))
-
     # --- events that change a field or two ---------------------------------------------------------------------
 
     def _on_other(self, who: str, event: Event, now_s: float) -> None:
@@ -493,6 +470,17 @@ class RunHistory:
                 self._count_wire(now_s)
             case "grace":
                 self._met.setdefault(whole(event, "fragment"), now_s)
+            case "eval" if (loss := number(event, "val_loss")) is not None:
+                bits, versions = number(event, "val_bits_per_byte"), [*versions_in(event).values()]
+                is_whole = event.get("whole") is True
+                self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, versions, is_whole))
+            case "standstill":
+                fragment, why = whole(event, "fragment"), str(event.get("why"))
+                still = [each for each in self.standstills if each.end_s is None and each.fragment == fragment]
+                if still:
+                    still[0].why = why
+                else:
+                    self.standstills.append(Standstill(who, fragment, now_s - (number(event, "seconds") or 0.0), why))
             case "refused":
                 refused, reason = self.site(site).refused, str(event.get("reason"))
                 refused[reason] = refused.get(reason, 0) + 1
@@ -528,6 +516,12 @@ class RunHistory:
                     merged[who] = merged.get(who, 0) + tokens
             case "pushed" if event.get("outcome") == "accepted":
                 self.bytes_fp32 += self._fragment_bytes(event)
+            case "site_done":
+                # The ledger's keys are "processed", "merged", ...; the summary's are "tokens_processed", ...
+                ledger = {name.removeprefix("tokens_"): value for name, value in mapping(event, "ledger").items()}
+                done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
+                self.site(who).done = self.site(who).left_with = done
+                self.site(who).done_reason = str(event.get("reason", ""))
             case "fate" if event.get("reason") in DISCARDING:
                 self.site(who).tokens_discarded += whole(event, "tokens")
 

@@ -23,7 +23,7 @@ from diloco.config.arguments import limit_threads
 from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError
 from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
-from diloco.observe.console import SiteLines, lines_to, missing_lines
+from diloco.observe.console import SiteLines, lines_to, missing_lines, send_traces
 from diloco.observe.eventlog import EventLog, LineWriter
 from diloco.runs.canary import canaries, command
 from diloco.runs.memory_folder import memory_folder
@@ -144,7 +144,14 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
                 why = f"a rank was lost; start {place.restarts} of at most {config.site.rank_restarts}"
                 emit("note", {"note": "ranks_restarted", "why": why})
             if config.site.metrics:
-                _show_metrics(config, folder, log, stack)
+                from diloco.observe.metrics import SiteMetrics, page_at
+
+                numels = [fragment.numel for fragment in build.whole_layout(config).fragments]
+                metrics = SiteMetrics(config, numels, folder.checkpoints)
+                log.follow(metrics.take)
+                where = ("site.metrics", config.site.metrics)
+                address = stack.enter_context(page_at(*where, metrics.families, log.emit))
+                log.emit("metrics", {"address": address})
         group = join_group(config, place)
         stack.callback(group.close)
         check_one_folder(config, folder, group)
@@ -275,24 +282,13 @@ def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: Exit
     file = LineWriter.appending(lines, missing_lines(who))
     stack.callback(file.close)
     log = EventLog(events, who, also=SiteLines(who, config.run.log_every, [lines_to(sys.stdout, who), file]))
+    send_traces(log, config, stack)
     stack.callback(log.close)
     return log
 
 
 def silent(what: str, fields: dict[str, object] | None = None) -> None:
     """Drop an event: the ``emit`` of the other ranks, because rank 0 reports for all."""
-
-
-def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: ExitStack) -> None:
-    from diloco.config import build
-    from diloco.observe.metrics import SiteMetrics, page_at
-
-    numels = [fragment.numel for fragment in build.whole_layout(config).fragments]
-    metrics = SiteMetrics(config, numels, folder.checkpoints)
-    log.follow(metrics.take)
-    address = stack.enter_context(page_at("site.metrics", config.site.metrics, metrics.families, log.emit))
-    if address:
-        log.emit("metrics", {"address": address})
 
 
 def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[ExitCode, str]:

@@ -237,25 +237,20 @@ class Api:
 
         reply, live = self.core.ask(look)
         if isinstance(answer, AskToConfirm):
-            self._check_folder(request, live)
+            # Two machines with one name, unless the process is of an earlier release or takes over: it names no folder.
+            both_named = len(live) == len(request.process) == PROCESS_DIGITS + FOLDER_DIGITS
+            if both_named and live[PROCESS_DIGITS:] != request.process[PROCESS_DIGITS:]:
+                silent_s = self._plan.outer.site_timeout_ns / 1e9
+                text = (
+                    f"another process, started in another folder, speaks for site {request.site_id}: stop that one, or "
+                    f"give this one another site.id; site.takeover=true replaces it, so does {silent_s:g} s of its "
+                    "silence"
+                )
+                raise Refusal(Status.UNAVAILABLE, text, retry_ms=HELD_RETRY_MS, reason=Reason.SUPERSEDED)
             return replace(reply, ticket=answer.ticket)
         self._protocols[request.site_id] = request.protocol
         reply = replace(reply, incarnation=answer.incarnation, standings=answer.standings, ending=answer.ending)
         return publish.as_known(reply, request.protocol)
-
-    def _check_folder(self, request: JoinAsk, live: str) -> None:
-        """Refuse for now a process that would replace the ``live`` one of another folder: two machines with one name.
-
-        Process ids of earlier releases, and of one that takes over, name no folder.
-        """
-        both_named = len(live) == len(request.process) == PROCESS_DIGITS + FOLDER_DIGITS
-        if both_named and live[PROCESS_DIGITS:] != request.process[PROCESS_DIGITS:]:
-            silent_s = self._plan.outer.site_timeout_ns / 1e9
-            text = (
-                f"another process, started in another folder, speaks for site {request.site_id}: stop that one, or "
-                f"give this one another site.id; site.takeover=true replaces it, so does {silent_s:g} s of its silence"
-            )
-            raise Refusal(Status.UNAVAILABLE, text, retry_ms=HELD_RETRY_MS, reason=Reason.SUPERSEDED)
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         """Return why the syncer would refuse a join, without asking the machine."""
@@ -665,7 +660,7 @@ class Reception:
         """``protocol`` is the site's, ``epoch`` the syncer's."""
         self._api, self._header, self._protocol, self._epoch = api, header, protocol, epoch
         self._spool = api.core.store.spool
-        self._busy_s = 0.0
+        self._busy_s, self._begun_s = 0.0, time.perf_counter()
         self._heard_s = -HEARD_EVERY_S
         with _storing():
             self._partial = self._spool.open_partial(header)
@@ -717,7 +712,8 @@ class Reception:
             return self._decided("", found)
         with _storing(self._partial):  # Never retried with the same pages: after a failed fsync they count as written.
             reference = self._spool.keep(self._partial)
-        self._api.tally.costs.received(reference, self._busy_s + time.perf_counter() - began_s)
+        now_s = time.perf_counter()
+        self._api.tally.costs.received(reference, self._busy_s + now_s - began_s, now_s - self._begun_s)
         return self._decided(reference, found)
 
     def _decided(self, reference: str, vitals: Vitals) -> PushResult:

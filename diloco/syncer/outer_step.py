@@ -205,26 +205,32 @@ class RoundCosts:
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._received: dict[str, float] = {}
+        self._received: dict[str, tuple[float, float, float]] = {}
+        """By payload: the working time, the instant (Unix time) at which it was durable, and the time until then."""
         self._latest: dict[int, dict[str, float]] = {}
         self._made_s: dict[int, float] = {}
 
-    def received(self, reference: str, seconds: float) -> None:
-        """Add the time that receiving the update with this payload took."""
+    def received(self, reference: str, busy_s: float, whole_s: float) -> None:
+        """Add the working time for the update with this payload, now durable, of the time since its push began."""
         with self._lock:
-            self._received[reference] = self._received.pop(reference, 0.0) + seconds
+            before_s, *_ = self._received.pop(reference, (0.0,))
+            self._received[reference] = (before_s + busy_s, time.time(), whole_s)
             while len(self._received) > UPDATES_MAX:
                 del self._received[next(iter(self._received))]
 
-    def stepped(self, command: StartOuterStep | TakeVersion, result: OuterResult) -> dict[str, float]:
-        """Record a new version; return its stages so far, where updates that an earlier process received count 0."""
+    def stepped(self, command: StartOuterStep | TakeVersion, result: OuterResult) -> dict[str, object]:
+        """Record a new version; return its stages so far, and which updates this process ``received`` for it, when."""
+        received, receive_s = list[tuple[str, int, float, float]](), 0.0
         with self._lock:
-            updates = [update.payload for part in command.contributions for update in part.updates]
-            receive_s = sum(self._received.pop(payload, 0.0) for payload in updates)
+            for part in command.contributions:
+                for update in part.updates:
+                    if (found := self._received.pop(update.payload, None)) is not None:
+                        receive_s += found[0]
+                        received.append((part.site, update.sequence, round(found[1], 6), round(found[2], 6)))
             stages = {"receive_s": receive_s, **asdict(result.costs)}
             self._latest[command.fragment] = {name: round(seconds, 6) for name, seconds in stages.items()}
             self._made_s[command.fragment] = self._clock_s()
-            return dict(self._latest[command.fragment])
+            return {**self._latest[command.fragment], "received": received}
 
     def published(self, fragment: int) -> dict[str, float]:
         """Record that the latest version was published; return this stage."""
@@ -261,7 +267,7 @@ def standstill_facts(machine: OuterSync, now_ns: int) -> dict[str, object] | Non
 
 
 def outer_step_facts(
-    command: StartOuterStep | TakeVersion, result: OuterResult, stages: Mapping[str, float]
+    command: StartOuterStep | TakeVersion, result: OuterResult, stages: Mapping[str, object]
 ) -> dict[str, object]:
     """Return a version's sites with their weights and staleness, its share of a full step, and its costs.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
+import subprocess
 import threading
 import time
 import urllib.error
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -521,6 +524,28 @@ def test_the_page_of_the_reference_has_every_metric(families: list[Metric], requ
     if request.config.getoption("--rewrite"):
         page.write_text(wanted, encoding="utf-8")
     assert page.read_text(encoding="utf-8") == wanted
+
+
+NO_BASE_UNIT = r"(?:nano|micro|milli)seconds|[num]s|minutes?|hours?|days?|[kmgt]i?b|(?:kilo|mega|giga)bytes|percent"
+BELONGS_TO_A_TYPE = ("_total", "_count", "_sum", "_bucket", "_info", "_created")
+
+
+def test_every_name_keeps_to_the_conventions_of_prometheus(families: list[Metric]) -> None:
+    """As https://prometheus.io/docs/practices/naming says, and ``promtool check metrics``, which runs where it is."""
+    for family in families:
+        assert re.fullmatch(r"diloco(_[a-z]+)+", family.name)
+        assert not re.search(rf"_(?:{NO_BASE_UNIT}|gauge|counter|histogram)(_|$)", family.name), "a base unit, no type"
+        assert not family.name.endswith(BELONGS_TO_A_TYPE), "the library adds what belongs to a type"
+        assert family.type != "histogram" or family.name.endswith(("_seconds", "_versions")), "its unit is last"
+        labels = set(family._labelnames)  # type: ignore[attr-defined]
+        assert all(re.fullmatch("[a-z_]+", label) for label in labels)
+        assert not labels & {"le", "quantile"}
+        assert family.documentation.endswith(".")
+    if (promtool := shutil.which("promtool")) is not None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(metrics.Page(lambda: iter({family.name: family for family in families}.values())))
+        done = subprocess.run([promtool, "check", "metrics"], input=generate_latest(registry), capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_every_rule_expression_and_panel_is_whole() -> None:

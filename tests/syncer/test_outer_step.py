@@ -320,9 +320,14 @@ def test_a_round_costs_what_its_updates_and_its_stages_took(monkeypatch: pytest.
     costs = RoundCosts(lambda: now_s[0])
     assert costs.latest(2) is None
     for name, seconds in (("a", 1.0), ("a", 0.5), ("b", 2.0), ("other", 40.0)):
-        costs.received(name, seconds)
+        costs.received(name, seconds, 2 * seconds)
     stages = {"receive_s": 3.5, "read_s": 0.1, "fused_s": 0.2, "digest_s": 0.3}
-    assert costs.stepped(command("a", "b", "of an earlier process"), result()) == stages
+    made = costs.stepped(command("a", "b", "of an earlier process"), result())
+    assert [(site, sequence, whole_s) for site, sequence, _, whole_s in made.pop("received")] == [
+        ("a", 1, 1.0),
+        ("b", 1, 4.0),
+    ]
+    assert made == stages
     now_s[0] += 0.25
     assert costs.published(2) == {"publish_s": 0.25}
     assert costs.latest(2) == {**stages, "publish_s": 0.25}
@@ -330,7 +335,7 @@ def test_a_round_costs_what_its_updates_and_its_stages_took(monkeypatch: pytest.
     assert costs.latest(0) is None
     monkeypatch.setattr(module, "UPDATES_MAX", 2)
     for name in ("a", "b", "c"):
-        costs.received(name, 1.0)
+        costs.received(name, 1.0, 1.0)
     assert costs.stepped(command("a", "b", "c"), result())["receive_s"] == 2.0, "what is never merged is forgotten"
 
 
