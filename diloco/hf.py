@@ -1,26 +1,82 @@
-"""Make Hugging Face's ``Trainer`` a site of a run, with one callback.  Needs ``pip install 'diloco[hf]'``.
-
-``from diloco.hf import DiLoCoCallback`` imports transformers; ``import diloco.hf`` alone does not.
-"""
+"""Make Hugging Face's ``Trainer`` a site of a run, with one callback.  Needs ``pip install 'diloco[hf]'``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diloco.integrations import SiteCallback, required
 
 if TYPE_CHECKING:
-    from diloco.integrations.huggingface import DiLoCoCallback
+    from torch import nn
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+else:
+    TrainerCallback = required("transformers", "TrainerCallback", "hf")
 
 __all__ = ["DiLoCoCallback"]
 
+STATE = "diloco.pt"
 
-def __getattr__(name: str) -> object:
-    if name != "DiLoCoCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from diloco.runs.process import let_workers_fork
 
-    let_workers_fork()
-    try:
-        from diloco.integrations import huggingface
-    except ImportError as error:
-        raise ImportError(f"diloco.hf needs transformers and accelerate ({error}): pip install 'diloco[hf]'") from error
-    return huggingface.DiLoCoCallback
+class DiLoCoCallback(SiteCallback, TrainerCallback):
+    """Makes a ``Trainer`` a site of the run that a syncer serves::
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[
+            DiLoCoCallback(syncer="host:7077", site="fra", tokens_per_step=8192)])
+        trainer.train()
+
+    The arguments are those of ``diloco.join``; ``tokens_per_step`` is the tokens of one optimizer step of the whole
+    site: per_device_train_batch_size x gradient_accumulation_steps x processes x the tokens of a sequence.  The run's
+    end ends the training: let ``max_steps`` be more than enough.  ``outer`` is the site (its ``progress``, its
+    ``ledger``); the lines that the Trainer prints have ``diloco_progress``.  Each checkpoint of the Trainer holds the
+    site's state as well, and ``resume_from_checkpoint`` resumes from it, if it is still in ``output_dir``; otherwise
+    the site begins with the run's version, and its unsent work counts as lost.
+    """
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **_: Any,
+    ) -> None:
+        """Join: the model holds the run's version when training begins."""
+        kept = _state_of(args, state)
+        resumes = state.global_step and kept.is_file()
+        self.join(model, optimizer, torch.load(kept, weights_only=True) if resumes else {}, hooks=False)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Account for the optimizer's step, adopt what is due, and end the training when the run has ended."""
+        if self.outer is not None and self.outer.step():
+            control.should_training_stop = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add the run's progress to the Trainer's line."""
+        if self.outer is not None and logs is not None:
+            logs["diloco_progress"] = self.outer.progress
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the site's state into the Trainer's checkpoint atomically; the checkpoint is valid without it."""
+        if found := self.state_dict():
+            there = _state_of(args, state)
+            beside = there.with_name(f"{there.name}.new")
+            torch.save(found, beside)
+            beside.replace(there)
+
+
+def _state_of(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the path of the site's state in the Trainer's checkpoint of this step."""
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE

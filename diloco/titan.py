@@ -35,21 +35,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}: a config is MODULE.CONFIG, llama3.llama3_8b"
         )
-    from diloco.integrations.torchtitan import site_of
-
-    made = getattr(_registry(module), config)
-    return lambda: site_of(made())
-
-
-def _registry(module: str) -> Any:
-    """Import the module that torchtitan's ``--module`` names; AttributeError when there is none."""
     if find_spec("torchtitan") is None:
         raise ImportError("diloco.titan needs torchtitan: pip install 'diloco[titan]'")
+    from diloco.integrations.torchtitan import site_of
+
     torchtitans = [] if "." in module else [f"torchtitan.{part}.{module}" for part in ("models", "experiments")]
-    wanted = [f"{each}.config_registry" for each in [*torchtitans, module]] + [module]
-    for each in wanted:
+    for each in [*(f"{each}.config_registry" for each in [*torchtitans, module]), module]:
         try:
-            return import_module(each)
+            made = getattr(import_module(each), config)
+            return lambda: site_of(made())
         except ModuleNotFoundError as error:
             if error.name is None or not f"{each}.".startswith(f"{error.name}."):
                 raise  # The module exists; one of its own imports is missing.

@@ -14,7 +14,7 @@ The rest of this file is a config that needs no download: torchtitan's smallest 
     $titan --diloco.syncer 127.0.0.1:7077 --diloco.site fra --dataloader.index 0 --dataloader.num_sites 2
     $titan --diloco.syncer 127.0.0.1:7077 --diloco.site iad --dataloader.index 1 --dataloader.num_sites 2
 
-Parallelism is torchtitan's affair (`--parallelism.tensor_parallel_degree 2`), and may be another at every site."""
+Parallelism is torchtitan's affair (`--parallelism.pipeline_parallel_degree 2`), and may be another at every site."""
 
 from __future__ import annotations
 

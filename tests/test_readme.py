@@ -89,14 +89,16 @@ SLURM = (
 FROM_FILE = "run.tokens=400e3 outer=nesterov outer.inner_steps=20 model.kind=file run.init_from={}"
 LOOPS = [
     [
-        f"python examples/{'hf_trainer' if loop == 'hf_trainer' else 'plain_loop'}.py init {first.split('/')[0]}",
+        f"python examples/{loop if loop.endswith('_trainer') else 'plain_loop'}.py init {first.split('/')[0]}",
         f"diloco syncer run.name={run} {FROM_FILE.format(first)} cluster.syncer.listen=127.0.0.1:7077",
         *(f"{runner} examples/{loop}.py 127.0.0.1:7077 {site} 2" for site in ("fra 0", "iad 1")),
     ]
     for loop, run, runner, first in (
         ("plain_loop", "plain", "python", "v0.safetensors"),
         ("fsdp_loop", "fsdp", "torchrun --standalone --nproc-per-node 2", "v0.safetensors"),
+        ("accelerate_loop", "accelerate", "python", "v0.safetensors"),
         ("hf_trainer", "llama", "python", "v0/model.safetensors"),
+        ("lightning_trainer", "lightning", "python", "v0.safetensors"),
     )
 ]
 LOOPS += [
@@ -311,7 +313,7 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lines", LOOPS, ids=["plain", "fsdp", "hf", "lora"])
+@pytest.mark.parametrize("lines", LOOPS, ids=["plain", "fsdp", "accelerate", "hf", "lightning", "lora"])
 def test_a_loop_of_ones_own(place: Place, lines: list[str]) -> None:
     ports = {":7077": f":{free_port()}"}
     made = start(place, lines[0])

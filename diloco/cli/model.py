@@ -6,9 +6,10 @@ import json
 import re
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ EXPORT = """Write a model as a folder: safetensors, config.json, tokenizer.json 
   diloco export runs/warm/train/checkpoints --to warm            a checkpoint of `diloco train` or of a site
   diloco export runs/nimble-otter/sites/site-a --version 120 --to otter-120    the version that a site has as its base
   diloco export runs/nimble-otter --to otter-dcp --format dcp    a checkpoint of torch.distributed.checkpoint
+  diloco export runs/nimble-otter --to s3://models/otter         any URL that fsspec knows; config.json comes last
 
 transformers.AutoModelForCausalLM.from_pretrained("otter") gives the same logits.  lm-evaluation-harness reads the
 folder (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run.
@@ -52,7 +54,7 @@ SIZE_UNITS: Mapping[str, int] = MappingProxyType({"kB": 10**3, "MB": 10**6, "GB"
 def export(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("export", EXPORT, shown=False)
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="write it there; the folder must not exist")
+    parser.add_argument("--to", metavar="FOLDER", help="write it there, a new folder or a URL that fsspec knows")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="number format; default: fp32")
     parser.add_argument("--format", choices=["hf", "dcp"], default="hf", help="form of the values' files; default: hf")
     parser.add_argument("--shard-size", metavar="SIZE", help="hf: largest file, such as 500MB; default: 5GB")
@@ -63,32 +65,76 @@ def export(arguments: Sequence[str]) -> ExitCode:
         raise VerbError(ExitCode.USAGE, "give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
     if given.to is None:
         raise VerbError(ExitCode.USAGE, "--to is missing: name the folder to create")
-    require(not given.to.exists(), "--to", str(given.to), "it exists already; name a new folder")
     dcp = given.format == "dcp"
     if dcp and given.shard_size is not None:
         raise VerbError(ExitCode.USAGE, f"--shard-size is {given.shard_size}: only --format hf uses it")
     shard_bytes = size_of(given.shard_size or "5GB")
-    taken = taken_from(given, sources, settings, threads=1)
+    with _folder_for(given.to) as folder:
+        taken = taken_from(given, sources, settings, threads=1)
 
-    from diloco.config import build
-    from diloco.config.model_files import DTYPES, write_folder
+        from diloco.config import build
+        from diloco.config.model_files import DTYPES, write_folder
 
-    options = build.model_options(taken.config)
-    tokenizer = configs.tokenizer_of(taken.config)
-    try:
-        size = write_folder(
-            given.to,
-            taken.parameters,
-            options,
-            tokenizer,
-            dtype=DTYPES[given.dtype],
-            dcp=dcp,
-            shard_bytes=shard_bytes,
-        )
-    except ValueError as error:
-        raise ConfigError(f"{taken.called} does not fit the model of these settings: {error}") from error
+        options = build.model_options(taken.config)
+        tokenizer = configs.tokenizer_of(taken.config)
+        try:
+            size = write_folder(
+                folder,
+                taken.parameters,
+                options,
+                tokenizer,
+                dtype=DTYPES[given.dtype],
+                dcp=dcp,
+                shard_bytes=shard_bytes,
+            )
+        except ValueError as error:
+            raise ConfigError(f"{taken.called} does not fit the model of these settings: {error}") from error
     print(f"{given.to}: {taken.called}, {size:,} bytes of {given.dtype}")
     return ExitCode.OK
+
+
+@contextmanager
+def _folder_for(to: str) -> Iterator[Path]:
+    """Yield the folder to be written; where ``to`` is a URL, its files are copied there at the end.
+
+    ``config.json`` is copied last: without it a folder is no model.  A copy that fails is removed.
+    """
+    if "://" not in to:
+        require(not Path(to).exists(), "--to", to, "it exists already; name a new folder")
+        yield Path(to)
+        return
+    from diloco.syncer.backups import files_of
+
+    with _reaching(to):
+        files, root = files_of(to, "--to")
+        there = files.exists(f"{root}/config.json")
+    require(not there, "--to", to, "a model is there already; name a new folder")
+    with TemporaryDirectory(prefix="diloco-export-") as here:
+        folder = Path(here) / "model"
+        yield folder
+        copied: list[str] = []
+        try:
+            with _reaching(to):
+                files.makedirs(root, exist_ok=True)
+                for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+                    copied.append(f"{root}/{path.name}")
+                    files.put_file(str(path), copied[-1])
+        except BaseException:
+            for name in copied:
+                with suppress(OSError):  # The last one may not be there.
+                    files.rm_file(name)
+            raise
+
+
+@contextmanager
+def _reaching(to: str) -> Iterator[None]:
+    """Turn any error of the library that copies to the URL ``to`` into one of the verb, which names it."""
+    try:
+        yield
+    except ValueError as error:  # Its text names the URL; it does not where there is a password in it.
+        raise ConfigError(str(error)) from error
+    except Exception as error:
+        raise VerbError(ExitCode.FAILED, f"--to is {to!r}: {error or type(error).__name__}") from error
 
 
 def size_of(text: str) -> int:

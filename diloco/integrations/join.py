@@ -518,7 +518,15 @@ class Outer:
         with self._open:
             cursor = 0
             if self._group.is_first:
-                cursor = self._lead()
+                try:
+                    cursor = self._begin()
+                except (JoinFailed, ValueError) as error:
+                    # The other ranks wait for rank 0's first order; each of them then fails with the same error.
+                    why = {"kind": error.kind if isinstance(error, JoinFailed) else "", "text": str(error)}
+                    with suppress(GroupError):
+                        Orders(self._group).go_on(stop=True)
+                        self._group.all_gather_bytes(json.dumps(why).encode())
+                    raise
             else:
                 self._follower = follower_of(self._config, self._holding)
                 if self._follower.follow():
@@ -537,17 +545,6 @@ class Outer:
             self._last_ns = time.perf_counter_ns()
             self._open = self._open.pop_all()
         return self
-
-    def _lead(self) -> int:
-        try:
-            return self._begin()
-        except (JoinFailed, ValueError) as error:
-            # The other ranks wait for rank 0's first order; each of them then fails with the same error.
-            told = {"kind": error.kind if isinstance(error, JoinFailed) else "", "text": str(error)}
-            with suppress(GroupError):
-                Orders(self._group).go_on(stop=True)
-                self._group.all_gather_bytes(json.dumps(told).encode())
-            raise
 
     def _begin(self) -> int:
         try:

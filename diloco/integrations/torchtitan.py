@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import diloco
 from diloco.config.model_files import save_version0
 from diloco.inner.parallel import PresentGroup
-from diloco.integrations.join import join
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
-
-    from diloco.integrations.join import Outer
 else:
     Trainer = object
 
@@ -104,7 +102,7 @@ class Training(Trainer):
     training raises.  The steps of its ``OptimizersContainer`` are counted by a hook: one for all the optimizers in it.
     """
 
-    outer: Outer | None = None
+    outer: diloco.Outer | None = None
     """The site; None where the job only writes version 0 and does not join."""
 
     def __init__(self, config: Any) -> None:
@@ -120,7 +118,7 @@ class Training(Trainer):
         check_waits(told, config.comm)
         arguments = {name: value for name, value in asdict(told).items() if name != "version0"}
         arguments["tokens_per_step"] = tokens_per_step(config.training, self.parallel_dims)
-        self.outer = join(self.model_parts, self.optimizers, **arguments)
+        self.outer = diloco.join(self.model_parts, self.optimizers, **arguments)
         self._has_begun = False
         if self.checkpointer.enable:
             self.checkpointer.states[STATE] = Kept(self.outer, PresentGroup().is_first)
@@ -157,7 +155,7 @@ class Kept:
     site's updates in flight are not.  Only rank 0 saves it: of several ranks' values of one name any might be kept.
     """
 
-    def __init__(self, outer: Outer, is_first: bool) -> None:
+    def __init__(self, outer: diloco.Outer, is_first: bool) -> None:
         self._outer, self._is_first = outer, is_first
 
     def state_dict(self) -> dict[str, bytes]:

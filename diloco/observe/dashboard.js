@@ -1,6 +1,6 @@
 "use strict";
 // The parts that have changed come as events; where they stay away (a proxy may hold them back), the page asks.
-const SILENT_MS = 6000, ASK_MS = 3000, KEPT = "details, summary, pre, .scroll";
+const SILENT_MS = 6000, ASK_MS = 3000, KEPT = "details, summary, pre, .zoom input, .scroll";
 const heard = document.getElementById("heard"), filter = document.getElementById("filter");
 let last = Date.now(), asking = false, log = "";
 
@@ -10,11 +10,12 @@ function show(parts) {
   for (const [id, html] of Object.entries(parts)) {
     const place = document.getElementById(id);
     if (place === null) { location.reload(); return; }
-    const before = [...place.querySelectorAll(KEPT)].map((each) => [each.open, each.scrollLeft, each.scrollTop, each === document.activeElement]);
+    const before = [...place.querySelectorAll(KEPT)].map((each) => [each.open, each.scrollLeft, each.scrollTop, each === document.activeElement, each.checked]);
     place.innerHTML = html;
     place.querySelectorAll(KEPT).forEach((each, index) => {  // What a reader has opened, moved to or chosen stays so.
-      const [open, left, top, active] = before[index] ?? [];
+      const [open, left, top, active, checked] = before[index] ?? [];
       if (open !== undefined) each.open = open;
+      each.checked = checked;
       each.scrollTo(left ?? 0, top ?? 0);
       if (active) each.focus({ preventScroll: true });
     });

@@ -334,14 +334,11 @@ class _Handler(BaseHTTPRequestHandler):
                     dashboard.page()
                     self._answer(HTTPStatus.OK, "application/json", dashboard.since(-1)[1])
                 else:
-                    self._stream()
-
-    def _stream(self) -> None:
-        self._begin(HTTPStatus.OK, "text/event-stream")
-        serial = 0
-        while not self.server.dashboard.ended:
-            serial, parts = self.server.dashboard.since(serial)
-            self.wfile.write(f"data: {parts}\n\n".encode())
+                    self._begin(HTTPStatus.OK, "text/event-stream")
+                    serial = 0
+                    while not dashboard.ended:
+                        serial, parts = dashboard.since(serial)
+                        self.wfile.write(f"data: {parts}\n\n".encode())
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         self._begin(status, kind)

@@ -20,6 +20,8 @@ BINS = 150
 HOVERS = 90
 NAME_PX = 24
 LABEL_CHARS = 11
+CHAR_PX, LINE_PX = 6.6, 14
+"""Of the labels' text, at its widest."""
 
 STYLE = """
 :root { --paper: #ffffff; --ink: #1b1f24; --soft: #667080; --edge: #d5dae1;
@@ -153,7 +155,8 @@ def line_chart(
 ) -> str:
     """Return an SVG with a line for each series, axes with grid, and dots titled with their values; "" without a point.
 
-    With ``named`` each line has its label over its end, for a picture without a legend.
+    With ``named`` each line has its label over its end, or below it where another line ends just above, for a picture
+    without a legend.
     """
     drawn = []
     for line in lines:
@@ -164,7 +167,9 @@ def line_chart(
     if not xs:
         return ""
     drawing = _Drawing(HEIGHT)
-    across = Scale(0.0 if time else min(*xs, 0.0), max(*xs, 1e-9), LEFT, WIDTH - RIGHT)
+    labels = [(rule.y, f"{rule.label} {y.show(rule.y)}") for rule in sorted(rules, key=lambda rule: -rule.y)]
+    right = WIDTH - RIGHT - math.ceil(CHAR_PX * max((len(text) for _, text in labels), default=0))
+    across = Scale(0.0 if time else min(*xs, 0.0), max(*xs, 1e-9), LEFT, right)
     low, high = min(ys), max(ys)
     if y.log:
         low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high * 1.0001))
@@ -173,17 +178,11 @@ def line_chart(
         low, high = low - room, high + room
     up = Scale(low, high, HEIGHT - BOTTOM, TOP, y.log)
     _axes(drawing, across, up, x, y, clock_ticks(across.high) if time else ticks(across.low, across.high))
-    for rule in rules:
-        drawing.line(LEFT, up(rule.y), WIDTH - RIGHT, up(rule.y), "rule")
-        gaps = [
-            min(
-                (abs(up(point[1]) - up(rule.y)) for line in drawn if line.points and (point := line.points[end])),
-                default=0,
-            )
-            for end in (0, -1)
-        ]
-        side, anchor = (LEFT + 4, "start") if gaps[0] > gaps[1] else (WIDTH - RIGHT - 4, "end")  # Away from the lines.
-        drawing.text(side, up(rule.y) - 4, f"{rule.label} {y.show(rule.y)}", anchor, ' class="soft"')
+    lowest = 0.0
+    for value, text in labels:  # Beside the curves, and below each other.
+        drawing.line(LEFT, up(value), right, up(value), "rule")
+        lowest = max(up(value) + 4, lowest + LINE_PX)
+        drawing.text(right + 6, lowest, text, "start", ' class="soft"')
     for line in drawn:
         drawing.parts.append(f'<path class="line {line.style}" d="{_path(line.points, across, up)}"/>')
     for line in drawn:
@@ -193,18 +192,13 @@ def line_chart(
             title = escape(f"{line.label}: {y.show(value)} at {x.show(at)}")
             place = f'cx="{across(at):g}" cy="{up(value):g}"'
             drawing.parts.append(f'<circle class="{dots} {line.style}" {place} r="3.5"><title>{title}</title></circle>')
-    if named:
-        _names(drawing, drawn, across, up)
-    ends = [f"{line.label} {y.show(last[1])}" for line in drawn if line.points and (last := line.points[-1])]
-    return drawing.done(f"{y.label} against {x.label}; at the end: {', '.join(ends)}")
-
-
-def _names(drawing: _Drawing, lines: Sequence[Line], across: Scale, up: Scale) -> None:
-    """Draw each label over the end of its line, or below, where another line passes there."""
-    ends = [(across(end[0]), up(end[1]), line) for line in lines if line.points and (end := line.points[-1])]
-    for at, height, line in ends:
-        crowded = any(0 < height - other < NAME_PX for _, other, _ in ends)
-        drawing.text(at, height + (15 if crowded else -6), line.label, "end", f' class="named {line.style}"')
+    ends = [(line, last) for line in drawn if line.points and (last := line.points[-1])]
+    for line, (at, value) in ends if named else ():
+        crowded = any(0 < up(value) - up(other) < NAME_PX for _, (_, other) in ends)
+        below = 15 if crowded else -6
+        drawing.text(across(at), up(value) + below, line.label, "end", f' class="named {line.style}"')
+    last_values = ", ".join(f"{line.label} {y.show(value)}" for line, (_, value) in ends)
+    return drawing.done(f"{y.label} against {x.label}; at the end: {last_values}")
 
 
 def _axes(drawing: _Drawing, across: Scale, up: Scale, x: Axis, y: Axis, x_ticks: Sequence[float]) -> None:
@@ -213,13 +207,13 @@ def _axes(drawing: _Drawing, across: Scale, up: Scale, x: Axis, y: Axis, x_ticks
     else:
         y_ticks = ticks(up.low, up.high)
     for value in y_ticks:
-        drawing.line(LEFT, up(value), WIDTH - RIGHT, up(value), "grid")
+        drawing.line(LEFT, up(value), across.end_px, up(value), "grid")
         drawing.text(LEFT - 8, up(value) + 4, y.show(value), "end")
     for value in x_ticks:
         drawing.line(across(value), HEIGHT - BOTTOM, across(value), HEIGHT - BOTTOM + 5, "axis")
         drawing.text(across(value), HEIGHT - BOTTOM + 18, x.show(value))
-    drawing.line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "axis")
-    drawing.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x.label, more=' class="soft"')
+    drawing.line(LEFT, HEIGHT - BOTTOM, across.end_px, HEIGHT - BOTTOM, "axis")
+    drawing.text((LEFT + across.end_px) / 2, HEIGHT - 6, x.label, more=' class="soft"')
     middle = (TOP + HEIGHT - BOTTOM) / 2
     drawing.text(13, middle, y.label, more=f' class="soft" transform="rotate(-90 13 {middle:g})"')
 

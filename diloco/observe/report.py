@@ -243,7 +243,8 @@ def section(title: str, legend: str, picture: str, note: str, none: str = "Nothi
     frame = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">'
     shown = f"{frame}{picture}</div>" if picture else f'<div class="empty">{escape(none)}</div>'
     words = f'<p class="soft">{escape(note)}</p>' if note else ""
-    return f"<h2>{escape(title)}</h2>\n{words}{legend}\n{shown}"
+    zoom = '<label class="zoom"><input type="checkbox"> three times as large</label>\n'
+    return f"<h2>{escape(title)}</h2>\n{words}{legend}\n{zoom if picture.startswith('<svg') else ''}{shown}"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from diloco.codec.base import Hasher
@@ -99,24 +99,35 @@ class BackupFacts:
         return self.lineage, self.epoch, *journal
 
 
+def files_of(url: str, called: str) -> tuple[Any, str]:
+    """Return fsspec's file system of ``url`` and the path there.
+
+    Raises ``BackupError`` if no library on this machine can reach ``url``, or if it contains a password.
+    """
+    for each in url.split("::"):
+        if (parts := urlsplit(each)).password is not None:
+            variable = f"FSSPEC_{parts.scheme.upper()}_PASSWORD"
+            raise BackupError(f"{called} is a URL with a password, which others would see: export {variable} instead")
+    import fsspec  # type: ignore[import-untyped]  # Slow, and most runs need none.
+
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError, OSError) as error:
+        raise BackupError(f"{url!r} cannot be reached from here: {error}") from error
+    return files, root.rstrip("/")
+
+
 class Vault:
     """All backups below one URL."""
 
     def __init__(self, url: str, disk: Disk = PLAIN_DISK) -> None:
-        """Raises ``BackupError`` if no library on this machine can reach ``url``, or if it contains a password."""
-        for each in url.split("::"):
-            if (parts := urlsplit(each)).password is not None:
-                variable = f"FSSPEC_{parts.scheme.upper()}_PASSWORD"
-                raise BackupError(f"backup is a URL with a password, which others would see: export {variable} instead")
-        import fsspec.implementations.local  # type: ignore[import-untyped]  # Slow, and most runs need none.
-
+        """Raises ``BackupError`` as ``files_of`` does."""
         self.url = url.rstrip("/") or "/"
         self._disk = disk
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
-        except (ValueError, ImportError, OSError) as error:
-            raise BackupError(f"{url!r} cannot be reached from here: {error}") from error
-        self._is_folder = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
+        self._files, self._root = files_of(self.url, "backup")
+        from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+        self._is_folder = isinstance(self._files, LocalFileSystem)
 
     def backups(self, run_id: str) -> dict[str, BackupFacts | BackupError]:
         """Return a run's complete backups, oldest first, after those whose marker cannot be read, with the reason."""
@@ -225,7 +236,7 @@ class Vault:
     # --- files there ---------------------------------------------------------------------------------------------
 
     def _at(self, *parts: str) -> str:
-        return "/".join([self._root.rstrip("/"), *parts])
+        return "/".join([self._root, *parts])
 
     def _folders(self, run_id: str) -> list[str]:
         self._files.invalidate_cache()

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -62,6 +63,32 @@ def test_it_can_be_rounded_and_cut(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert len(list(out.glob("*.safetensors"))) > 1
     values = read_values(str(out), read_options(str(out)))
     assert {value.dtype for value in values.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("url", ["memory://models/otter", "file://HERE/models/otter/"])
+def test_a_version_is_sent_to_a_url_whole_or_not_at_all(
+    url: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., None]
+) -> None:
+    files, root = fsspec.core.url_to_fs(url := url.replace("HERE", str(tmp_path)))
+    asked = ["export", str(run), "--shard-size", "20kB", "--to"]
+    sent: list[str] = []
+
+    def put(here: str, there: str) -> None:
+        sent.append(there)
+        if there.endswith("/config.json"):
+            raise OSError("the store is full")
+        files.pipe_file(there, Path(here).read_bytes())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "put_file", put)
+        refused(1, f"--to is {url!r}: the store is full", *asked, url)
+    assert len(sent) > 4
+    assert files.find(root) == []
+    assert main([*asked, url]) == 0
+    assert main([*asked, str(tmp_path / "model")]) == 0
+    there = {Path(name).name: files.cat_file(name) for name in files.find(root)}
+    assert there == {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    refused(2, "a model is there already", *asked, url)
 
 
 def test_a_syncer_says_of_which_model_its_values_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,6 +325,8 @@ SCORED = ["eval", "nowhere", "--tasks", "pets"]
         ("give one run folder", 2, ["export", "RUN", "RUN", "--to", "x"]),
         ("--to is missing", 2, ["export", "RUN"]),
         ("it exists already", 2, ["export", "RUN", "--to", "RUN"]),
+        ("Protocol not known: nothing", 2, ["export", "RUN", "--to", "nothing://model"]),
+        ("--to is a URL with a password", 2, ["export", "RUN", "--to", "sftp://me:secret@there/model"]),
         ("--version is 'last': a number from 0 on, or newest", 2, ["export", "RUN", "--to", "x", "--version", "last"]),
         ("--version is '²'", 2, ["export", "RUN", "--to", "x", "--version", "²"]),
         ("holds no more than version 8", 1, ["export", "RUN", "--to", "x", "--version", "9"]),

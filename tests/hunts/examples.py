@@ -1,8 +1,8 @@
 """``make examples``: run each file of ``examples/``, and check that it reaches the expected loss.
 
 Each example runs as two sites in their own processes, with the syncer of its first lines, but in lock-step.  Hugging
-Face's Trainer starts from a Llama, which our trainer also trains on the same text; the loop on several ranks starts
-from the plain loop's model.  Then the final versions are evaluated on the validation text.
+Face's Trainer starts from a Llama, which our trainer also trains on the same text; the others start from the plain
+loop's model.  Then the final versions are evaluated on the validation text.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ OUTER = ["outer=diloco", "outer.quorum=2", "outer.inner_steps=20", "outer.final_
 INNER = ["inner.optimizer=adamw", "inner.lr=0.003", "inner.weight_decay=0", "inner.schedule=constant"]
 INNER += ["inner.warmup_steps=0", "inner.precision=fp32", "inner.checkpoint_every_steps=0"]
 CACHE = "runs/.data"
-EXAMPLES = ("plain_loop", "fsdp_loop", "hf_trainer")
+EXAMPLES = ("plain_loop", "fsdp_loop", "accelerate_loop", "hf_trainer", "lightning_trainer")
 ELSEWHERE = ("lora", "torchtitan_site")
 """Examples with a test of their own: tests/integrations/test_lora.py and test_torchtitan.py."""
 OURS = "trainer"
-LIKE = {"hf_trainer": OURS, "fsdp_loop": "plain_loop"}
+LIKE = {"hf_trainer": OURS, **dict.fromkeys(("fsdp_loop", "accelerate_loop", "lightning_trainer"), "plain_loop")}
 """For an example, the one that trains the same model on the same text."""
+FIRST = {"hf_trainer": "v0/model.safetensors", "lightning_trainer": "v0-lightning.safetensors"}
+"""Version 0 of an example; the others have the plain loop's."""
 BOUND_S = 300.0
 LEARNT = 0.7
 """The largest final loss, as a share of version 0's."""
@@ -47,19 +49,18 @@ VALIDATION_SEQUENCES = 256
 
 
 def version0(place: Place) -> dict[str, Path]:
-    """Make version 0 of a Llama as ``transformers`` writes it, and of the plain loop's model; return their files."""
-    for example, file in (("hf_trainer", "v0"), ("plain_loop", "v0.safetensors")):
-        made = Verb(place.folder, f"init-{example}", ["init", file], script=EXAMPLE.format(example))
+    """Make version 0 of each kind of model, a Llama's as ``transformers`` writes it; return the files."""
+    first = FIRST | {"plain_loop": "v0.safetensors"}
+    for example, file in first.items():
+        made = Verb(place.folder, f"init-{example}", ["init", file.split("/")[0]], script=EXAMPLE.format(example))
         place.verbs.append(made)
         assert made.end(BOUND_S) == 0, made.text()
-    return {"hf_trainer": place.folder / "v0/model.safetensors", "plain_loop": place.folder / "v0.safetensors"}
+    return {example: place.folder / file for example, file in first.items()}
 
 
 def run_of(place: Place, example: str, tokens: int) -> float:
     """Train version 0 with two sites of ``example``, or of our trainer; return the validation loss."""
-    own = ["model.kind=file", "run.init_from=v0.safetensors"]
-    if example == "hf_trainer":
-        own = ["model.kind=file", "run.init_from=v0/model.safetensors"]
+    own = ["model.kind=file", f"run.init_from={FIRST.get(example, 'v0.safetensors')}"]
     if example == OURS:
         own = ["model=imported", "run.init_from=v0", "data=stdlib_bytes"]
     shared = [f"run.name={example}", f"run.tokens={tokens}", *OUTER, *own, "codec=fp32", f"data.cache={CACHE}"]
@@ -93,6 +94,8 @@ def _site(place: Place, example: str, shared: list[str], address: str, index: in
 def loss_of(place: Place, final: Path) -> float:
     """Return the validation loss of the published values in ``final``, in nats per token."""
     values = load_file(final)
+    if "model.places.weight" in values:  # Lightning's module has the plain loop's model as a part.
+        values = {name.removeprefix("model."): each for name, each in values.items()}
     plain: type[nn.Module] = import_module("examples.plain_loop").Model
     model = plain() if "places.weight" in values else Transformer(MODEL)
     if "lm_head.weight" in values:

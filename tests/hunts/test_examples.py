@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
@@ -15,20 +16,20 @@ TOKENS = 80_000
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def loss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], float]]:
+    """The loss of an example, which runs once."""
     with place_in(tmp_path_factory.mktemp("examples")) as place:
         version0(place)
-        yield place
+        yield cache(lambda example: run_of(place, example, TOKENS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", sorted(LIKE))
-def test_an_example_reaches_the_loss_of_what_trains_the_same(place: Place, example: str) -> None:
-    wanted = run_of(place, LIKE[example], TOKENS)
+def test_an_example_reaches_the_loss_of_what_trains_the_same(loss: Callable[[str], float], example: str) -> None:
+    wanted = loss(LIKE[example])
     assert wanted < 4.0, "untrained: 5.6"
-    loss = run_of(place, example, TOKENS)
-    print("losses:", wanted, loss)
-    assert loss == pytest.approx(wanted, rel=SHARE_MAX)
+    print("losses:", wanted, loss(example))
+    assert loss(example) == pytest.approx(wanted, rel=SHARE_MAX)
 
 
 def test_every_example_is_hunted_and_short() -> None:
@@ -44,7 +45,7 @@ def test_another_loss_and_an_example_that_fails_are_violations(
 ) -> None:
     def found(place: Place, example: str, tokens: int) -> float:
         assert example != "hf_trainer", "it ended with code 1"
-        return {OURS: 2.0, "plain_loop": 5.0, "fsdp_loop": 5.11}[example]
+        return {OURS: 2.0, "fsdp_loop": 5.11}.get(example, 5.0)
 
     monkeypatch.setattr(examples, "version0", lambda place: {})
     monkeypatch.setattr(examples, "loss_of", lambda place, file: 6.9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import diloco.hf
-from diloco import integrations
 from tests.integrations.serving import PATIENT, TOKENS, Served, balanced, cold_model, serving, small_model
 
 pytestmark = pytest.mark.slow  # Importing transformers alone takes its time.
@@ -124,13 +121,3 @@ def test_a_checkpoint_has_the_sites_state_whole_or_not_at_all(tmp_path: Path, mo
     callback.on_save(args, state, SimpleNamespace())  # type: ignore[arg-type]
     assert torch.load(tmp_path / "checkpoint-7/diloco.pt", weights_only=True) == {"steps": 7}
     assert [file.name for file in (tmp_path / "checkpoint-7").iterdir()] == ["diloco.pt"]
-
-
-def test_without_transformers_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "diloco.integrations.huggingface", raising=False)
-    monkeypatch.delattr(integrations, "huggingface", raising=False)
-    with pytest.raises(ImportError, match=r"needs transformers and accelerate \(.+\): pip install 'diloco\[hf\]'"):
-        _ = diloco.hf.DiLoCoCallback
-    with pytest.raises(AttributeError, match="has no attribute 'Callback'"):
-        _ = diloco.hf.Callback  # type: ignore[attr-defined]

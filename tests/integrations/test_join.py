@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -575,6 +576,16 @@ def test_a_site_shows_its_token_from_the_first_question_on(place: Path) -> None:
         assert re.search("refuses site fra: .*token", refused("refused", lambda: joined(served)))
         with joined(served, token_file=str(place / "mine")) as outer:
             assert outer.steps == 0
+
+
+@pytest.mark.parametrize(("library", "extra"), [("transformers", "hf"), ("lightning.pytorch", "lightning")])
+def test_a_callback_without_its_library_says_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch, library: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"diloco.{extra}", raising=False)
+    with pytest.raises(ImportError, match=rf"diloco.{extra} needs {library} \(.+\): pip install 'diloco\[{extra}\]'"):
+        import_module(f"diloco.{extra}")
 
 
 # --- What a loop of one's own draws of leased data --------------------------------------------------------------------

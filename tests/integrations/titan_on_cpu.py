@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import torch._utils
 import torch.distributed.distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 FAILS_AT = "TITAN_FAILS_AT"
 """The cursor at which the text cannot be read any more."""
@@ -41,6 +43,16 @@ def stand_in() -> None:
     torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
     if not hasattr(torch.distributed, "set_timeout"):  # torch 2.13 has it under another name.
         torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+        PipelineScheduleSingle.step = PipelineScheduleMulti.step = step  # type: ignore[assignment]
+
+
+def step(schedule: Any, *, losses: Any, return_outputs: bool, loss_kwargs: Any, **microbatches: Any) -> None:
+    """One step of a pipeline on a batch that torchtitan has cut: torch 2.13's own cuts a whole one
+    (https://github.com/pytorch/pytorch/pull/188500)."""
+    for stage in [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    schedule._step_microbatches(**microbatches, losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
 
 
 def small() -> Any:
@@ -76,15 +88,24 @@ def main() -> None:
     stand_in()
     from torchtitan.config import ConfigManager
 
-    folder = Path(sys.argv[1])
+    folder, losses = Path(sys.argv[1]), defaultdict[int, float](float)
     trainer = ConfigManager().parse_args(sys.argv[2:]).build()
+    trains = trainer.forward_backward_step
+
+    def observed(**batch: Any) -> torch.Tensor:
+        loss = trains(**batch)
+        losses[trainer.step] += float(loss)
+        return loss
+
+    trainer.forward_backward_step = observed
     for part in [each for whole in trainer.model_parts for each in whole.modules()]:
         if isinstance(part, FSDPModule):  # gloo has no sum with a factor in it.
             part.set_force_sum_reduction_for_comms(True)
     try:
         trainer.train()
         if trainer.outer is not None:
-            (folder / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts(trainer)))
+            told = {**facts(trainer), "losses": list(losses.values())}
+            (folder / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()

@@ -346,6 +346,7 @@ def test_a_browser_keeps_the_page_up_to_date(tmp_path: Path, width: int) -> None
             browser.open(url)
             eventually(lambda: browser.value(status) == "running", BOUND_S, "the page")
             browser.value("document.getElementById('log').focus()")
+            browser.value("document.querySelector('.zoom input').click()")
             write(run.file, events)
             eventually(lambda: browser.value(status) == "finished", BOUND_S, "what came after the page was loaded")
             browser.value("filter.value = 'FAULT'; filter.dispatchEvent(new Event('input'))")
@@ -355,6 +356,10 @@ def test_a_browser_keeps_the_page_up_to_date(tmp_path: Path, width: int) -> None
             assert browser.value("document.documentElement.scrollWidth <= innerWidth"), "nothing overflows"
             assert browser.value("document.getElementById('log').parentElement.open")
             assert browser.value("document.activeElement.id") == "log", "a reader stays in place"
+            of = "[...document.querySelectorAll('svg')].map((each) => {}.getBoundingClientRect().{})"
+            first, *others = browser.value(of.format("each", "width"))
+            assert first > 2.5 * max(others), "and the picture that was enlarged is as large"
+            assert min(browser.value(of.format("each.querySelector('text')", "height"))) > 10, "its text can be read"
             scrolled = "[...document.querySelectorAll('pre, .scroll')]"
             assert browser.value(f"{scrolled}.every((each) => each.tabIndex === 0)"), "the keyboard reaches all of it"
             assert browser.said == [], "neither an error nor a refusal of the page's policy"

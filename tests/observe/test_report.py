@@ -36,7 +36,7 @@ from tests.observe.recorded import SITES, Recorder, told, write
 class Page(HTMLParser):
     """What a page shows and what it would load; unclosed tags are an error."""
 
-    VOID = frozenset({"meta", "circle", "line", "path"})
+    VOID = frozenset({"meta", "circle", "line", "path", "input"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -214,12 +214,15 @@ def test_a_chart_is_well_formed_and_stays_in_its_frame() -> None:
     assert elements(svg, "svg")[0].attrib["aria-label"].endswith("at the end: site-a <b> 1.00")
 
 
-@pytest.mark.parametrize(("rule", "anchor"), [(1.2, "start"), (4.8, "end")])
-def test_the_label_of_a_rule_stands_away_from_the_line(rule: float, anchor: str) -> None:
+def test_the_labels_of_rules_stand_beside_the_curve_and_below_each_other() -> None:
     line = Line("global", "global", [(0.0, 5.0), (30.0, 4.0), (60.0, 2.0), (90.0, 1.0)])
-    svg = line_chart([line], X, Y, [Rule("zlib", rule)], time=True)
-    (label,) = (text for text in elements(svg, "text") if str(text.text).startswith("zlib"))
-    assert label.attrib["text-anchor"] == anchor
+    svg = line_chart([line], X, Y, [Rule("zlib", 3.0), Rule("xz", 2.95), Rule("unigram", 4.8)], time=True)
+    labels = {str(text.text): text.attrib for text in elements(svg, "text") if " " in str(text.text)}
+    assert [name for name in labels if name[-1].isdigit()] == ["unigram 4.80", "zlib 3.00", "xz 2.95"]
+    farthest = max(float(dot.attrib["cx"]) for dot in elements(svg, "circle"))
+    assert all(float(labels[name]["x"]) > farthest for name in ("unigram 4.80", "zlib 3.00", "xz 2.95"))
+    assert all(float(labels[name]["x"]) + 6 * len(name) < WIDTH for name in ("unigram 4.80", "zlib 3.00"))
+    assert float(labels["xz 2.95"]["y"]) - float(labels["zlib 3.00"]["y"]) > 12, "one lies on the other"
 
 
 @pytest.mark.parametrize("points", [[], [None], [(3.0, 3.0)], [(0.0, 1.0), (0.0, 1.0)]])

@@ -132,6 +132,8 @@ def test_who_joins_has_said_so_before_grpc_is_imported() -> None:
     ask = "import sys, os, diloco; assert 'grpc' not in sys.modules; diloco.JoinFailed; print(os.environ.get({!r}))"
     assert in_a_new_process("-c", ask.format(SUPPORT)).stdout == "0\n"
     assert in_a_new_process("-c", ask.format(SUPPORT), **{SUPPORT: "1"}).stdout == "1\n"
+    ask = "import sys, diloco.titan; diloco.titan.Site; print('grpc' in sys.modules)"
+    assert in_a_new_process("-c", ask).stdout == "False\n", "torchtitan's job joins later"
     unused = f"import os, diloco; print(os.environ.get({SUPPORT!r}))"
     assert in_a_new_process("-c", unused).stdout == "None\n"
 
