@@ -763,9 +763,12 @@ class Listener:
             run = (event.run_tokens, event.progress_ppm, event.lineage, event.fastest_step_ns)
             own.tell(VersionPublished(event.epoch, event.fragment, event.version, *run))
         elif isinstance(event, FateTold):
-            if (fate := event.fate).merged:
-                facts = {"fragment": fate.fragment, "sequence": fate.sequence, "version": fate.version}
-                own.emit("merged", {**facts, "lineage": own.known.lineage})
+            fate = event.fate
+            facts: dict[str, object] = {"fragment": fate.fragment, "sequence": fate.sequence}
+            if fate.reason is None:
+                own.emit("merged", {**facts, "version": fate.version, "lineage": own.known.lineage})
+            else:
+                own.emit("fate", {**facts, "reason": fate.reason.value})
             own.tell(event)
         elif isinstance(event, FinalAnnounced):
             own.tell(event)

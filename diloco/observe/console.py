@@ -13,6 +13,7 @@ from diloco.config.run_dir import run_dir_of
 from diloco.observe.eventlog import EventLog, LineWriter
 from diloco.observe.history import versions_in
 from diloco.observe.text import number, size, whole
+from diloco.sync.events import DISCARDING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,7 @@ class SiteLines:
                 f"tps: {number(event, 'tokens_per_s') or 0.0:,.0f}  {used}lr: {number(event, 'lr') or 0.0:.5f} | "
                 f"v: {versions}  stale: {whole(self._meter, 'staleness')}  up: {up}  down: {down}"
             )
-        elif what == "fate" and event.get("reason"):
+        elif what in ("pushed", "fate") and event.get("reason") in DISCARDING:
             text = f"refused: fragment {event.get('fragment')} update {event.get('sequence')}: {event['reason']}"
         elif what not in QUIET:
             facts = _in_words({key: value for key, value in event.items() if key not in ("at", "who", "what", "why")})

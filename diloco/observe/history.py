@@ -503,27 +503,29 @@ class RunHistory:
             case "disconnected" if who in self.sites:
                 self.site(who).out_of_reach.add(whole(event, "of_syncer"))
                 self.site(who).connected = False
-            case "sealed" if self.whole_at:
+            case "sealed":
                 self.site(who).sealed[whole(event, "fragment"), whole(event, "sequence")] = whole(event, "tokens")
             case "adopted":
                 fragment, version = whole(event, "fragment"), whole(event, "version")
                 self.site(who).base_versions[fragment] = version
-                if self.whole_at and isinstance(sequences := event.get("merged"), list):
-                    self._take_versions({"fragments": [fragment], "versions": [version]})
-                    self.site(who).merges += len(sequences)
+                if isinstance(sequences := event.get("merged"), list):
                     tokens = sum(self.site(who).sealed.pop((fragment, each), 0) for each in sequences)
-                    merged = self._merged.setdefault(who, {})
-                    merged[who] = merged.get(who, 0) + tokens
+                    if self.whole_at:
+                        self._take_versions({"fragments": [fragment], "versions": [version]})
+                        self.site(who).merges += len(sequences)
+                        merged = self._merged.setdefault(who, {})
+                        merged[who] = merged.get(who, 0) + tokens
             case "pushed" if event.get("outcome") == "accepted":
                 self.bytes_fp32 += self._fragment_bytes(event)
+            case "pushed" | "fate" if event.get("reason") in DISCARDING:
+                update = whole(event, "fragment"), whole(event, "sequence")
+                self.site(who).tokens_discarded += self.site(who).sealed.pop(update, 0)
             case "site_done":
                 # The ledger's keys are "processed", "merged", ...; the summary's are "tokens_processed", ...
                 ledger = {name.removeprefix("tokens_"): value for name, value in mapping(event, "ledger").items()}
                 done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
                 self.site(who).done = self.site(who).left_with = done
                 self.site(who).done_reason = str(event.get("reason", ""))
-            case "fate" if event.get("reason") in DISCARDING:
-                self.site(who).tokens_discarded += whole(event, "tokens")
 
 
 def versions_in(event: Mapping[str, object]) -> dict[int, int]:
@@ -677,7 +679,7 @@ class SiteHistory:
     refused: dict[str, int] = field(default_factory=dict)
     tokens_discarded: int = 0
     sealed: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Without the syncer's events: the tokens of each update without a fate, by fragment and sequence."""
+    """The tokens of each update without a fate, by fragment and sequence."""
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Bytes (up, down) counted at its link in each session."""
     spans: list[Span] = field(default_factory=list)

@@ -98,7 +98,9 @@ def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None
     recorder = Recorder()
     recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
     recorder.say(1, "site-a", "meter", incarnation=2, tokens=300)
-    recorder.say(1, "site-a", "fate", fragment=0, sequence=3, reason="non_finite", tokens=80)
+    for sequence, (what, reason) in enumerate((("pushed", "non_finite"), ("fate", "outlier"), ("pushed", "stale"))):
+        recorder.say(1, "site-a", "sealed", fragment=0, sequence=sequence, tokens=40)
+        recorder.say(1, "site-a", what, fragment=0, sequence=sequence, reason=reason)
     heard = {"tokens_merged": 600, "tokens_processed": 900, "tokens_in_flight": 50, "undecided": undecided}
     ledger = unfinished(told(recorder.events).sites["site-a"], heard, 2)
     assert ledger["processed"] == 1000 == sum(ledger[part] for part in LEDGER)

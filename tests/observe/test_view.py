@@ -244,8 +244,10 @@ def test_a_step_line_has_torchtitans_words_and_ours_behind_the_bar() -> None:
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        (event("fate", fragment=0, sequence=3, version=4, reason=None), ""),
-        (event("fate", fragment=0, sequence=4, version=None, reason="stale"), "refused: fragment 0 update 4: stale\n"),
+        (event("pushed", fragment=0, sequence=3, outcome="accepted", reason=None), ""),
+        (event("pushed", fragment=0, sequence=4, reason="stale"), ""),  # "update_kept" says so.
+        (event("pushed", fragment=0, sequence=4, reason="outlier"), "refused: fragment 0 update 4: outlier\n"),
+        (event("fate", fragment=0, sequence=4, reason="non_finite"), "refused: fragment 0 update 4: non_finite\n"),
         (event("disconnected", why="the syncer closed the stream"), "disconnected: the syncer closed the stream\n"),
         (event("retaken", fragment=0, why="a new site", at=2.0), "retaken: fragment 0: a new site\n"),
         (event("adapted", up={"rate": 1.25, "codecs": ["a", "b"]}), "adapted: up (rate 1.25, codecs a/b)\n"),
