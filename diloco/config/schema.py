@@ -636,6 +636,9 @@ class LaunchSection:
     """CPUs of each machine of a site; null: one for each thread of each rank, and one more."""
     memory_gib: int | None = None
     """Memory of each machine, GiB; null: what the model needs there, at least 16."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines that run before the program in Slurm's jobs and on SkyPilot's machines, such as
+    '[module load cuda, source /opt/diloco/bin/activate]'."""
     disk_gib: int = 100
     """Disk for checkpoints, journal and snapshots, GiB."""
     hours: float = 24.0

@@ -69,7 +69,8 @@ def _task(process: Process) -> str:
         "file_mounts": mounts,
         "setup": ("" if installed.tree else f"cd {PACKAGE}\n") + f"python3 -m venv {ENVIRONMENT}\n"
         f"{ENVIRONMENT}/bin/pip install --constraint constraints.txt {shlex.quote(installed.pip)}\n",
-        "run": f"export PATH={ENVIRONMENT.replace('~', '$HOME')}/bin:$PATH\ncd {HOME}\n{command}\n",
+        "run": f"export PATH={ENVIRONMENT.replace('~', '$HOME')}/bin:$PATH\ncd {HOME}\n"
+        + "".join(f"{line}\n" for line in [*launch.setup, command]),
     }
     more = "--workdir SOURCE_TREE " if installed.tree else ""
     head = HEAD.format(

@@ -83,6 +83,23 @@ def started(stage: Path, **more: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["bash", str(stage / "fra.sbatch")], env=environment, cwd="/", start_new_session=True)
 
 
+def test_a_job_sets_up_what_the_program_needs_first(tmp_path: Path) -> None:
+    setup = [f"PATH={tmp_path}/own:$PATH", "module load cuda, 12", 'export LOADED="$unset$loaded"']
+    fra = processes(configured("cluster.sites.fra.nproc=1", f"launch.setup={setup}"))[2]
+    put(tmp_path, files(fra))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "diloco").write_text('#!/bin/sh\necho "$LOADED: $@" > began\n')
+    (tmp_path / "own" / "diloco").chmod(0o755)
+    (tmp_path / "modules").write_text('module() { loaded="$*"; }\n')
+    assert started(tmp_path, BASH_ENV=str(tmp_path / "modules")).wait(60) == 0
+    assert (tmp_path / "began").read_text() == "load cuda, 12: site --config fra.config.yaml\n"
+    (tmp_path / "own" / "diloco").unlink()
+    command, bare = ["bash", "fra.sbatch"], {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=tmp_path, env=bare, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("diloco is not on this job's PATH: load it by launch.setup\n")
+
+
 @pytest.mark.parametrize(("code", "again"), [(0, False), (75, True), (2, False)])
 def test_only_what_left_in_order_is_queued_again(stage: Path, code: int, again: bool) -> None:
     assert started(stage, ENDS=str(code)).wait(60) == code
