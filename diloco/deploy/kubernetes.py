@@ -1,4 +1,4 @@
-"""Kubernetes: a StatefulSet for each syncer and a JobSet for each site, with their volumes and settings."""
+"""Kubernetes: a StatefulSet for each syncer and a Job for each site, with their volumes and settings."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def prepared(config: RunConfig) -> list[Process]:
         site = replace(site, syncer=BETWEEN.join(f"{_service(config, name)}:{port}" for name in names))
     found = []
     for process in processes(replace(secured, site=site, cluster=replace(secured.cluster, syncer=syncer))):
-        if process.nodes > 1:  # They meet at the pod of machine 0, by the name that the JobSet gives it.
-            rendezvous = f"{process.label}-site-0-0.{process.label}:{RENDEZVOUS_PORT}"
+        if process.nodes > 1:  # They meet at the pod of machine 0, by the name that the Job gives it.
+            rendezvous = f"{process.label}-0.{process.label}:{RENDEZVOUS_PORT}"
             own = replace(process.config, site=replace(process.config.site, rendezvous=rendezvous))
             process = replace(process, config=own)
         found.append(process)
@@ -141,8 +141,16 @@ def _site(process: Process) -> str:
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
     nodes = process.nodes
+    told = [
+        _object("v1", "ConfigMap", process, data={process.settings: process.file().text}),
+        _object("v1", "PersistentVolumeClaim", process, spec=_claim(process)),
+    ]
     if nodes > 1:
-        # The pod of index 0 has a name in the JobSet's own service, and keeps it when it is started again.
+        # The pod of index 0 has a name in this Service, and keeps it when it is started again.
+        port = {"name": "rendezvous", "port": RENDEZVOUS_PORT}
+        service = {"clusterIP": "None", "selector": _labels(process), "ports": [port], "publishNotReadyAddresses": True}
+        told.append(_object("v1", "Service", process, spec=service))
+        pod["subdomain"] = process.label
         rank = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         container["env"] = [{"name": "NODE_RANK", "valueFrom": rank}]
         container["command"] = [*container["command"], "site.node_rank=$(NODE_RANK)"]
@@ -155,17 +163,7 @@ def _site(process: Process) -> str:
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": _labels(process)}, "spec": pod},
     }
-    jobs: dict[str, Any] = {
-        **({"network": {"enableDNSHostnames": True, "subdomain": process.label}} if nodes > 1 else {}),
-        "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [{"name": "site", "replicas": 1, "template": {"spec": job}}],
-    }
-    return documents(
-        _object("v1", "ConfigMap", process, data={process.settings: process.file().text}),
-        _object("v1", "PersistentVolumeClaim", process, spec=_claim(process)),
-        _object("jobset.x-k8s.io/v1alpha2", "JobSet", process, spec=jobs),
-        head=_head(process),
-    )
+    return documents(*told, _object("batch/v1", "Job", process, spec=job), head=_head(process))
 
 
 def _head(process: Process) -> str:

@@ -39,10 +39,7 @@ def only(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 def pod_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     pod: dict[str, Any]
-    if found[-1]["kind"] == "JobSet":
-        pod = found[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    else:
-        pod = only(found, "StatefulSet")["spec"]["template"]["spec"]
+    (pod,) = [each["spec"]["template"]["spec"] for each in found if each["kind"] in ("Job", "StatefulSet")]
     return pod
 
 
@@ -105,10 +102,9 @@ def test_the_syncer_keeps_its_disk_and_its_name(tmp_path: Path) -> None:
 
 def test_a_site_is_a_job_that_is_tried_again_where_that_can_be_of_use(tmp_path: Path) -> None:
     found = manifests(tmp_path, "site.device=cuda", "launch.restarts=5")["fra"]
-    assert [each["kind"] for each in found] == ["ConfigMap", "PersistentVolumeClaim", "JobSet"]
-    (replicated,) = found[-1]["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    assert (replicated["replicas"], job["completions"], job["parallelism"], job["backoffLimit"]) == (1, 1, 1, 5)
+    assert [each["kind"] for each in found] == ["ConfigMap", "PersistentVolumeClaim", "Job"]
+    job = found[-1]["spec"]
+    assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (1, 1, 5)
     decided = {
         code: rule["action"]
         for rule in job["podFailurePolicy"]["rules"]
@@ -125,11 +121,13 @@ def test_a_site_is_a_job_that_is_tried_again_where_that_can_be_of_use(tmp_path: 
 
 def test_a_site_of_several_machines_is_an_indexed_job_whose_pods_find_the_first(tmp_path: Path) -> None:
     found = manifests(tmp_path, "cluster.sites.fra.nodes=3", "launch.restarts=5", "site.device=cuda")["fra"]
-    jobs = found[-1]["spec"]
-    (replicated,) = jobs["replicatedJobs"]
-    job = replicated["template"]["spec"]
+    job = found[-1]["spec"]
     assert (job["parallelism"], job["completions"], job["completionMode"], job["backoffLimit"]) == (3, 3, "Indexed", 15)
-    assert jobs["network"] == {"enableDNSHostnames": True, "subdomain": "first-fra"}
+    service, pod = only(found, "Service"), pod_of(found)
+    assert pod["subdomain"] == service["metadata"]["name"] == "first-fra"
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+    assert service["spec"]["publishNotReadyAddresses"], "the machines meet before any of them is ready"
     assert only(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
     assert "Its 3 machines share one volume: launch.storage_class" in (tmp_path / "fra.yaml").read_text()
     (container,) = pod_of(found)["containers"]
@@ -144,12 +142,12 @@ def test_a_site_of_several_machines_is_an_indexed_job_whose_pods_find_the_first(
     for node_rank in range(3):
         config = read(tmp_path / "fra.config.yaml", [setting.replace("$(NODE_RANK)", str(node_rank))])
         check_identity(config)
-        assert (config.site.nodes, config.site.rendezvous) == (3, "first-fra-site-0-0.first-fra:29500")
+        assert (config.site.nodes, config.site.rendezvous) == (3, "first-fra-0.first-fra:29500")
     assert command == ["diloco", "site", "--config", f"{SETTINGS}/fra.config.yaml"]
     assert container["ports"] == [{"name": "rendezvous", "containerPort": 29500}]
-    other = manifests(tmp_path / "one")["fra"][-1]["spec"]
-    assert "network" not in other
-    assert "completionMode" not in other["replicatedJobs"][0]["template"]["spec"]
+    other = manifests(tmp_path / "one")["fra"]
+    assert [each["kind"] for each in other] == ["ConfigMap", "PersistentVolumeClaim", "Job"]
+    assert "completionMode" not in other[-1]["spec"]
 
 
 def test_every_pod_is_without_privileges_and_every_name_fits(tmp_path: Path) -> None:
