@@ -150,6 +150,19 @@ def test_a_site_of_several_machines_is_an_indexed_job_whose_pods_find_the_first(
     assert "completionMode" not in other[-1]["spec"]
 
 
+def test_pods_get_the_accelerators_and_the_image_of_their_vendor(tmp_path: Path) -> None:
+    found = manifests(tmp_path, "site.device=cuda", "cluster.sites.fra.accelerator=MI300X")
+    containers = {name: pod_of(each)["containers"][0] for name, each in found.items()}
+    assert {name: each["image"].partition(":")[2] for name, each in containers.items()} == {
+        "syncer": "latest-cpu",
+        "site-a": "latest",
+        "fra": "latest-rocm",
+    }
+    assert containers["fra"]["resources"]["limits"].keys() == {"memory", "amd.com/gpu"}
+    assert containers["site-a"]["resources"]["limits"].keys() == {"memory", "nvidia.com/gpu"}
+    assert pod_of(found["fra"])["initContainers"][0]["image"] == "diloco:latest-rocm"
+
+
 def test_every_pod_is_without_privileges_and_every_name_fits(tmp_path: Path) -> None:
     for found in manifests(tmp_path, "launch.leave_s=300").values():
         pod = pod_of(found)

@@ -22,7 +22,8 @@ TLS = [
 
 
 def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
-    config = configured("site.device=cuda", "launch.accelerator=A100-80GB", "launch.spot=true", *TLS)
+    more = ["launch.spot=true", "launch.setup=[module load cuda]", "cluster.sites.fra.accelerator=MI300X"]
+    config = configured("site.device=cuda", "launch.accelerator=A100-80GB", *more, *TLS)
     found = processes(config)
     texts = put(tmp_path, [file for each in found for file in files(each)])
     words = call(found[1])
@@ -35,16 +36,20 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
         (command,) = commands(told["run"])
         assert understood(command, tmp_path) == process.config
         needs = told["resources"]
-        assert (
-            needs.get("accelerators") == {"syncer": None, "site-a": "A100-80GB:1", "fra": "A100-80GB:8"}[process.name]
-        )
+        assert needs.get("accelerators") == {"syncer": None, "site-a": "A100-80GB:1", "fra": "MI300X:8"}[process.name]
         assert needs["use_spot"] is (process.verb == "site"), "a syncer is not given away"
         assert needs.get("ports") == (7077 if process.verb == "syncer" else None)
         own = ["certs/ca.pem", "certs/sites/fra.pem"]
         own = own if process.verb == "site" else ["certs/syncer.pem", "certs/syncer.key"]
         wanted = [process.settings, *own]
         assert told["file_mounts"] == {f"~/diloco/{name}": name for name in wanted}, "what lies there stays there"
-        assert "--constraint constraints.txt '.[gpu]'" in told["setup"]
+        torch = {
+            "syncer": "--extra-index-url https://wheels.example.org/whl/cpu --constraint constraints.txt .\n",
+            "site-a": "pip install --constraint constraints.txt '.[gpu]'\n",
+            "fra": "--extra-index-url https://wheels.example.org/whl/rocm7.2 --constraint constraints.txt .\n",
+        }
+        assert told["setup"].endswith(torch[process.name])
+        assert told["run"].splitlines()[-2] == "module load cuda"
 
 
 def test_the_machines_of_a_site_are_the_nodes_of_a_task(tmp_path: Path) -> None:
