@@ -16,7 +16,7 @@ from diloco.config.compose import read
 from diloco.config.errors import ConfigError
 from diloco.deploy.docker import STATE, USER
 from diloco.deploy.kubernetes import OWN, SETTINGS, SHOWN, call, files, prepared
-from tests.deploy.rendered import LABEL, composed, put, understood
+from tests.deploy.rendered import LABEL, composed, put, read_by, understood
 
 RUN = ["run.name=first", "cluster=one", "cluster.sites.fra.nproc=8"]
 
@@ -77,6 +77,25 @@ def test_the_tool_itself_reads_the_files(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr
     kinds_read = sorted(line.partition("/")[0].partition(".")[0] for line in told.stdout.split())
     assert kinds_read == sorted(each["kind"].lower() for every in found.values() for each in every)
+
+
+VALIDATE = """import sys, kubernetes_validate, yaml
+for name in sys.argv[1:]:
+    for told in yaml.safe_load_all(open(name)):
+        for version in "1.29", "1.37":
+            kubernetes_validate.validate(told, version, strict=True)
+            print(told["kind"])
+"""
+
+
+def test_the_schemas_of_kubernetes_know_every_field(tmp_path: Path) -> None:
+    more = ["cluster.sites.fra.nodes=2", "site.device=cuda", "cluster.sites.osl.accelerator=MI300X"]
+    found = manifests(tmp_path, *more, "launch.storage_class=fast")
+    kinds = [each["kind"] for every in found.values() for each in every]
+    assert sorted(read_by(VALIDATE, tmp_path, [f"{name}.yaml" for name in found]).split()) == sorted(2 * kinds)
+    (tmp_path / "wrong.yaml").write_text((tmp_path / "fra.yaml").read_text().replace("backoffLimit", "backofLimit"))
+    with pytest.raises(AssertionError, match="'backofLimit' was unexpected"):
+        read_by(VALIDATE, tmp_path, ["wrong.yaml"])
 
 
 def test_the_syncer_keeps_its_disk_and_its_name(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from diloco.cli.site import check_identity
 from diloco.config.compose import read
 from diloco.deploy.rendering import processes
 from diloco.deploy.skypilot import call, files
-from tests.deploy.rendered import LABEL, SOURCE, commands, configured, put, understood
+from tests.deploy.rendered import LABEL, SOURCE, commands, configured, put, read_by, understood
 
 TLS = [
     "site.tls_ca=certs/ca.pem",
@@ -69,3 +70,32 @@ def test_the_machines_of_a_site_are_the_nodes_of_a_task(tmp_path: Path) -> None:
         config = read(tmp_path / words[2], words[3:])
         check_identity(config)
         assert (config.site.node_rank, config.site.rendezvous) == (node_rank, "10.0.0.1:29500")
+
+
+LOAD = """import json, sys, sky
+for name in sys.argv[1:]:
+    try:
+        task = sky.Task.from_yaml(name)
+    except ValueError as error:
+        print(json.dumps(str(error)))
+        continue
+    (resources,) = task.resources
+    told = [task.name, task.num_nodes, resources.accelerators, resources.ports, resources.use_spot, task.file_mounts]
+    print(json.dumps(told))
+"""
+
+
+def test_the_loader_of_skypilot_understands_the_tasks(tmp_path: Path) -> None:
+    more = ["launch.spot=true", "cluster.sites.fra.accelerator=MI300X", "cluster.sites.fra.nodes=2"]
+    found = processes(configured("site.device=cuda", *more))
+    texts = put(tmp_path, [file for each in found for file in files(each)])
+    (tmp_path / "wrong.yaml").write_text(texts["fra.sky.yaml"].replace("num_nodes", "nodes"))
+    told = read_by(LOAD, tmp_path, [*(f"{each.name}.sky.yaml" for each in found), "wrong.yaml"]).splitlines()
+    *tasks, refused = [json.loads(line) for line in told]
+    mounts = [{f"~/diloco/{each.settings}": each.settings} for each in found]
+    assert tasks == [
+        ["first-run-syncer", 1, None, ["7077"], False, mounts[0]],
+        ["first-run-site-a", 1, {"H100": 1}, None, True, mounts[1]],
+        ["first-run-fra", 2, {"MI300X": 8}, None, True, mounts[2]],
+    ]
+    assert "nodes" in refused
