@@ -201,21 +201,21 @@ TaskPlugin=task/none
 SelectType=select/linear
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
 MailProg=/bin/true
-NodeName=n[1-3] NodeHostname=head NodeAddr={head} Port=[17001-17003] CPUs=4 RealMemory=64000
+NodeName=n[1-4] NodeHostname=head NodeAddr={head} Port=[17001-17004] CPUs=4 RealMemory=64000
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
 DAEMONS = {
     "munged": "munged --foreground --force --key-file=munge.key --socket=munge.socket --pid-file=munged.pid"
     " --log-file=munged.log --seed-file=munge.seed",
     "slurmctld": "slurmctld -D",
-    **{f"n{number}": f"slurmd -D -N n{number}" for number in (1, 2, 3)},
+    **{f"n{number}": f"slurmd -D -N n{number}" for number in (1, 2, 3, 4)},
 }
 """Each stays in the foreground.  cred_expire above is also how long a job that is queued again must wait."""
 ABSENT = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "nsenter", "ip") if shutil.which(name) is None]
 
 
 class Slurm:
-    """A cluster of three nodes, all on this machine in namespaces of its own, which end with process ``inside``."""
+    """A cluster of four nodes, all on this machine in namespaces of its own, which end with process ``inside``."""
 
     def __init__(self, folder: Path, inside: int) -> None:
         self.folder = folder
@@ -242,7 +242,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
     folder = tmp_path / "slurm"
     folder.mkdir()
     (folder / "state").mkdir()
-    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{HEAD} head\n")
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{HEAD} head n1 n2 n3 n4\n")
     (folder / "slurm.conf").write_text(SLURM_CONF.format(head=HEAD, folder=folder))
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
@@ -270,30 +270,33 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 @pytest.mark.slow
 @pytest.mark.skipif(ABSENT != [], reason=f"not installed here: {ABSENT} (Debian: slurm-wlm, munge, iproute2)")
 @pytest.mark.skipif(os.geteuid() != 0, reason="a cluster in namespaces of its own needs root")
-def test_a_run_on_slurm_goes_to_its_end_while_a_node_is_drained_and_resumed(slurm: Slurm, tmp_path: Path) -> None:
-    """Each process has a node.  A round needs both sites, so that the run cannot end while one of them is away."""
+def test_a_run_on_slurm_goes_to_its_end_while_nodes_are_drained_and_resumed(slurm: Slurm, tmp_path: Path) -> None:
+    """The syncer and site-a have a node each, fra has two.
+
+    A round needs both sites, so that the run cannot end while one of them is away.
+    """
     place, run = Place(tmp_path), "first"
     slurm.wait("idle", "sh", "-c", "sinfo --noheader --format=%T || true")
-    settings = [*TINY, f"run.name={run}", "run.seconds=null", "run.tokens=60000", "outer.quorum=2", "site.slowdown=4"]
-    settings += ["cluster=one", "cluster.sites.fra.nproc=1", f"site.syncer={HEAD}:7077", "launch.memory_gib=2"]
+    settings = [*TINY, f"run.name={run}", "run.seconds=null", "run.tokens=600000", "outer.quorum=2"]
+    settings += ["cluster=one", "cluster.sites.fra.nodes=2", f"site.syncer={HEAD}:7077", "launch.memory_gib=2"]
     settings += ["cluster.syncer.listen=0.0.0.0:7077", "cluster.syncer.insecure_non_loopback=true", "launch.hours=1"]
     settings += [f"launch.setup=['PATH={Path(sys.executable).parent}:$PATH','export PYTHONPATH={ROOT}']"]
     ours = ["env", f"--chdir={tmp_path}", f"PYTHONPATH={ROOT}", sys.executable, "-m", "diloco"]
     slurm.run(*ours, "launch", "slurm", "--yes", "--to", ".", *settings)
     fra = ["squeue", "--noheader", "--name=first-fra"]
     slurm.wait("RUNNING", *fra, "--format=%T")
-    node = slurm.run(*fra, "--format=%N")
+    nodes = slurm.run(*fra, "--format=%N")
     wait_for(lambda: place.seen(run, "fra", "checkpoint"), "a checkpoint of fra", slurm.logs, BOUND_S)
-    slurm.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
+    slurm.run("scontrol", "update", f"nodename={nodes}", "state=drain", "reason=test")
     slurm.run("scancel", "--batch", "--signal=TERM", "--name=first-fra")
     slurm.wait("PENDING", *fra, "--format=%T")
-    slurm.wait("drained", "sinfo", "--noheader", f"--nodes={node}", "--format=%T")
+    slurm.wait("drained", "sinfo", "--noheader", f"--nodes={nodes}", "--format=%T")
     assert len(place.seen(run, "fra", "joined")) == 1
-    slurm.run("scontrol", "update", f"nodename={node}", "state=resume")
+    slurm.run("scontrol", "update", f"nodename={nodes}", "state=resume")
     slurm.wait("", "squeue", "--noheader")
     for job in (1, 2, 3):
         assert "JobState=COMPLETED " in slurm.run("scontrol", "show", "job", str(job))
     (resumed,) = place.seen(run, "fra", "resumed")
     assert resumed["tokens_lost"] == 0, "it left in order"
     versions = [event for event in place.seen(run, "syncer", "published") if event["at"] > resumed["at"]]
-    assert versions[-1]["run_tokens"] >= 60000
+    assert versions[-1]["run_tokens"] >= 600000
