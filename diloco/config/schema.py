@@ -631,6 +631,9 @@ class LaunchSection:
     package: str | None = None
     """What images and SkyPilot's machines install: a wheel's file, or a requirement as pip takes it ("diloco==1.2").
     null: the source tree that this program runs from."""
+    torch_index: str = ""
+    """The URL above PyTorch's own indexes, which pip asks beside its own: its /cpu for processes without a GPU, its
+    /rocm7.2 for AMD's. Empty: pip's own index alone, whose torch is mostly CUDA's; docker and skypilot need it for AMD's."""
     gpus: int | None = None
     """Accelerators of each machine of a site; null: site.nproc where site.device=cuda, else none."""
     accelerator: str = "H100"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from diloco.deploy.rendering import BUILDS, File, Process, documents, filled, networked, package, processes
+from diloco.deploy.rendering import File, Process, documents, filled, networked, package, processes
 from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def prepared(config: RunConfig) -> tuple[list[File], list[list[str]]]:
     found, calls = processes(inside), []
     files = [File("compose.yaml", _compose(found, published=not is_loopback(config.cluster.syncer.listen)))]
     files += [process.file() for process in found]
-    for image, build in sorted({(process.image, process.build) for process in found}):
+    for image, build, index in sorted({(process.image, process.build, process.index) for process in found}):
         installed = package(config, build)
         name = "Dockerfile" if image == config.launch.image else f"Dockerfile.{build}"
         values = {
             "image": image,
             "base": config.launch.base or (CUDA_BASE if build == "cuda" else CPU_BASE),
-            "index": BUILDS[build][1] and f"={BUILDS[build][1]}",
+            "index": index and f"={index}",
             "package": installed.pip,
             "source": "SOURCE_TREE" if installed.tree else ".",
             "user": USER,

@@ -33,17 +33,18 @@ TEXTS: Mapping[str, str] = {
     "namespace": r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
     "storage_class": r"[a-z0-9.-]*",
     "package": r"[^\s'\"`$\\]+",
+    "torch_index": r"(https?://[^\s'\"`$\\]+)?",
 }
 """The pattern of each text setting, because other programs read the files that contain them."""
 
 BUILDS: Mapping[str, tuple[str, str]] = {
-    "cpu": ("", "https://wheels.example.org/whl/cpu"),
+    "cpu": ("", "cpu"),
     "cuda": ("[gpu]", ""),
-    "rocm": ("", "https://wheels.example.org/whl/rocm7.2"),
+    "rocm": ("", "rocm7.2"),
 }
-"""The builds of torch: for each the extra of this program, and the index that has it beside the usual one.
+"""The builds of torch: for each the extra of this program, and its name in ``launch.torch_index``.
 
-pip prefers 2.13.0+cpu of such an index to the usual index's 2.13.0, which is CUDA's.  ROCm's brings its own Triton.
+pip prefers 2.13.0+cpu of such an index to its own index's 2.13.0, which is CUDA's.  ROCm's brings its own Triton.
 """
 
 
@@ -100,6 +101,12 @@ class Process:
         if self.verb == "syncer" or not uses_cuda(self.config):
             return "cpu"
         return "rocm" if self.config.launch.accelerator.startswith("MI") else "cuda"
+
+    @property
+    def index(self) -> str:
+        """The index that has this build of torch; empty: pip's own."""
+        name = BUILDS[self.build][1]
+        return f"{self.config.launch.torch_index}/{name}" if name and self.config.launch.torch_index else ""
 
     @property
     def image(self) -> str:
@@ -292,6 +299,10 @@ class Package:
 def package(config: RunConfig, build: str = "cpu") -> Package:
     """Return the package that ``launch.package`` names, for a ``build`` of torch; ConfigError where there is none."""
     given, extra = config.launch.package, BUILDS[build][0]
+    if build == "rocm" and not config.launch.torch_index:
+        raise ConfigError(
+            "launch.torch_index is empty: an accelerator that begins with MI needs PyTorch's index for ROCm"
+        )
     if given is None:
         tree = Path(__file__).resolve().parents[2]
         if not (tree / "pyproject.toml").is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from diloco.deploy.rendering import BUILDS, RENDEZVOUS_PORT, File, Process, documents, package
+from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, package
 
 HOME = "~/diloco"
 """The working folder of a process on its machine."""
@@ -45,7 +45,7 @@ def _task(process: Process) -> str:
         resources["accelerators"] = f"{launch.accelerator}:{needs.gpus}"
     if process.verb == "syncer":
         resources["ports"] = int(process.config.cluster.syncer.listen.rpartition(":")[2])
-    index = BUILDS[process.build][1] and f"--extra-index-url {BUILDS[process.build][1]} "
+    index = process.index and f"--extra-index-url {process.index} "
     command = shlex.join(process.command(process.settings))
     if process.nodes > 1:
         first = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{RENDEZVOUS_PORT}"'

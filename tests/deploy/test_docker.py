@@ -25,6 +25,9 @@ def named(*settings: str) -> RunConfig:
     return composed("run.name=first", *settings)
 
 
+INDEX = "launch.torch_index=https://wheels.example.org/whl"
+
+
 def files(config: RunConfig) -> dict[str, str]:
     return {file.name: file.text for file in docker.prepared(config)[0]}
 
@@ -51,7 +54,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 def test_an_image_has_the_torch_of_its_processes_and_runs_them_without_privileges(
     settings: list[str], name: str, base: str, package: str, index: str
 ) -> None:
-    texts = files(named(*settings))
+    texts = files(named(INDEX, *settings))
     assert f"{name}.dockerignore" in texts
     found = instructions(texts[name])
     assert ("ARG", f"PIP_EXTRA_INDEX_URL={index}" if index else "PIP_EXTRA_INDEX_URL") in found
@@ -75,7 +78,7 @@ def test_the_tool_is_called_with_the_source_and_nothing_else_goes_in() -> None:
     kept = [line.removeprefix("!") for line in taken if line.startswith("!")]
     assert all((SOURCE / name).exists() for name in kept)
     assert {"diloco", "configs", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(kept)
-    mixed = named("launch.image=here/diloco:1", "site.device=cuda", "cluster.sites.site-b.accelerator=MI300X")
+    mixed = named(INDEX, "launch.image=here/diloco:1", "site.device=cuda", "cluster.sites.site-b.accelerator=MI300X")
     assert docker.prepared(mixed)[1] == [
         ["docker", "build", "--tag", f"here/diloco:1{tag}", "--file", f"Dockerfile{name}", str(SOURCE)]
         for tag, name in (("", ""), ("-cpu", ".cpu"), ("-rocm", ".rocm"))
@@ -87,7 +90,7 @@ def test_the_tool_is_called_with_the_source_and_nothing_else_goes_in() -> None:
 # --- The processes of a run on one machine ---------------------------------------------------------------------------
 
 
-MIXED = ["site.device=cuda", "cluster.sites.site-b.accelerator=MI300X", "cluster.sites.site-c.nodes=2"]
+MIXED = [INDEX, "site.device=cuda", "cluster.sites.site-b.accelerator=MI300X", "cluster.sites.site-c.nodes=2"]
 
 
 def test_a_service_starts_its_process_with_its_settings_and_its_disk(tmp_path: Path) -> None:
@@ -207,6 +210,8 @@ def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         files(named("launch.package=/none.whl"))
     with pytest.raises(ConfigError, match=r"launch\.package is .*: it has characters that this"):
         files(named("launch.package='x && y'"))
+    with pytest.raises(ConfigError, match=r"launch\.torch_index is empty: an accelerator that begins with MI"):
+        files(named("site.device=cuda", "launch.accelerator=MI300X"))
     monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/deploy/rendering.py"))
     with pytest.raises(ConfigError, match=r"launch\.package is null.*give its wheel"):
         files(named())

@@ -13,6 +13,7 @@ from diloco.deploy.rendering import processes
 from diloco.deploy.skypilot import call, files
 from tests.deploy.rendered import LABEL, SOURCE, commands, configured, put, read_by, understood
 
+INDEX = "launch.torch_index=https://wheels.example.org/whl"
 TLS = [
     "site.tls_ca=certs/ca.pem",
     "site.tls_cert=certs/sites/fra.pem",
@@ -23,7 +24,7 @@ TLS = [
 
 
 def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
-    more = ["launch.spot=true", "launch.setup=[module load cuda]", "cluster.sites.fra.accelerator=MI300X"]
+    more = [INDEX, "launch.spot=true", "launch.setup=[module load cuda]", "cluster.sites.fra.accelerator=MI300X"]
     config = configured("site.device=cuda", "launch.accelerator=A100-80GB", *more, *TLS)
     found = processes(config)
     texts = put(tmp_path, [file for each in found for file in files(each)])
@@ -86,7 +87,7 @@ for name in sys.argv[1:]:
 
 
 def test_the_loader_of_skypilot_understands_the_tasks(tmp_path: Path) -> None:
-    more = ["launch.spot=true", "cluster.sites.fra.accelerator=MI300X", "cluster.sites.fra.nodes=2"]
+    more = [INDEX, "launch.spot=true", "cluster.sites.fra.accelerator=MI300X", "cluster.sites.fra.nodes=2"]
     found = processes(configured("site.device=cuda", *more))
     texts = put(tmp_path, [file for each in found for file in files(each)])
     (tmp_path / "wrong.yaml").write_text(texts["fra.sky.yaml"].replace("num_nodes", "nodes"))
