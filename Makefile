@@ -16,7 +16,7 @@ demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
 
 # What the tests of torchtitan run in is made before them: none of them may take as long as that can.
-test: .venv/.ready .venv-harness/.ready $(if $(findstring -m hunt,$(ARGS)),.venv-peers/torchtitan/.ready)
+test: .venv/.ready .venv-harness/.ready .venv-launchers/.ready $(if $(findstring -m hunt,$(ARGS)),.venv-peers/torchtitan/.ready)
 	$(BIN)/python -m pytest $(ARGS)
 
 # The tests of arithmetic with the processor reduced step by step (tests/isa.py).
@@ -232,6 +232,11 @@ kernels:
 .venv-harness/.ready: tests/integrations/harness.txt .venv/.ready
 	@echo "Setting up .venv-harness: the packages of $<"
 	@rm -rf .venv-harness && $(BIN)/pip install -q --no-compile --no-deps --target .venv-harness -r $< && touch $@
+
+# SkyPilot, and Kubernetes' schemas: what reads the files of `diloco launch` in its tests.  They want other versions than ours.
+.venv-launchers/.ready: tests/deploy/launchers.txt
+	@echo "Setting up .venv-launchers with $$($(PYTHON) --version): the packages of $<"
+	@$(VENV) .venv-launchers && .venv-launchers/bin/pip install -q --no-compile --no-deps -r $< && touch $@
 
 # torchtitan has packages of its own, beside which this tree runs as it is: a job of its with a site in it, on a CPU.
 .venv-peers/torchtitan/.ready: examples/torchtitan.txt

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DOES = """Run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes the
 files that the manager's tool needs, from the same settings as every verb; each process reads its own resolved file.
 
-  diloco launch docker --dry-run                         a Dockerfile, printed
+  diloco launch docker --dry-run                         images and a compose file, printed
   diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8
   diloco launch kubernetes --dry-run --to manifests run.name=first launch.namespace=training
   diloco launch skypilot --to tasks run.name=first site.syncer=203.0.113.7:7077
@@ -85,7 +85,7 @@ def prepared(kind: str, config: RunConfig) -> Launch:
     build_syncer.check(config)
     enough_sites(config)
     if kind == "docker":
-        return Launch(docker.files(config), [docker.call(config)], package(config).wheel)
+        return Launch(*docker.prepared(config), package(config).wheel)
     way = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot}[kind]
     found = kubernetes.prepared(config) if kind == "kubernetes" else processes(config)
     if kind != "kubernetes" and not has_syncer(config):

@@ -273,7 +273,7 @@ class SiteSection:
     """Ranks over which a parameter is sharded; 0 under fsdp and tp+fsdp: all; 0 under hsdp over several machines:
     those of one machine."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """auto, cpu or cuda, as which torch shows AMD's GPUs too."""
     peak_tflops: float | None = None
     """Peak rate of one rank's device at inner.precision, 10^12 operations/s, for the mfu in the log; null: not
     known."""
@@ -325,8 +325,8 @@ class SiteSection:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterSite:
-    """A site of `diloco up` and `diloco sim`. `diloco launch` takes only nproc and nodes from here (1: as in site),
-    and the rest from site."""
+    """A site of `diloco up` and `diloco sim`. `diloco launch` takes only nproc and nodes (1: as in site) and
+    accelerator from here, and the rest from site."""
 
     slowdown: float = 1.0
     """As site.slowdown."""
@@ -334,6 +334,8 @@ class ClusterSite:
     """As site.nproc."""
     nodes: int = 1
     """As site.nodes; `diloco up` has one machine."""
+    accelerator: str | None = None
+    """As launch.accelerator; null: that one."""
     parallel: str = "ddp"
     """As site.parallel."""
     tensor_ranks: int = 0
@@ -622,20 +624,27 @@ class LaunchSection:
     """What `diloco launch` writes around the processes: machines, images, time."""
 
     image: str = "diloco:latest"
-    """The container image that docker builds and Kubernetes runs."""
+    """The container image that docker builds and Kubernetes runs. Where sites use GPUs the syncer's has -cpu behind
+    this name and that of AMD's sites -rocm; one with a digest (@) is taken for all."""
     base: str | None = None
     """The image that it is built on, one with apt; null: a slim Python, or a CUDA runtime where site.device=cuda."""
     package: str | None = None
     """What images and SkyPilot's machines install: a wheel's file, or a requirement as pip takes it ("diloco==1.2").
     null: the source tree that this program runs from."""
+    torch_index: str = ""
+    """The URL above PyTorch's own indexes, which pip asks beside its own: its /cpu for processes without a GPU, its
+    /rocm7.2 for AMD's. Empty: pip's own index alone, whose torch is mostly CUDA's; docker and skypilot need it for AMD's."""
     gpus: int | None = None
     """Accelerators of each machine of a site; null: site.nproc where site.device=cuda, else none."""
     accelerator: str = "H100"
-    """Kind of accelerator, for SkyPilot."""
+    """Kind of accelerator, as SkyPilot names it. One that begins with MI is AMD's, and its site gets ROCm's torch."""
     cpus: int | None = None
     """CPUs of each machine of a site; null: one for each thread of each rank, and one more."""
     memory_gib: int | None = None
     """Memory of each machine, GiB; null: what the model needs there, at least 16."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines that run before the program in Slurm's jobs and on SkyPilot's machines, such as
+    '[module load cuda, source /opt/diloco/bin/activate]'."""
     disk_gib: int = 100
     """Disk for checkpoints, journal and snapshots, GiB."""
     hours: float = 24.0
@@ -643,8 +652,8 @@ class LaunchSection:
     leave_s: int = 120
     """Seconds before its end at which a process is asked to leave in order."""
     restarts: int = 10
-    """How often Kubernetes and SkyPilot restart a failed site, and SkyPilot the syncer; Slurm restarts nothing that
-    has failed."""
+    """How often Docker, Kubernetes and SkyPilot restart a failed site, and Docker and SkyPilot the syncer; Slurm
+    restarts nothing that has failed."""
     partition: str = ""
     """Slurm's partition."""
     account: str = ""

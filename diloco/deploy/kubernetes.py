@@ -1,22 +1,19 @@
-"""Kubernetes: a StatefulSet for each syncer and a JobSet for each site, with their volumes and settings."""
+"""Kubernetes: a StatefulSet for each syncer and a Job for each site, with their volumes and settings."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from diloco.config.errors import ConfigError, ExitCode
-from diloco.config.placing import BETWEEN
-from diloco.deploy.docker import STATE, USER
-from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, label, processes
-from diloco.wire.options import is_loopback
+from diloco.config.errors import ExitCode
+from diloco.deploy.docker import SETTINGS, STATE, USER
+from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, label, networked, processes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diloco.config.schema import RunConfig
 
-SETTINGS = "/etc/diloco"
 SHOWN = "/run/secrets/diloco"
 """Where the Secret is mounted: its files belong to root, and change when the Secret does."""
 OWN = "/run/diloco"
@@ -29,19 +26,10 @@ SYNCER_FILES = ("ca.pem", "syncer.pem", "syncer.key", "revoked.json")
 def prepared(config: RunConfig) -> list[Process]:
     """Return the processes that pods are made of, with the settings that only pods need."""
     secured = _secured(config) if config.launch.secrets else config
-    listen = secured.cluster.syncer.listen
-    port = listen.rpartition(":")[2]
-    if not port.isdecimal() or int(port) == 0:
-        raise ConfigError(f"cluster.syncer.listen is {listen!r}: give a fixed port, by which others find it")
-    # The syncer listens where other pods reach it.
-    syncer, site = replace(secured.cluster.syncer, listen=f"0.0.0.0:{port}"), secured.site
-    if is_loopback(site.syncer):  # No other address is configured: sites find a syncer by the name of its Service.
-        names = ["syncer", *(f"syncer-{index}" for index in range(1, config.outer.num_syncers))]
-        site = replace(site, syncer=BETWEEN.join(f"{_service(config, name)}:{port}" for name in names))
     found = []
-    for process in processes(replace(secured, site=site, cluster=replace(secured.cluster, syncer=syncer))):
-        if process.nodes > 1:  # They meet at the pod of machine 0, by the name that the JobSet gives it.
-            rendezvous = f"{process.label}-site-0-0.{process.label}:{RENDEZVOUS_PORT}"
+    for process in processes(networked(secured, lambda name: _service(config, name))):
+        if process.nodes > 1:  # They meet at the pod of machine 0, by the name that the Job gives it.
+            rendezvous = f"{process.label}-0.{process.label}:{RENDEZVOUS_PORT}"
             own = replace(process.config, site=replace(process.config.site, rendezvous=rendezvous))
             process = replace(process, config=own)
         found.append(process)
@@ -50,17 +38,12 @@ def prepared(config: RunConfig) -> list[Process]:
 
 def files(process: Process) -> list[File]:
     """Return all manifests of one process."""
-    return [File(manifest(process), _syncer(process) if process.verb == "syncer" else _site(process))]
+    return [File(f"{process.name}.yaml", _syncer(process) if process.verb == "syncer" else _site(process))]
 
 
 def call(process: Process) -> list[str]:
     """Return the command that creates the process's objects."""
-    return ["kubectl", "apply", "--filename", manifest(process)]
-
-
-def manifest(process: Process) -> str:
-    """Return the name of the manifest for kubectl."""
-    return f"{process.name}.yaml"
+    return ["kubectl", "apply", "--filename", f"{process.name}.yaml"]
 
 
 def _service(config: RunConfig, name: str) -> str:
@@ -128,7 +111,8 @@ def _syncer(process: Process) -> str:
 def _site(process: Process) -> str:
     container = _container(process)
     if process.needs.gpus:
-        container["resources"]["limits"]["nvidia.com/gpu"] = process.needs.gpus
+        vendor = "amd" if process.build == "rocm" else "nvidia"
+        container["resources"]["limits"][f"{vendor}.com/gpu"] = process.needs.gpus
     pod = _pod(process, container, "Never")
     pod["volumes"] += [
         {"name": "state", "persistentVolumeClaim": {"claimName": process.label}},
@@ -141,8 +125,16 @@ def _site(process: Process) -> str:
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
     nodes = process.nodes
+    told = [
+        _object("v1", "ConfigMap", process, data={process.settings: process.file().text}),
+        _object("v1", "PersistentVolumeClaim", process, spec=_claim(process)),
+    ]
     if nodes > 1:
-        # The pod of index 0 has a name in the JobSet's own service, and keeps it when it is started again.
+        # The pod of index 0 has a name in this Service, and keeps it when it is started again.
+        port = {"name": "rendezvous", "port": RENDEZVOUS_PORT}
+        service = {"clusterIP": "None", "selector": _labels(process), "ports": [port], "publishNotReadyAddresses": True}
+        told.append(_object("v1", "Service", process, spec=service))
+        pod["subdomain"] = process.label
         rank = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         container["env"] = [{"name": "NODE_RANK", "valueFrom": rank}]
         container["command"] = [*container["command"], "site.node_rank=$(NODE_RANK)"]
@@ -155,21 +147,11 @@ def _site(process: Process) -> str:
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": _labels(process)}, "spec": pod},
     }
-    jobs: dict[str, Any] = {
-        **({"network": {"enableDNSHostnames": True, "subdomain": process.label}} if nodes > 1 else {}),
-        "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [{"name": "site", "replicas": 1, "template": {"spec": job}}],
-    }
-    return documents(
-        _object("v1", "ConfigMap", process, data={process.settings: process.file().text}),
-        _object("v1", "PersistentVolumeClaim", process, spec=_claim(process)),
-        _object("jobset.x-k8s.io/v1alpha2", "JobSet", process, spec=jobs),
-        head=_head(process),
-    )
+    return documents(*told, _object("batch/v1", "Job", process, spec=job), head=_head(process))
 
 
 def _head(process: Process) -> str:
-    lines = [f"{process.what} of run {process.config.run.name}: kubectl apply --filename {manifest(process)}"]
+    lines = [f"{process.what} of run {process.config.run.name}: kubectl apply --filename {process.name}.yaml"]
     if process.nodes > 1:
         lines.append(f"Its {process.nodes} machines share one volume: launch.storage_class must allow ReadWriteMany.")
     if process.config.launch.secrets:
@@ -196,7 +178,7 @@ def _container(process: Process) -> dict[str, Any]:
         mounts += [{"name": "own", "mountPath": OWN}, {"name": "shown", "mountPath": SHOWN, "readOnly": True}]
     return {
         "name": "diloco",
-        "image": process.config.launch.image,
+        "image": process.image,
         "command": process.command(f"{SETTINGS}/{process.settings}"),
         "workingDir": STATE,
         "resources": {"requests": dict(resources), "limits": {"memory": resources["memory"]}},
@@ -234,7 +216,7 @@ def _pod(process: Process, container: dict[str, Any], again: str) -> dict[str, A
         pod["initContainers"] = [
             {
                 "name": "keys",
-                "image": launch.image,
+                "image": process.image,
                 "command": ["sh", "-c", f"install -m 0600 {SHOWN}/* {OWN}/"],
                 "securityContext": _narrow(),
                 "volumeMounts": [

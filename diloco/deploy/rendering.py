@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
-from diloco.config.placing import syncer_configs, syncer_dir, syncer_name, towards
+from diloco.config.placing import BETWEEN, syncer_configs, syncer_dir, syncer_name, towards
 from diloco.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 RENDEZVOUS_PORT = 29500
 """The port at which the machines of a site meet."""
@@ -33,8 +33,19 @@ TEXTS: Mapping[str, str] = {
     "namespace": r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
     "storage_class": r"[a-z0-9.-]*",
     "package": r"[^\s'\"`$\\]+",
+    "torch_index": r"(https?://[^\s'\"`$\\]+)?",
 }
 """The pattern of each text setting, because other programs read the files that contain them."""
+
+BUILDS: Mapping[str, tuple[str, str]] = {
+    "cpu": ("", "cpu"),
+    "cuda": ("[gpu]", ""),
+    "rocm": ("", "rocm7.2"),
+}
+"""The builds of torch: for each the extra of this program, and its name in ``launch.torch_index``.
+
+pip prefers 2.13.0+cpu of such an index to its own index's 2.13.0, which is CUDA's.  ROCm's brings its own Triton.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,35 @@ class Process:
         """The number of machines that it is started on."""
         return self.config.site.nodes if self.verb == "site" else 1
 
+    @property
+    def build(self) -> str:
+        """The build of torch that it needs, a key of ``BUILDS``: AMD's accelerators are those that begin with MI."""
+        if self.verb == "syncer" or not uses_cuda(self.config):
+            return "cpu"
+        return "rocm" if self.config.launch.accelerator.startswith("MI") else "cuda"
+
+    @property
+    def index(self) -> str:
+        """The index that has this build of torch; empty: pip's own."""
+        name = BUILDS[self.build][1]
+        return f"{self.config.launch.torch_index}/{name}" if name and self.config.launch.torch_index else ""
+
+    @property
+    def image(self) -> str:
+        """The image that its container runs: launch.image is built for all sites on CPUs, or for NVIDIA's GPUs."""
+        image, usual = self.config.launch.image, "cuda" if uses_cuda(self.config) else "cpu"
+        return image if self.build == usual or "@" in image else f"{image}-{self.build}"
+
+    def own_files(self) -> list[str]:
+        """Return the certificates, keys and tokens that its settings name by a path relative to them."""
+        site, syncer = self.config.site, self.config.cluster.syncer
+        if self.verb == "site":
+            named = [site.tls_ca, site.tls_cert, site.tls_key, site.token_file]
+        else:
+            named = [syncer.tls_ca, syncer.tls_cert, syncer.tls_key]
+            named += [syncer.tokens_file, syncer.permissions, syncer.revoked_file]
+        return [name for name in named if name and name != "system" and not name.startswith(("/", "~"))]
+
     def command(self, settings: str) -> list[str]:
         """Return its command line with the settings file ``settings``."""
         return ["diloco", self.verb, "--config", settings]
@@ -117,13 +157,18 @@ def processes(config: RunConfig) -> list[Process]:
         nodes = site.nodes if site.nodes != 1 else config.site.nodes
         if nodes < 1:
             raise ConfigError(f"cluster.sites.{name}.nodes is {nodes}: at least 1")
-        own = replace(config, site=replace(config.site, id=name, nproc=nproc, nodes=nodes))
+        kind = site.accelerator or launch.accelerator
+        if re.fullmatch(TEXTS["accelerator"], kind) is None:
+            raise ConfigError(f"cluster.sites.{name}.accelerator is {kind!r}: letters, digits, '.', '_' and '-'")
+        here = replace(config.site, id=name, nproc=nproc, nodes=nodes)
+        own = replace(config, site=here, launch=replace(launch, accelerator=kind))
         cpus = launch.cpus or nproc * max(1, config.site.threads) + 1
         # The state of a machine's ranks, counted as if all of it were in host memory.
         copies = nproc if own.site.parallel == "ddp" else 1 / nodes
         held_gib = ceil(numel * (copies * HELD_BYTES + EXCHANGED_BYTES) / GIB) + 4
         memory = launch.memory_gib or max(GIB_MIN, held_gib)
-        found.append(Process("site", name, own, Needs(cpus, memory, launch.disk_gib, gpus(own))))
+        gpus = (nproc if config.site.device == "cuda" else 0) if launch.gpus is None else launch.gpus
+        found.append(Process("site", name, own, Needs(cpus, memory, launch.disk_gib, gpus)))
     labels = [process.label for process in found]
     for process in found:
         if labels.count(process.label) > 1:
@@ -148,13 +193,6 @@ def _syncer_gib(config: RunConfig) -> int:
     plan = build_syncer.plan(config, build.layout_of(config))
     options = build_syncer.syncer_options(config, syncer_dir(config))
     return max(GIB_MIN, ceil(memory_bytes_max(options, plan, connecting.server_options(config)) / GIB) + 4)
-
-
-def gpus(config: RunConfig) -> int:
-    """Return the number of accelerators on each machine of a site."""
-    if config.launch.gpus is not None:
-        return config.launch.gpus
-    return config.site.nproc if config.site.device == "cuda" else 0
 
 
 def check(config: RunConfig) -> None:
@@ -193,6 +231,21 @@ def check_reachable(config: RunConfig) -> None:
             check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
         except ValueError as error:
             raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
+
+
+def networked(config: RunConfig, host: Callable[[str], str]) -> RunConfig:
+    """Let syncers listen where containers reach them, and sites without another address find them at their ``host``."""
+    from diloco.wire.options import is_loopback
+
+    listen = config.cluster.syncer.listen
+    port = listen.rpartition(":")[2]
+    if not port.isdecimal() or int(port) == 0:
+        raise ConfigError(f"cluster.syncer.listen is {listen!r}: give a fixed port, by which others find it")
+    syncer, site = replace(config.cluster.syncer, listen=f"0.0.0.0:{port}"), config.site
+    if is_loopback(site.syncer):
+        names = ["syncer", *(f"syncer-{index}" for index in range(1, config.outer.num_syncers))]
+        site = replace(site, syncer=BETWEEN.join(f"{host(name)}:{port}" for name in names))
+    return replace(config, site=site, cluster=replace(config.cluster, syncer=syncer))
 
 
 def has_syncer(config: RunConfig) -> bool:
@@ -243,9 +296,13 @@ class Package:
     wheel: Path | None = None
 
 
-def package(config: RunConfig) -> Package:
-    """Return the package that ``launch.package`` names; ConfigError where there is nothing to install."""
-    given, extra = config.launch.package, "[gpu]" if uses_cuda(config) else ""
+def package(config: RunConfig, build: str = "cpu") -> Package:
+    """Return the package that ``launch.package`` names, for a ``build`` of torch; ConfigError where there is none."""
+    given, extra = config.launch.package, BUILDS[build][0]
+    if build == "rocm" and not config.launch.torch_index:
+        raise ConfigError(
+            "launch.torch_index is empty: an accelerator that begins with MI needs PyTorch's index for ROCm"
+        )
     if given is None:
         tree = Path(__file__).resolve().parents[2]
         if not (tree / "pyproject.toml").is_file():

@@ -10,17 +10,12 @@ from diloco.deploy.rendering import File, Process, filled
 
 def files(process: Process) -> list[File]:
     """Return the script and its settings."""
-    return [process.file(), File(script(process), _script(process))]
+    return [process.file(), File(f"{process.name}.sbatch", _script(process))]
 
 
 def call(process: Process) -> list[str]:
     """Return the command that submits the job."""
-    return ["sbatch", script(process)]
-
-
-def script(process: Process) -> str:
-    """Return the name of the script for sbatch."""
-    return f"{process.name}.sbatch"
+    return ["sbatch", f"{process.name}.sbatch"]
 
 
 def _script(process: Process) -> str:
@@ -45,7 +40,7 @@ def _script(process: Process) -> str:
     values = {
         "what": process.what,
         "run": process.config.run.name,
-        "file": script(process),
+        "file": f"{process.name}.sbatch",
         "config": process.settings,
         "name": process.label,
         "cpus": needs.cpus,
@@ -54,6 +49,7 @@ def _script(process: Process) -> str:
         "leave_s": launch.leave_s,
         "more": "\n".join([*more, ""]),
         "nodes": process.nodes,
+        "setup": "".join(f"{line}\n" for line in launch.setup),
         "others": others,
         "command": command,
     }

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from diloco.cli.main import VERBS
 from diloco.cli.site import check_identity
@@ -21,6 +24,9 @@ SOURCE = Path(__file__).resolve().parents[2]
 AWAY = ("run.name=First.run", "site.syncer=syncer.example.org:7077", "cluster=one", "cluster.sites.fra.nproc=8")
 OPEN = ("cluster.syncer.listen=0.0.0.0:7077", "cluster.syncer.insecure_non_loopback=true")
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+TOOLS = SOURCE / ".venv-launchers" / "bin" / "python"
 
 
 @cache
@@ -60,3 +66,16 @@ def understood(command: Sequence[str], folder: Path) -> RunConfig:
         check_identity(config)
         build.site_share(config)
     return config
+
+
+def read_by(script: str, folder: Path, names: Sequence[str]) -> str:
+    """What ``script`` says of files in ``folder``; it may import SkyPilot and Kubernetes' schemas."""
+    if not TOOLS.exists():
+        pytest.skip("the launchers' own readers are not installed here: make .venv-launchers/.ready")
+    command = [str(TOOLS), "-c", script, *names]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,25 @@ import yaml
 
 from diloco.cli.main import main
 from diloco.config.errors import ConfigError
+from diloco.config.schema import RunConfig
 from diloco.deploy import docker, rendering, skypilot
-from diloco.deploy.docker import CPU_BASE, CUDA_BASE, USER, call, files
+from diloco.deploy.docker import CPU_BASE, CUDA_BASE, STATE, USER
 from diloco.deploy.rendering import processes
-from tests.deploy.rendered import SOURCE, composed, configured
+from tests.deploy.rendered import SOURCE, composed, configured, put, understood
 
 KNOWN = frozenset({"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "USER", "VOLUME", "ENTRYPOINT", "CMD"})
+CPU_TORCH, ROCM_TORCH = (f"https://wheels.example.org/whl/{build}" for build in ("cpu", "rocm7.2"))
+
+
+def named(*settings: str) -> RunConfig:
+    return composed("run.name=first", *settings)
+
+
+INDEX = "launch.torch_index=https://wheels.example.org/whl"
+
+
+def files(config: RunConfig) -> dict[str, str]:
+    return {file.name: file.text for file in docker.prepared(config)[0]}
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -26,18 +41,23 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "base", "package"),
+    ("settings", "name", "base", "package", "index"),
     [
-        ([], CPU_BASE, "."),
-        (["site.device=cuda"], CUDA_BASE, ".[gpu]"),
-        (["launch.gpus=8"], CUDA_BASE, ".[gpu]"),
-        (["launch.base=debian:13"], "debian:13", "."),
+        ([], "Dockerfile", CPU_BASE, ".", CPU_TORCH),
+        (["site.device=cuda"], "Dockerfile", CUDA_BASE, ".[gpu]", ""),
+        (["site.device=cuda"], "Dockerfile.cpu", CPU_BASE, ".", CPU_TORCH),
+        (["launch.gpus=8"], "Dockerfile", CUDA_BASE, ".[gpu]", ""),
+        (["site.device=cuda", "launch.accelerator=MI300X"], "Dockerfile.rocm", CPU_BASE, ".", ROCM_TORCH),
+        (["launch.base=debian:13"], "Dockerfile", "debian:13", ".", CPU_TORCH),
     ],
 )
-def test_the_image_runs_the_program_as_nobody(settings: list[str], base: str, package: str) -> None:
-    dockerfile, left_out = files(composed(*settings))
-    assert (dockerfile.name, left_out.name) == ("Dockerfile", "Dockerfile.dockerignore")
-    found = instructions(dockerfile.text)
+def test_an_image_has_the_torch_of_its_processes_and_runs_them_without_privileges(
+    settings: list[str], name: str, base: str, package: str, index: str
+) -> None:
+    texts = files(named(INDEX, *settings))
+    assert f"{name}.dockerignore" in texts
+    found = instructions(texts[name])
+    assert ("ARG", f"PIP_EXTRA_INDEX_URL={index}" if index else "PIP_EXTRA_INDEX_URL") in found
     assert [rest.partition(" ")[0] for name, rest in found if name == "FROM"] == [base, base]
     last_stage = found[max(index for index, (name, _) in enumerate(found) if name == "FROM") :]
     kept = dict(last_stage)
@@ -53,17 +73,82 @@ def test_the_image_runs_the_program_as_nobody(settings: list[str], base: str, pa
 
 
 def test_the_tool_is_called_with_the_source_and_nothing_else_goes_in() -> None:
-    _, left_out = files(composed())
-    first, *taken = left_out.text.split()
+    first, *taken = files(named())["Dockerfile.dockerignore"].split()
     assert first == "*"
-    named = [line.removeprefix("!") for line in taken if line.startswith("!")]
-    assert all((SOURCE / name).exists() for name in named)
-    assert {"diloco", "configs", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(named)
-    words = call(composed("launch.image=here/diloco:1"))
-    assert words[:5] == ["docker", "build", "--tag", "here/diloco:1", "--file"]
-    assert words[-1] == str(SOURCE)
+    kept = [line.removeprefix("!") for line in taken if line.startswith("!")]
+    assert all((SOURCE / name).exists() for name in kept)
+    assert {"diloco", "configs", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(kept)
+    mixed = named(INDEX, "launch.image=here/diloco:1", "site.device=cuda", "cluster.sites.site-b.accelerator=MI300X")
+    assert docker.prepared(mixed)[1] == [
+        ["docker", "build", "--tag", f"here/diloco:1{tag}", "--file", f"Dockerfile{name}", str(SOURCE)]
+        for tag, name in (("", ""), ("-cpu", ".cpu"), ("-rocm", ".rocm"))
+    ]
     with pytest.raises(ConfigError, match=r"launch\.base is"):
-        files(composed("launch.base='x && y'"))
+        files(named("launch.base='x && y'"))
+
+
+# --- The processes of a run on one machine ---------------------------------------------------------------------------
+
+
+MIXED = [INDEX, "site.device=cuda", "cluster.sites.site-b.accelerator=MI300X", "cluster.sites.site-c.nodes=2"]
+
+
+def test_a_service_starts_its_process_with_its_settings_and_its_disk(tmp_path: Path) -> None:
+    config = named(*MIXED)
+    texts = put(tmp_path, docker.prepared(config)[0])
+    told = yaml.safe_load(texts["compose.yaml"])
+    assert "# Not here, because they are several machines: site-c\n" in texts["compose.yaml"]
+    assert list(told["services"]) == ["syncer", "site-a", "site-b"] == list(told["volumes"])
+    for name, service in told["services"].items():
+        process = understood(["diloco", *service["command"][:-1], Path(service["command"][-1]).name], tmp_path)
+        assert process.site.syncer == "syncer:7077", "the name of the service"
+        assert service["volumes"] == [f"./{name}.config.yaml:{service['command'][-1]}:ro", f"{name}:{STATE}"]
+        assert (service["restart"], service["stop_grace_period"]) == ("on-failure:10", "120s")
+        assert "ports" not in service, "only its own network is without TLS"
+    assert [service["image"].partition(":")[2] for service in told["services"].values()] == [
+        *("latest-cpu", "latest", "latest-rocm")
+    ]
+    nvidia, amd = told["services"]["site-a"], told["services"]["site-b"]
+    assert nvidia["deploy"]["resources"]["reservations"]["devices"] == [
+        {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    ]
+    assert amd["devices"] == ["/dev/kfd", "/dev/dri"]
+    assert "deploy" not in amd
+
+
+def test_processes_elsewhere_reach_a_syncer_that_is_to_be_reached() -> None:
+    secured = ["cluster.syncer.tls_cert=certs/syncer.pem", "cluster.syncer.tls_key=certs/syncer.key"]
+    secured += ["cluster.syncer.tls_ca=certs/ca.pem", "cluster.syncer.require_client_cert=true"]
+    syncer = yaml.safe_load(files(named("cluster.syncer.listen=0.0.0.0:443", *secured))["compose.yaml"])["services"][
+        "syncer"
+    ]
+    assert syncer["ports"] == ["443:443"]
+    assert f"./certs/syncer.key:{STATE}/certs/syncer.key:ro" in syncer["volumes"]
+    with pytest.raises(ConfigError, match=r"listen is '0\.0\.0\.0:443': not a loopback address, and there is no TLS"):
+        files(named("cluster.syncer.listen=0.0.0.0:443"))
+
+
+COMPOSE = next(
+    (
+        words
+        for words in (["docker", "compose"], ["docker-compose"])
+        if shutil.which(words[0])
+        and subprocess.run([*words, "version"], capture_output=True, check=False).returncode == 0
+    ),
+    [],
+)
+
+
+@pytest.mark.skipif(not COMPOSE, reason="Docker Compose is not installed here (Debian: apt-get install docker-compose)")
+def test_the_tool_itself_reads_the_compose_file(tmp_path: Path) -> None:
+    texts = put(tmp_path, docker.prepared(named(*MIXED))[0])
+    done = subprocess.run([*COMPOSE, "config"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found, written = (yaml.safe_load(text)["services"] for text in (done.stdout, texts["compose.yaml"]))
+    assert found.keys() == written.keys()
+    for name, service in written.items():
+        assert (found[name]["image"], found[name]["command"]) == (service["image"], service["command"])
+        assert str(tmp_path / f"{name}.config.yaml") in str(found[name]["volumes"])
 
 
 # --- What images and machines install --------------------------------------------------------------------------------
@@ -82,15 +167,15 @@ def installed_by(dockerfile: str) -> str:
 
 
 def test_an_image_of_a_wheel_needs_no_source_tree(wheel: str, tmp_path: Path) -> None:
-    config = composed(f"launch.package={wheel}", "site.device=cuda")
-    dockerfile, left_out, constraints = docker.files(config)
-    assert installed_by(dockerfile.text) == "./diloco-1.2-py3-none-any.whl[gpu]"
-    assert left_out.text.split() == ["*", "!constraints.txt", "!*.whl"]
-    assert docker.call(config)[-1] == ".", "the folder of the files"
+    config = named(f"launch.package={wheel}", "site.device=cuda")
+    texts = files(config)
+    assert installed_by(texts["Dockerfile"]) == "./diloco-1.2-py3-none-any.whl[gpu]"
+    assert texts["Dockerfile.dockerignore"].split() == ["*", "!constraints.txt", "!*.whl"]
+    assert {call[-1] for call in docker.prepared(config)[1]} == {"."}, "the folder of the files"
     assert main(["launch", "docker", "--dry-run", "--to", str(tmp_path / "to"), f"launch.package={wheel}"]) == 0
     assert (tmp_path / "to" / Path(wheel).name).read_bytes() == Path(wheel).read_bytes(), "beside the Dockerfile"
-    assert {"torch", "grpcio"} <= {line.partition("==")[0] for line in constraints.text.splitlines()}
-    assert "+" not in constraints.text, "a build for one kind of machine"
+    assert {"torch", "grpcio"} <= {line.partition("==")[0] for line in texts["constraints.txt"].splitlines()}
+    assert "+" not in texts["constraints.txt"], "a build for one kind of machine"
 
 
 def test_a_machine_gets_the_wheel_beside_its_settings(wheel: str) -> None:
@@ -108,7 +193,7 @@ def test_the_source_tree_is_named_in_the_call_alone() -> None:
     assert all(str(SOURCE) not in file.text for file in skypilot.files(process)), "another machine has another path"
     call = skypilot.call(process)
     assert call[call.index("--workdir") + 1] == str(SOURCE)
-    assert docker.call(composed())[-1] == str(SOURCE)
+    assert docker.prepared(named())[1][0][-1] == str(SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -116,15 +201,17 @@ def test_the_source_tree_is_named_in_the_call_alone() -> None:
     [("diloco==1.2", "cpu", "diloco==1.2"), ("diloco==1.2", "cuda", "diloco[gpu]==1.2")],
 )
 def test_a_requirement_gets_the_extra_of_the_sites(package: str, device: str, pip: str) -> None:
-    dockerfile = docker.files(composed(f"launch.package='{package}'", f"site.device={device}"))[0]
-    assert installed_by(dockerfile.text) == pip
+    texts = files(named(f"launch.package='{package}'", f"site.device={device}"))
+    assert installed_by(texts["Dockerfile"]) == pip
 
 
 def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"launch\.package is '/none\.whl': there is no such file"):
-        docker.files(composed("launch.package=/none.whl"))
+        files(named("launch.package=/none.whl"))
     with pytest.raises(ConfigError, match=r"launch\.package is .*: it has characters that this"):
-        docker.files(composed("launch.package='x && y'"))
+        files(named("launch.package='x && y'"))
+    with pytest.raises(ConfigError, match=r"launch\.torch_index is empty: an accelerator that begins with MI"):
+        files(named("site.device=cuda", "launch.accelerator=MI300X"))
     monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/deploy/rendering.py"))
     with pytest.raises(ConfigError, match=r"launch\.package is null.*give its wheel"):
-        docker.files(composed())
+        files(named())

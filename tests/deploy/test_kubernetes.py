@@ -16,7 +16,7 @@ from diloco.config.compose import read
 from diloco.config.errors import ConfigError
 from diloco.deploy.docker import STATE, USER
 from diloco.deploy.kubernetes import OWN, SETTINGS, SHOWN, call, files, prepared
-from tests.deploy.rendered import LABEL, composed, put, understood
+from tests.deploy.rendered import LABEL, composed, put, read_by, understood
 
 RUN = ["run.name=first", "cluster=one", "cluster.sites.fra.nproc=8"]
 
@@ -39,10 +39,7 @@ def only(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 def pod_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     pod: dict[str, Any]
-    if found[-1]["kind"] == "JobSet":
-        pod = found[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    else:
-        pod = only(found, "StatefulSet")["spec"]["template"]["spec"]
+    (pod,) = [each["spec"]["template"]["spec"] for each in found if each["kind"] in ("Job", "StatefulSet")]
     return pod
 
 
@@ -82,6 +79,25 @@ def test_the_tool_itself_reads_the_files(tmp_path: Path) -> None:
     assert kinds_read == sorted(each["kind"].lower() for every in found.values() for each in every)
 
 
+VALIDATE = """import sys, kubernetes_validate, yaml
+for name in sys.argv[1:]:
+    for told in yaml.safe_load_all(open(name)):
+        for version in "1.29", "1.37":
+            kubernetes_validate.validate(told, version, strict=True)
+            print(told["kind"])
+"""
+
+
+def test_the_schemas_of_kubernetes_know_every_field(tmp_path: Path) -> None:
+    more = ["cluster.sites.fra.nodes=2", "site.device=cuda", "cluster.sites.osl.accelerator=MI300X"]
+    found = manifests(tmp_path, *more, "launch.storage_class=fast")
+    kinds = [each["kind"] for every in found.values() for each in every]
+    assert sorted(read_by(VALIDATE, tmp_path, [f"{name}.yaml" for name in found]).split()) == sorted(2 * kinds)
+    (tmp_path / "wrong.yaml").write_text((tmp_path / "fra.yaml").read_text().replace("backoffLimit", "backofLimit"))
+    with pytest.raises(AssertionError, match="'backofLimit' was unexpected"):
+        read_by(VALIDATE, tmp_path, ["wrong.yaml"])
+
+
 def test_the_syncer_keeps_its_disk_and_its_name(tmp_path: Path) -> None:
     found = manifests(tmp_path, "launch.namespace=training", "launch.storage_class=fast", "launch.disk_gib=7")["syncer"]
     assert [each["kind"] for each in found] == ["ConfigMap", "Service", "StatefulSet", "PodDisruptionBudget"]
@@ -105,10 +121,9 @@ def test_the_syncer_keeps_its_disk_and_its_name(tmp_path: Path) -> None:
 
 def test_a_site_is_a_job_that_is_tried_again_where_that_can_be_of_use(tmp_path: Path) -> None:
     found = manifests(tmp_path, "site.device=cuda", "launch.restarts=5")["fra"]
-    assert [each["kind"] for each in found] == ["ConfigMap", "PersistentVolumeClaim", "JobSet"]
-    (replicated,) = found[-1]["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    assert (replicated["replicas"], job["completions"], job["parallelism"], job["backoffLimit"]) == (1, 1, 1, 5)
+    assert [each["kind"] for each in found] == ["ConfigMap", "PersistentVolumeClaim", "Job"]
+    job = found[-1]["spec"]
+    assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (1, 1, 5)
     decided = {
         code: rule["action"]
         for rule in job["podFailurePolicy"]["rules"]
@@ -125,11 +140,13 @@ def test_a_site_is_a_job_that_is_tried_again_where_that_can_be_of_use(tmp_path: 
 
 def test_a_site_of_several_machines_is_an_indexed_job_whose_pods_find_the_first(tmp_path: Path) -> None:
     found = manifests(tmp_path, "cluster.sites.fra.nodes=3", "launch.restarts=5", "site.device=cuda")["fra"]
-    jobs = found[-1]["spec"]
-    (replicated,) = jobs["replicatedJobs"]
-    job = replicated["template"]["spec"]
+    job = found[-1]["spec"]
     assert (job["parallelism"], job["completions"], job["completionMode"], job["backoffLimit"]) == (3, 3, "Indexed", 15)
-    assert jobs["network"] == {"enableDNSHostnames": True, "subdomain": "first-fra"}
+    service, pod = only(found, "Service"), pod_of(found)
+    assert pod["subdomain"] == service["metadata"]["name"] == "first-fra"
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+    assert service["spec"]["publishNotReadyAddresses"], "the machines meet before any of them is ready"
     assert only(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
     assert "Its 3 machines share one volume: launch.storage_class" in (tmp_path / "fra.yaml").read_text()
     (container,) = pod_of(found)["containers"]
@@ -144,12 +161,25 @@ def test_a_site_of_several_machines_is_an_indexed_job_whose_pods_find_the_first(
     for node_rank in range(3):
         config = read(tmp_path / "fra.config.yaml", [setting.replace("$(NODE_RANK)", str(node_rank))])
         check_identity(config)
-        assert (config.site.nodes, config.site.rendezvous) == (3, "first-fra-site-0-0.first-fra:29500")
+        assert (config.site.nodes, config.site.rendezvous) == (3, "first-fra-0.first-fra:29500")
     assert command == ["diloco", "site", "--config", f"{SETTINGS}/fra.config.yaml"]
     assert container["ports"] == [{"name": "rendezvous", "containerPort": 29500}]
-    other = manifests(tmp_path / "one")["fra"][-1]["spec"]
-    assert "network" not in other
-    assert "completionMode" not in other["replicatedJobs"][0]["template"]["spec"]
+    other = manifests(tmp_path / "one")["fra"]
+    assert [each["kind"] for each in other] == ["ConfigMap", "PersistentVolumeClaim", "Job"]
+    assert "completionMode" not in other[-1]["spec"]
+
+
+def test_pods_get_the_accelerators_and_the_image_of_their_vendor(tmp_path: Path) -> None:
+    found = manifests(tmp_path, "site.device=cuda", "cluster.sites.fra.accelerator=MI300X")
+    containers = {name: pod_of(each)["containers"][0] for name, each in found.items()}
+    assert {name: each["image"].partition(":")[2] for name, each in containers.items()} == {
+        "syncer": "latest-cpu",
+        "site-a": "latest",
+        "fra": "latest-rocm",
+    }
+    assert containers["fra"]["resources"]["limits"].keys() == {"memory", "amd.com/gpu"}
+    assert containers["site-a"]["resources"]["limits"].keys() == {"memory", "nvidia.com/gpu"}
+    assert pod_of(found["fra"])["initContainers"][0]["image"] == "diloco:latest-rocm"
 
 
 def test_every_pod_is_without_privileges_and_every_name_fits(tmp_path: Path) -> None:

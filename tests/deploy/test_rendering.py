@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from diloco.config.errors import ConfigError
-from diloco.deploy.rendering import check_reachable, documents, filled, gpus, label, processes
+from diloco.deploy.rendering import check_reachable, documents, filled, label, processes
 from tests.deploy.rendered import LABEL, configured
 
 
@@ -46,8 +46,9 @@ def test_accelerators_and_memory_are_those_of_the_ranks_and_the_model_unless_sai
         (["site.device=cuda", "site.nproc=8"], 8),
         (["launch.gpus=4"], 4),
         (["site.device=cuda", "launch.gpus=0"], 0),
+        (["site.device=cuda", "cluster.sites.fra.accelerator=MI300X"], 1),
     ):
-        assert gpus(configured(*settings)) == wanted
+        assert processes(configured("cluster.sites.fra.nproc=1", *settings))[2].needs.gpus == wanted
     asked = {
         size: [each.needs.memory_gib for each in processes(configured(f"model={size}", "site.nproc=8"))]
         for size in ("tiny", "1b")
@@ -70,6 +71,7 @@ def test_accelerators_and_memory_are_those_of_the_ranks_and_the_model_unless_sai
         ("hours", 0.0, "launch.hours is 0.0: more than 0"),
         ("memory_gib", -1, "launch.memory_gib is -1: more than 0"),
         ("gpus", -1, "launch.gpus is -1: 0 or more"),
+        ("accelerator", "H 100", "launch.accelerator is 'H 100'"),
         ("leave_s", 20, r"launch.leave_s is 20: from 30 \(site.finish_timeout_s"),
     ],
 )
@@ -97,6 +99,8 @@ def test_machines_have_names_of_their_own() -> None:
         config.cluster.sites[name] = config.cluster.sites["fra"]
         with pytest.raises(ConfigError, match=rf"cluster\.sites has {words}"):
             processes(config)
+    with pytest.raises(ConfigError, match=r"cluster\.sites\.fra\.accelerator is 'MI 300'"):
+        processes(configured("cluster.sites.fra.accelerator='MI 300'"))
     config = configured()
     config.run.name = "7up"
     with pytest.raises(ConfigError, match="'7up-syncer': a DNS label of it needs a first letter"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -10,8 +11,9 @@ from diloco.cli.site import check_identity
 from diloco.config.compose import read
 from diloco.deploy.rendering import processes
 from diloco.deploy.skypilot import call, files
-from tests.deploy.rendered import LABEL, SOURCE, commands, configured, put, understood
+from tests.deploy.rendered import LABEL, SOURCE, commands, configured, put, read_by, understood
 
+INDEX = "launch.torch_index=https://wheels.example.org/whl"
 TLS = [
     "site.tls_ca=certs/ca.pem",
     "site.tls_cert=certs/sites/fra.pem",
@@ -22,7 +24,8 @@ TLS = [
 
 
 def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
-    config = configured("site.device=cuda", "launch.accelerator=A100-80GB", "launch.spot=true", *TLS)
+    more = [INDEX, "launch.spot=true", "launch.setup=[module load cuda]", "cluster.sites.fra.accelerator=MI300X"]
+    config = configured("site.device=cuda", "launch.accelerator=A100-80GB", *more, *TLS)
     found = processes(config)
     texts = put(tmp_path, [file for each in found for file in files(each)])
     words = call(found[1])
@@ -35,16 +38,20 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
         (command,) = commands(told["run"])
         assert understood(command, tmp_path) == process.config
         needs = told["resources"]
-        assert (
-            needs.get("accelerators") == {"syncer": None, "site-a": "A100-80GB:1", "fra": "A100-80GB:8"}[process.name]
-        )
+        assert needs.get("accelerators") == {"syncer": None, "site-a": "A100-80GB:1", "fra": "MI300X:8"}[process.name]
         assert needs["use_spot"] is (process.verb == "site"), "a syncer is not given away"
         assert needs.get("ports") == (7077 if process.verb == "syncer" else None)
         own = ["certs/ca.pem", "certs/sites/fra.pem"]
         own = own if process.verb == "site" else ["certs/syncer.pem", "certs/syncer.key"]
         wanted = [process.settings, *own]
         assert told["file_mounts"] == {f"~/diloco/{name}": name for name in wanted}, "what lies there stays there"
-        assert "--constraint constraints.txt '.[gpu]'" in told["setup"]
+        torch = {
+            "syncer": "--extra-index-url https://wheels.example.org/whl/cpu --constraint constraints.txt .\n",
+            "site-a": "pip install --constraint constraints.txt '.[gpu]'\n",
+            "fra": "--extra-index-url https://wheels.example.org/whl/rocm7.2 --constraint constraints.txt .\n",
+        }
+        assert told["setup"].endswith(torch[process.name])
+        assert told["run"].splitlines()[-2] == "module load cuda"
 
 
 def test_the_machines_of_a_site_are_the_nodes_of_a_task(tmp_path: Path) -> None:
@@ -64,3 +71,32 @@ def test_the_machines_of_a_site_are_the_nodes_of_a_task(tmp_path: Path) -> None:
         config = read(tmp_path / words[2], words[3:])
         check_identity(config)
         assert (config.site.node_rank, config.site.rendezvous) == (node_rank, "10.0.0.1:29500")
+
+
+LOAD = """import json, sys, sky
+for name in sys.argv[1:]:
+    try:
+        task = sky.Task.from_yaml(name)
+    except ValueError as error:
+        print(json.dumps(str(error)))
+        continue
+    (resources,) = task.resources
+    told = [task.name, task.num_nodes, resources.accelerators, resources.ports, resources.use_spot, task.file_mounts]
+    print(json.dumps(told))
+"""
+
+
+def test_the_loader_of_skypilot_understands_the_tasks(tmp_path: Path) -> None:
+    more = [INDEX, "launch.spot=true", "cluster.sites.fra.accelerator=MI300X", "cluster.sites.fra.nodes=2"]
+    found = processes(configured("site.device=cuda", *more))
+    texts = put(tmp_path, [file for each in found for file in files(each)])
+    (tmp_path / "wrong.yaml").write_text(texts["fra.sky.yaml"].replace("num_nodes", "nodes"))
+    told = read_by(LOAD, tmp_path, [*(f"{each.name}.sky.yaml" for each in found), "wrong.yaml"]).splitlines()
+    *tasks, refused = [json.loads(line) for line in told]
+    mounts = [{f"~/diloco/{each.settings}": each.settings} for each in found]
+    assert tasks == [
+        ["first-run-syncer", 1, None, ["7077"], False, mounts[0]],
+        ["first-run-site-a", 1, {"H100": 1}, None, True, mounts[1]],
+        ["first-run-fra", 2, {"MI300X": 8}, None, True, mounts[2]],
+    ]
+    assert "nodes" in refused
