@@ -456,6 +456,12 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     yield gauge("run_lineage", "1, or of a restored run a Unix time or one more than before.", {(): lineage})
     if lineage > 1:
         yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", {(): lineage})
+    for name, key, meaning in (
+        ("syncer_disk_free_bytes", "disk_free_bytes", "Free space on the disk of the syncer's data."),
+        ("syncer_memory_bytes_max", "memory_bytes_max", "Memory that the run may take at the syncer at most."),
+        ("staleness_max_versions", "staleness_max", "Versions that an update may be behind: outer.staleness_max."),
+    ):
+        yield gauge(name, meaning, {} if status[key] is None else {(): status[key]})
     yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
     yield counter("run_tokens", "Tokens in the published model.", {(): status["run_tokens"]})
     meaning = "Updates refused before they were accepted; outcome is the reason, or the field that was wrong."
