@@ -507,8 +507,8 @@ class Alerts:
         holding = dict[tuple[object, ...], Finding]()
         for address, status in found.items():
             for each in (*conditions(status, self.lowest), *(each for each in others if each.address == address)):
-                key = address, each.check, each.figures.get("site") or each.figures.get("of")
-                holding[key] = replace(each, address=address)
+                about = each.figures.get("site") or each.figures.get("of")
+                holding[address, each.check, about] = replace(each, address=address)
         silent = [address for address, status in found.items() if "unreachable" in status]
         for key in list(self.since_s):
             if key not in holding and (key[0] not in silent or key[1] == "SyncerAway"):
