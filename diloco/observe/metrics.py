@@ -171,35 +171,46 @@ class _Handler(MetricsHandler):
             return  # It is over already.
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """Listens for requests for the page."""
+class BoundedServer(socketserver.ThreadingTCPServer):
+    """Handles at most ``connections_max`` connections at once, each in its own thread; one more is closed at once."""
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, tell: Callable[[str], None]) -> None:
+    def __init__(self, host: str, port: int, handler: Callable[..., Any], connections_max: int) -> None:
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self.stalls = StallWatch("stalls-metrics")
-        self.silent = WaitingRoom(SILENT_MAX)
-        self.pages = Gate("page of metrics", PAGES_MAX, PAGES_MAX // 2, pushback_ms=1000)
-        self.turned_away = TurnedAway(tell)
-        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        super().__init__((host, port), _Handler.factory(registry))
+        self._places = threading.BoundedSemaphore(connections_max)
+        super().__init__((host, port), handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether one more connection is allowed; otherwise it is closed at once."""
-        if self._places.acquire(blocking=False):
-            return True
-        self.turned_away.add(f"the latest from {client_address[0]}, when {CONNECTIONS_MAX} were open")
-        return False
+        """Return whether one more connection is allowed."""
+        return self._places.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle the connection to its end, in its own thread."""
+        """Handle the connection to its end."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
+
+
+class _Server(BoundedServer):
+    """Listens for requests for the page."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, tell: Callable[[str], None]) -> None:
+        self.stalls = StallWatch("stalls-metrics")
+        self.silent = WaitingRoom(SILENT_MAX)
+        self.pages = Gate("page of metrics", PAGES_MAX, PAGES_MAX // 2, pushback_ms=1000)
+        self.turned_away = TurnedAway(tell)
+        super().__init__(host, port, _Handler.factory(registry), CONNECTIONS_MAX)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether one more connection is allowed; count those that are not."""
+        if super().verify_request(request, client_address):
+            return True
+        self.turned_away.add(f"the latest from {client_address[0]}, when {CONNECTIONS_MAX} were open")
+        return False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error, unless it comes from a peer that disconnected."""

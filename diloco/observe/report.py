@@ -70,17 +70,28 @@ def parts_of(
         [name, *(f"{site[f'tokens_{part}']:,}" for part in ("processed", *LEDGER))]
         for name, site in summary["sites"].items()
     ]
+    known: Points = [
+        (one.at_s, one.val_bits_per_byte) for one in history.evaluations if one.val_bits_per_byte is not None
+    ]
+    rules = [Rule(name, value) for name, value in sorted(history.references.items())]
+    bits = Axis("bits per byte", lambda value: f"{value:.3g}")
+    validation = line_chart([Line("global model", "global", known)], TIME, bits, rules, time=True)
+    faults = []
+    for fault in summary["faults"]:
+        healed = fault["healed_seconds"]
+        lasted = "-" if healed is None else f"{healed - fault['at_seconds']:.1f} s"
+        faults.append([fault["target"], CAUSED.get(fault["what"], fault["what"]), clock(fault["at_seconds"]), lasted])
     log = "\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines)
     sections = [
         *now,
         section("Loss against time", losses, _loss(history, styled, 0, TIME), _LOSS_NOTE),
         section("Loss against tokens", losses, _loss(history, styled, 1, Axis("tokens", count)), _TOKENS_NOTE),
-        section("Validation, bits per byte", "", _bits(history), _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
+        section("Validation, bits per byte", "", validation, _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
         section("Rounds, merges and faults", marks, _time_line(history), _TIME_NOTE),
         section("Bytes between the sites", legend(_WIRE), _wire(history), _WIRE_NOTE),
         section("Where every token went", "", table(["site", *parts], ledger), _LEDGER_NOTE + data),
         section("Time and wire of each site", "", _site_table(summary), ""),
-        section("Faults", "", _fault_table(summary), ""),
+        section("Faults", "", table(("target", "what happened", "at", "lasted"), faults), ""),
         f'<details><summary>What happened</summary><pre id="log" tabindex="0">{escape(log)}</pre></details>',
         f'<details><summary>Configuration</summary><pre tabindex="0">{escape(config)}</pre></details>',
     ]
@@ -132,15 +143,6 @@ def _loss(history: RunHistory, styled: Sequence[tuple[str, str]], column: int, x
     known = [(one.tokens if column else one.at_s, one.val_loss) for one in history.evaluations]
     lines.append(Line("global model", "global", list(known)))
     return line_chart(lines, x, LOSS, time=column == 0)
-
-
-def _bits(history: RunHistory) -> str:
-    known: Points = [
-        (one.at_s, one.val_bits_per_byte) for one in history.evaluations if one.val_bits_per_byte is not None
-    ]
-    rules = [Rule(name, value) for name, value in sorted(history.references.items())]
-    shown = Axis("bits per byte", lambda value: f"{value:.3g}")
-    return line_chart([Line("global model", "global", known)], TIME, shown, rules, time=True)
 
 
 def _wire(history: RunHistory) -> str:
@@ -209,15 +211,6 @@ def _site_table(summary: Mapping[str, Any]) -> str:
         wire = [size(site["bytes_up"]), size(site["bytes_down"])]
         rows.append([name, f"{site['inner_steps']:,}", *speed, *times, *stall, *merged, *wire])
     return table(head, rows)
-
-
-def _fault_table(summary: Mapping[str, Any]) -> str:
-    rows = []
-    for fault in summary["faults"]:
-        healed = fault["healed_seconds"]
-        lasted = "-" if healed is None else f"{healed - fault['at_seconds']:.1f} s"
-        rows.append([fault["target"], CAUSED.get(fault["what"], fault["what"]), clock(fault["at_seconds"]), lasted])
-    return table(("target", "what happened", "at", "lasted"), rows)
 
 
 # --- The frame of our pages ------------------------------------------------------------------------------------------
