@@ -26,6 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 
 Labels = TypeVar("Labels", bound="tuple[str, ...]")
+Kind = TypeVar("Kind", GaugeMetricFamily, CounterMetricFamily)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 LINKS = (
     ("link_rtt_seconds", "rtt_ns", 1e-9, "Round trip of the site's control calls, smoothed."),
@@ -99,20 +101,16 @@ class Page(Collector):
             yield from list(self._families())
 
 
-def gauge(name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> GaugeMetricFamily:
-    """Return a gauge with one value for each set of labels."""
-    family = GaugeMetricFamily(f"diloco_{name}", meaning, labels=labels)
+def _family(kind: type[Kind], name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> Kind:
+    """Return a family with one value for each set of labels; ``_total`` is added to a counter's name."""
+    family = kind(f"diloco_{name}", meaning, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
     return family
 
 
-def counter(name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> CounterMetricFamily:
-    """Return a counter; ``_total`` is added to its name."""
-    family = CounterMetricFamily(f"diloco_{name}", meaning, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
+gauge = partial(_family, GaugeMetricFamily)
+counter = partial(_family, CounterMetricFamily)
 
 
 def histogram(name: str, meaning: str, values: Mapping[Labels, Spread], *labels: str) -> HistogramMetricFamily:
