@@ -284,13 +284,19 @@ def test_a_killed_site_and_a_standby_that_has_gone_are_reported_and_the_watch_en
         serving_toy(toy) as (syncer, address, log),
         Process("site", toy, site="a", address=address, step_s=STEP_S) as site,
     ):
+
+        def ago() -> Any:
+            sites: Any = syncer.status()["sites"]
+            return sites["a"]["heard_seconds_ago"]
+
         with following(toy, address) as (standby, _):
             eventually(lambda: standby.state() is not None, BOUND_S, "it follows")
             log.wait_for("published", 2, BOUND_S)
+            eventually(lambda: ago() is not None, BOUND_S, "a heartbeat")
             first = watched(monkeypatch, capsys, address, lambda: None)
             site.kill()
         eventually(lambda: not syncer.replicator.status()["following"], BOUND_S, "it has gone")
-        eventually(lambda: syncer.status()["sites"]["a"]["heard_seconds_ago"] > 1.0, BOUND_S, "it is silent")  # type: ignore[index]
+        eventually(lambda: (ago() or 0.0) > 1.0, BOUND_S, "it is silent")
         second = watched(monkeypatch, capsys, address, lambda: None)
         syncer.api.drain()
         third = watched(monkeypatch, capsys, address, syncer.stop, lambda: pytest.fail("it goes on"))
