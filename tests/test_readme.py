@@ -72,6 +72,7 @@ REGIONS = [
 ]
 MIXED = "diloco up cluster.sites.site-a.nproc=2 cluster.sites.site-a.parallel=fsdp outer.num_fragments=2"
 LAB = "diloco lab +lab=smoke"
+WATCH = "diloco doctor --watch 127.0.0.1:7077"
 DOCTOR = "diloco doctor site.id=fra site.syncer=127.0.0.1:7077"
 SITES = [f"diloco site site.id={site} site.syncer=127.0.0.1:7077" for site in ("fra", "iad")]
 ADAPTER = "diloco plan parameters=20e6 step_s=2"
@@ -121,6 +122,7 @@ SHORT: dict[str, list[str]] = {
     # A site's machine does not share the syncer's folder.
     **{line: [*OF_A_SITE, "run.dir=elsewhere"] for line in SITES},
     "diloco status 127.0.0.1:7077": [],
+    WATCH: ["--every", "1"],
     DOCTOR: OF_A_SITE,
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
@@ -340,11 +342,13 @@ def test_real_sites_by_hand_and_status(
     status = start(place, "diloco status 127.0.0.1:7077", ports)
     assert status.end(60.0) == 0, status.text()
     assert "first" in status.text()
+    watch = start(place, WATCH, ports)
     doctor = start(place, DOCTOR, ports)
     assert doctor.end(60.0) == 0, doctor.text()
     assert " 0 fail" in doctor.text()
-    for verb in (*sites, syncer):
+    for verb in (*sites, syncer, watch):
         assert verb.end(90.0) == 0, verb.text()
+    assert "the run has ended" in watch.text()
     monkeypatch.chdir(place.folder)
     curves = Path("runs/first/track/jsonl/metrics.jsonl").read_text()
     assert all(f'"sites/{site}/loss"' in curves for site in ("fra", "iad"))

@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from diloco.cli.status import asking, leading, syncer_addresses
+from diloco.cli.status import commanded, leading, syncer_addresses
 from diloco.config.arguments import settings_parser, words_and_settings
 from diloco.config.errors import ExitCode, VerbError
 
@@ -73,8 +73,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 def operate(verb: str, arguments: Sequence[str]) -> ExitCode:
     """Run the verb.  Exit 1 with the syncer's reason when it refuses, 3 when it does not answer."""
-    from diloco.wire.messages import MalformedMessage
-
     command = COMMANDS[verb]
     wanted = command.wanted
     parser = settings_parser(verb, command.does + WHERE, file=False, shown=False)
@@ -96,20 +94,9 @@ def operate(verb: str, arguments: Sequence[str]) -> ExitCode:
         told.append(int(text) if name in NUMBERS else text)
     facts = dict(zip((name.lower() for name in wanted), words, strict=True))
     done = command.done.format(**facts)
-    failed: VerbError | None = None
-    for address in addresses:
-        try:
-            with asking(address, settings, "refuses") as client:
-                getattr(client, verb)(*told)
-        except MalformedMessage as error:
-            raise VerbError(ExitCode.USAGE, str(error)) from error
-        except VerbError as error:
-            failed = error  # The other syncers must still get the command.
-            continue
+    for address in commanded(verb, told, addresses, settings):
         line = done if len(addresses) == 1 else f"{address}: {done}"
         print(json.dumps({"verb": verb, "syncer": address, **facts, "done": done}) if given.json else line, flush=True)
-    if failed is not None:
-        raise failed
     return ExitCode.OK
 
 

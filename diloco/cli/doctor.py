@@ -1,27 +1,37 @@
-"""``diloco doctor``: checks of this machine and of the way to a syncer; and ``diloco canary``."""
+"""``diloco doctor``: checks of this machine, of the way to a syncer, and of a run; and ``diloco canary``."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import platform
 import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser
+from diloco.cli.status import asked_all, syncer_addresses
+from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser, words_and_settings
 from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, towards
+from diloco.config.run_dir import LATEST
 from diloco.doctor import Finding, Level, bounded, fail
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     from diloco.config.schema import RunConfig
     from diloco.doctor.machine import LinkFigures
-    from diloco.doctor.syncer import Visit, Visitor
+    from diloco.doctor.syncer import Visit
     from diloco.wire.options import SecurityOptions
 
 
@@ -32,10 +42,21 @@ DOES = """Check this machine and the path to a syncer, and say what to change.
   diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts with the same settings
   diloco doctor a:7077/b:7077                           and the path to each of several syncers
   diloco doctor --config site.yaml                      as the site of this file
+  diloco doctor --watch nimble-otter                    a run, by its folder or HOST:PORT: alerts until it ends
 
 It does not change the run.  It measures bandwidth with filler data, at most 64 MiB each way.
-Exit code 1: a check failed; 3: no address could be reached."""
+Exit code 1: a check failed; 3: no address could be reached.
+
+With --watch it prints a line when one of these begins or ends: a syncer or a site is silent, a site's loss rises or its
+versions grow old, the syncer's disk fills up, a certificate ends soon, or a standby is away or behind.  The rules are
+those of configs/monitoring/alerts.yaml.  For an e-mail: --command 'mail -s "$DILOCO_ALERT" ops@example.org'"""
 SECONDS_MAX = 10
+EVERY_MAX_S = 3600
+NOTIFY_S = 10.0
+"""Timeout of one notification."""
+STDERR = 2
+RUNNING = "running"
+"""The phase in a status before the last round is announced."""
 CHECK_S = 60.0
 """Timeout of one check."""
 
@@ -46,10 +67,25 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
     told = "measure bandwidth for at most this many seconds each way: 0 (not at all) to 10; default: 3"
     parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help=told)
+    parser.add_argument("--watch", action="store_true", help="look at a run again and again; default: the latest run")
+    parser.add_argument("--every", type=float, default=10.0, metavar="S", help="watch: seconds from look to look")
+    parser.add_argument("--webhook", metavar="URL", help="watch: post the alerts of a look there, as JSON")
+    parser.add_argument("--command", metavar="CMD", help="watch: run it with the lines in $DILOCO_ALERT, JSON on stdin")
     given = parser.parse_args(arguments)
+    if given.watch:
+        return _watch(given)
+    if given.webhook or given.command:
+        raise VerbError(ExitCode.USAGE, "--webhook and --command belong to --watch")
     if not 0 <= given.seconds <= SECONDS_MAX:
         raise VerbError(ExitCode.USAGE, f"--seconds is {given.seconds:g}: from 0 to {SECONDS_MAX}")
-    server, settings = _own_words(given.settings)
+    server, settings = None, []
+    for text in given.settings:
+        key, _, value = text.partition("=")
+        if key in ("server", "site.syncer") or (not value and is_address(text)):
+            server = value or text
+            settings.append(f"site.syncer={server}")
+        else:
+            settings.append(f"run.name={value}" if key == "run" else text)
 
     from diloco.config import build_syncer
     from diloco.config import compose as configs
@@ -69,19 +105,96 @@ def main(arguments: Sequence[str]) -> ExitCode:
     return code
 
 
-def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the syncer's address (from HOST:PORT, ``site.syncer=`` or ``server=``) and the settings' full names."""
-    server, spelled = None, []
-    for text in settings:
-        key, _, value = text.partition("=")
-        if key in ("server", "site.syncer") or (not value and is_address(text)):
-            server = value or text
-            spelled.append(f"site.syncer={server}")
-        elif key == "run":
-            spelled.append(f"run.name={value}")
-        else:
-            spelled.append(text)
-    return server, spelled
+def _watch(given: argparse.Namespace) -> ExitCode:
+    """Report each condition of the run that begins or ends, until the run has ended or Ctrl-C."""
+    from diloco.config import compose as configs
+    from diloco.config import connecting
+    from diloco.doctor.syncer import Alerts, certificates
+
+    targets, settings = words_and_settings(given)
+    if given.config is not None or len(targets) > 1:
+        raise VerbError(
+            ExitCode.USAGE, "--watch: give the syncer's HOST:PORT, several with / between, or one run folder"
+        )
+    require(1 <= given.every <= EVERY_MAX_S, "--every", given.every, f"from 1 to {EVERY_MAX_S} s")
+    if given.webhook is not None and not re.match(r"https?://[^/\s]", given.webhook):
+        raise VerbError(ExitCode.USAGE, f"--webhook is {given.webhook[:80]!r}: wanted http://... or https://...")
+    security = connecting.site_security(configs.compose(settings))
+    target = targets[0] if targets else f"runs/{LATEST}"
+    addresses = syncer_addresses(target)
+    alerts, wrong, failing, phases = Alerts(), list[Finding](), set[str](), dict[str, str]()
+    print(f"watching {target} at {BETWEEN.join(addresses)} every {given.every:g} s", file=sys.stderr, flush=True)
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                found = asked_all(addresses, settings)
+            except (VerbError, ConfigError) as error:
+                if not phases:  # The first look: a mistake in the command.
+                    raise
+                found = {address: {"unreachable": str(error)} for address in addresses}
+            phases |= {address: str(each["phase"]) for address, each in found.items() if "phase" in each}
+            if all("unreachable" in each and phases.get(name, RUNNING) != RUNNING for name, each in found.items()):
+                print("the run has ended", file=sys.stderr, flush=True)
+                break
+            looked = bounded(
+                "tls", lambda: [each for one in addresses for each in certificates(one, security)], CHECK_S
+            )
+            wrong = wrong if isinstance(looked, Finding) else looked
+            if changes := alerts.changes(found, wrong, time.monotonic()):
+                _report(given, target, changes, failing)
+            time.sleep(given.every)
+    return ExitCode.OK
+
+
+def _report(given: argparse.Namespace, target: str, changes: Sequence[tuple[str, Finding]], failing: set[str]) -> None:
+    """Print the changes of one look, and hand all of them to the webhook and to the command at once.
+
+    One that does not take them is named once in ``failing`` and on stderr, until it takes some again.
+    """
+    told = [{"at": round(time.time(), 3), "state": state, **each.fields()} for state, each in changes]
+    lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {state:<6}  {each.line()}" for state, each in changes]
+    print("\n".join(json.dumps(each) for each in told) if given.json else "\n".join(lines), flush=True)
+    text = "\n".join(lines)
+    body = json.dumps({"text": text, "watching": target, "alerts": told}).encode() + b"\n"
+    for way, send in (("webhook", partial(_post, given.webhook)), ("command", partial(_pipe, given.command, text))):
+        if not getattr(given, way):
+            continue
+        answer = bounded(way, partial(send, body), NOTIFY_S + 1.0)
+        why = answer.says if isinstance(answer, Finding) else answer
+        if why and way not in failing:
+            print(f"the {way} takes no alerts, the watch goes on: {why}", file=sys.stderr, flush=True)
+            failing.add(way)
+        elif not why and way in failing:
+            print(f"the {way} takes alerts again", file=sys.stderr, flush=True)
+            failing.remove(way)
+
+
+def _post(url: str, body: bytes) -> str:
+    """Post ``body`` to ``url``; return why that failed, without the URL, which may hold a secret."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=NOTIFY_S):
+            return ""
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return str(getattr(error, "reason", "") or type(error).__name__)
+
+
+def _pipe(command: str, text: str, body: bytes) -> str:
+    """Run ``command`` in a shell with ``body`` on its input, for at most ``NOTIFY_S``; return why that failed."""
+    own = {**os.environ, "DILOCO_ALERT": text}
+    try:
+        process = subprocess.Popen(
+            command, shell=True, stdin=subprocess.PIPE, stdout=STDERR, env=own, start_new_session=True
+        )
+    except OSError as error:  # Such as a text that is too long for a variable.
+        return str(error)
+    try:
+        process.communicate(body, NOTIFY_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"it did not end within {NOTIFY_S:g} s"
+    return f"exit code {process.returncode}" if process.returncode else ""
 
 
 class Examination:
@@ -203,14 +316,24 @@ class Examination:
 
     def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
         """Check one address; return whether it answered, and the results of asking the syncer there."""
+        from diloco.config import build
         from diloco.doctor.machine import proxies
-        from diloco.doctor.syncer import visit, way_to
+        from diloco.doctor.syncer import Visitor, visit, way_to
+        from diloco.sync.options import PROTOCOL
         from diloco.wire.checkup import Checkup
+        from diloco.wire.messages import ProbeAsk
         from diloco.wire.options import ClientOptions
 
         def asked() -> Visit:
+            config, ask = self._config, ProbeAsk(PROTOCOL)
+            # Only the site's own training loop knows the layout of a model that comes from a file.
+            if config.run.name is not None and (config.model.kind != "file" or config.run.init_from is not None):
+                layout = build.layout_of(config)
+                said = build.agreement(config, layout)
+                told = layout.to_json().encode()
+                ask = ProbeAsk(said.protocol, said.run_id, said.layout_fingerprint, told, said.shared)
             with Checkup(address, security, ClientOptions()) as checkup:
-                return visit(checkup, self._visitor())
+                return visit(checkup, Visitor(config.site.id, ask, limit_s=self._seconds))
 
         self._add(proxies(address.rpartition(":")[0].strip("[]"), os.environ), address)
         way = bounded("dns", lambda: way_to(address, security), CHECK_S)
@@ -226,23 +349,6 @@ class Examination:
             return True, None
         self._add(visited.findings, address)
         return True, visited
-
-    def _visitor(self) -> Visitor:
-        """Return this site's identity and the content of its join, without a layout where the run is unknown."""
-        from diloco.config import build
-        from diloco.doctor.syncer import Visitor
-        from diloco.sync.options import PROTOCOL
-        from diloco.wire.messages import ProbeAsk
-
-        config = self._config
-        ask = ProbeAsk(PROTOCOL)
-        # Only the site's own training loop knows the layout of a model that comes from a file.
-        if config.run.name is not None and (config.model.kind != "file" or config.run.init_from is not None):
-            layout = build.layout_of(config)
-            said = build.agreement(config, layout)
-            told = layout.to_json().encode()
-            ask = ProbeAsk(said.protocol, said.run_id, said.layout_fingerprint, told, said.shared)
-        return Visitor(config.site.id, ask, limit_s=self._seconds)
 
 
 # --- ``diloco canary`` -----------------------------------------------------------------------------------------------

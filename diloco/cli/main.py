@@ -42,7 +42,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
             Verb("syncer", "cli.syncer:main", "start the service that merges updates and publishes versions"),
             Verb("site", "cli.site:main", "train at one site, and exchange updates with the syncer"),
             Verb("status", "cli.status:main", "show how a running syncer and its sites stand"),
-            Verb("doctor", "cli.doctor:main", "check this machine and the path to a syncer, and say what to change"),
+            Verb("doctor", "cli.doctor:main", "check this machine and the path to a syncer; --watch: alerts of a run"),
         ),
         "models": (
             Verb("train", "cli.train:main", "train on all the text without a syncer: the baseline"),

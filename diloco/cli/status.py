@@ -7,7 +7,7 @@ import json
 import os
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +22,7 @@ from diloco.observe.history import RunHistory
 from diloco.observe.text import details, heading, site_cells, standby_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rich.table import Table
 
@@ -161,31 +161,69 @@ def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Statu
 
 
 @contextmanager
-def asking(address: str, settings: Sequence[str], refuses: str, called: str = "") -> Iterator[AdminClient]:
+def asking(
+    address: str, settings: Sequence[str], refuses: str, called: str = "", token: str = ""
+) -> Iterator[AdminClient]:
     """Yield a client of the process at ``address``, ``called`` so in messages; ``settings`` say how to reach it.
 
-    VerbError: exit 3 where it does not answer; exit 1, with the words of ``refuses`` and its reason, where it refuses.
+    A ``token``, of a person elsewhere, takes the place of the credentials in ``settings``; a syncer that would let any
+    caller in gets nothing then.  VerbError: exit 3 where it does not answer; exit 1, with the words of ``refuses`` and
+    its reason, where it refuses.
     """
     from diloco.config import compose as configs
     from diloco.config import connecting
+    from diloco.sync.options import PROTOCOL
+    from diloco.wire.checkup import Checkup
     from diloco.wire.client import AdminClient
-    from diloco.wire.messages import Refused, Unreachable
+    from diloco.wire.messages import ProbeAsk, Refused, Unreachable
     from diloco.wire.options import SecurityOptions
 
     called = called or f"the syncer at {address}"
     security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
     try:
+        if token:
+            security = replace(security, token=token, token_file="", tls_cert="", tls_key="")
         client = AdminClient(address, security)
     except (ValueError, OSError) as error:
         raise ConfigError(f"syncer {address}: {error}") from error
     with client:
         try:
+            if token:
+                with Checkup(address, security) as checkup:
+                    known = checkup.probe(ProbeAsk(PROTOCOL)).answer.identity
+                if not known:
+                    why = "lets any caller in, so a token proves no operator: use the verb itself, as in diloco drain"
+                    raise VerbError(ExitCode.FAILED, f"{called} {why}")
             yield client
         except Unreachable as error:
             why = connecting.unanswered(address, security, error.why)
             raise VerbError(ExitCode.UNREACHABLE, f"{called} does not answer: {why}") from error
         except Refused as error:
             raise VerbError(ExitCode.FAILED, f"{called} {refuses}: {error.text}") from error
+
+
+def commanded(
+    verb: str, words: Sequence[str | int], addresses: Sequence[str], settings: Sequence[str], token: str = ""
+) -> Iterator[str]:
+    """Call the method ``verb`` of ``AdminClient`` at each syncer; yield the address once it is done there.
+
+    A syncer's failure is raised after the others have got the command.  ``token``: see ``asking``.
+    """
+    from diloco.wire.messages import MalformedMessage
+
+    failed: VerbError | None = None
+    for address in addresses:
+        try:
+            with asking(address, settings, "refuses", token=token) as client:
+                getattr(client, verb)(*words)
+        except MalformedMessage as error:
+            raise VerbError(ExitCode.USAGE, str(error)) from error
+        except VerbError as error:
+            failed = error
+            continue
+        yield address
+    if failed is not None:
+        raise failed
 
 
 def status_of(address: str, settings: Sequence[str]) -> Status:
@@ -334,8 +372,10 @@ DASHBOARD = """Serve a page that follows a run: losses, rounds, sites, where eve
   diloco dashboard nimble-otter           a run on this machine, running or finished
   diloco dashboard 127.0.0.1:7077         a syncer elsewhere: charts begin with the command
 
-The page only reads.  It asks for no password: from another machine reach it by ssh -L 8070:127.0.0.1:8070 HOST, or
-give --host an address in a private network.  Ctrl-C ends it."""
+The page asks for no password: from another machine reach it by ssh -L 8070:127.0.0.1:8070 HOST, or give --host an
+address in a private network.  It only reads, until a person gives an operator's token in it: then it has buttons to
+drain the run, to evict sites and to decide on held updates.  The syncer must know tokens, by its
+cluster.syncer.tokens_file.  Ctrl-C ends it."""
 DASHBOARD_PORT = 8070
 ANSWERS_S = 5.0
 """A syncer whose last answer is older than this counts as silent."""
@@ -370,7 +410,8 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
             stack.callback(each.close)
         config = read(run_dir.config) if run_dir is not None and run_dir.config.is_file() else None
         title = run_dir.root.resolve().name if run_dir is not None else ", ".join(addresses)
-        page = dashboard_of(title, run_dir, config, watches)
+        operate = lambda order, token: commanded(order["verb"], order["words"], order["syncers"], settings, token)  # noqa: E731
+        page = dashboard_of(title, run_dir, config, watches, operate)
         try:
             url = stack.enter_context(served(page, given.host, given.port))
         except (OSError, OverflowError) as error:
@@ -383,7 +424,11 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
 
 
 def dashboard_of(
-    title: str, run_dir: RunDir | None, config: RunConfig | None, watches: Sequence[StatusWatch]
+    title: str,
+    run_dir: RunDir | None,
+    config: RunConfig | None,
+    watches: Sequence[StatusWatch],
+    operate: Callable[[Mapping[str, Any], str], Iterable[str]] | None = None,
 ) -> Dashboard:
     """Return the page of a run; without ``run_dir`` its history is what the first of ``watches`` hears."""
     from diloco.observe.dashboard import Dashboard
@@ -402,7 +447,8 @@ def dashboard_of(
         return {**first, **(together(same) or {} if len(same) > 1 else {})}, found
 
     settings = asdict(config) if config is not None else {}
-    return Dashboard(title, run_dir.events if run_dir else None, settings, to_yaml(config) if config else "", ask)
+    events, text = run_dir.events if run_dir else None, to_yaml(config) if config else ""
+    return Dashboard(title, events, settings, text, ask, operate)
 
 
 # --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------

@@ -633,7 +633,7 @@ class LaunchSection:
     null: the source tree that this program runs from."""
     torch_index: str = ""
     """The URL above PyTorch's own indexes, which pip asks beside its own: its /cpu for processes without a GPU, its
-    /rocm7.2 for AMD's. Empty: pip's own index alone, whose torch is mostly CUDA's; docker and skypilot need it for AMD's."""
+    /rocm7.2 for AMD's, which docker and skypilot need. Empty: pip's own index alone, whose torch is mostly CUDA's."""
     gpus: int | None = None
     """Accelerators of each machine of a site; null: site.nproc where site.device=cuda, else none."""
     accelerator: str = "H100"

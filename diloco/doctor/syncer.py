@@ -1,4 +1,4 @@
-"""`diloco doctor`'s checks of the path to one address, and of the syncer that answers there."""
+"""`diloco doctor`'s checks of the path to one address, and of the syncer that answers there, once or during a run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import datetime
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import median
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from diloco.doctor import Finding, Level, fail, ok, warn
+from diloco.observe.text import size, standby_line
 from diloco.sync.link import megabits
 from diloco.wire.checkup import Greeting, Heard, greet, resolve, speaks_tls
 from diloco.wire.messages import PROBE_BYTES_MAX, ProbeAsk, Refused, Status, Unreachable
 from diloco.wire.options import SYSTEM_ROOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from diloco.deploy.certificates import Facts
     from diloco.wire.checkup import Checkup, Probed
@@ -397,3 +400,124 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
     if left < datetime.timedelta(days=ENDS_SOON_DAYS):
         return [warn("files", says, remedy)]
     return [ok("files", says, ids=list(facts.ids))]
+
+
+# --- `diloco doctor --watch`: what is wrong with a run that is under way ---------------------------------------------
+
+HOLDS_S: Mapping[str, float] = MappingProxyType(
+    {
+        **{"SyncerAway": 120.0, "SiteSilent": 60.0, "SiteStale": 600.0, "LossDiverges": 600.0, "DiskFilling": 300.0},
+        **{"StandbyAway": 60.0, "StandbySlow": 600.0, "NoStandby": 1800.0, "StandbyDoesNotFollow": 120.0},
+        "CertificateExpires": 0.0,
+    }
+)
+"""How long a condition holds before it is reported.  These names, times and the thresholds below are those of the rules
+in ``configs/monitoring/alerts.yaml``; a certificate has no metric, so no rule."""
+SILENT_S = 30.0
+STALE_SHARE = 0.5
+"""Share of ``outer.staleness_max`` that a site may be behind."""
+LOSS_RISE = 0.5
+"""Nats a token above the site's lowest loss."""
+BEHIND_BYTES = 64e6
+
+
+def conditions(status: Mapping[str, Any], lowest: dict[str, float]) -> Iterator[Finding]:
+    """Yield what is wrong by a syncer's or a standby's ``status``, or by ``{"unreachable": why}``.
+
+    ``lowest`` keeps the lowest loss of each site.  The figure ``site`` names the site, where there is one.
+    """
+    if "unreachable" in status:
+        yield fail("SyncerAway", status["unreachable"], "start it with the same command, or promote its standby")
+    if status.get("role") == "standby" and (status["failed"] or not status["following"]):
+        yield fail(
+            "StandbyDoesNotFollow", standby_line(status), "if the syncer is lost for good: diloco standby promote"
+        )
+    limit = status.get("staleness_max", inf)  # A syncer of an earlier release does not report it.
+    for name, site in status.get("sites", {}).items():
+        heard_s, loss, behind = (site.get(key) for key in ("heard_seconds_ago", "loss", "staleness"))
+        if site["status"] in ("left", "evicted") or (heard_s is None and site["status"] != "silent"):
+            continue
+        if heard_s is None or heard_s > SILENT_S:
+            since = f"for {heard_s:.0f} s" if heard_s is not None else "since the syncer's start"
+            remedy = "look at its link and its process; the other sites train on"
+            yield warn("SiteSilent", f"the syncer has not heard {name} {since}", remedy, site=name)
+            continue
+        if (behind or 0) > STALE_SHARE * limit:
+            says = f"{name} is {behind} versions behind; updates more than {limit} behind are refused"
+            yield warn("SiteStale", says, "diloco status shows its link: a faster one or a smaller codec", site=name)
+        best = lowest.get(name, inf)
+        if loss is not None and loss <= best + LOSS_RISE:
+            lowest[name] = min(best, loss)
+        elif best < inf:
+            says = f"the loss of {name} was {best:.3f}, and is {'no number' if loss is None else f'{loss:.3f}'}"
+            remedy = "compare its data, learning rate and machine (diloco canary) with the other sites', or evict it"
+            yield fail("LossDiverges", says, remedy, site=name, loss=loss, lowest=best)
+    free, most = status.get("disk_free_bytes"), status.get("memory_bytes_max")
+    if free is not None and most is not None and free < most:
+        says = f"the syncer's disk has {size(free)} free, less than the {size(most)} that the run may take in memory"
+        yield fail("DiskFilling", says, "make room: the next snapshot may not fit", free_bytes=free)
+    standby = status.get("replication") or {}
+    if standby.get("mode", "off") == "off":
+        return
+    if standby["detached"]:
+        yield warn("NoStandby", "the run is on one disk", "start a standby: diloco standby follow")
+    elif not standby["following"]:
+        remedy = "start it again, or go on without it: diloco standby detach"
+        yield fail("StandbyAway", f"the syncer has heard no standby for {standby['away_seconds']:.0f} s", remedy)
+    lacks = standby.get("behind_bytes") or 0
+    if standby.get("slow") or lacks > BEHIND_BYTES:
+        says = f"standby {standby['standby']} does not keep up: it lacks {size(lacks)} of the journal"
+        yield warn("StandbySlow", says, "look at its disk and at the link between them", behind_bytes=lacks)
+
+
+def certificates(addresses: Sequence[str], security: SecurityOptions) -> list[Finding]:
+    """Return what is wrong with the syncers' certificates, and with this end's own; [] without TLS.
+
+    Each of ``addresses`` is one syncer's, or its and its standby's.  The figure ``of`` says whose certificate it is.
+    """
+    if not security.tls_ca:
+        return []
+    own = own_files(security, "NAME") if security.tls_cert else []
+    found = [(addresses[0], security.tls_cert, each) for each in own]
+    for address in addresses:
+        for one in map(str.strip, address.split(",")):
+            found += [(address, one, each) for each in way_to(one, security).findings if each.check == "tls"]
+    return [
+        replace(each, check="CertificateExpires", says=f"{of}: {each.says}", figures={"of": of}, address=address)
+        for address, of, each in found
+        if each.level is not Level.OK
+    ]
+
+
+@dataclass(slots=True)
+class Alerts:
+    """The conditions of a run: when each was seen first, and which have been reported; and each site's lowest loss."""
+
+    since_s: dict[tuple[object, ...], float] = field(default_factory=dict)
+    told: dict[tuple[object, ...], Finding] = field(default_factory=dict)
+    lowest: dict[str, float] = field(default_factory=dict)
+
+    def changes(
+        self, found: Mapping[str, Mapping[str, Any]], others: Iterable[Finding], now_s: float
+    ) -> list[tuple[str, Finding]]:
+        """Return the conditions that begin, having held for ``HOLDS_S``, and those that end, each with that word.
+
+        ``found`` has each syncer's status by its address.  Without an answer its conditions stay as they are.
+        """
+        holding = dict[tuple[object, ...], Finding]()
+        for address, status in found.items():
+            for each in (*conditions(status, self.lowest), *(each for each in others if each.address == address)):
+                about = each.figures.get("site") or each.figures.get("of")
+                holding[address, each.check, about] = replace(each, address=address)
+        silent = [address for address, status in found.items() if "unreachable" in status]
+        for key in list(self.since_s):
+            if key not in holding and (key[0] not in silent or key[1] == "SyncerAway"):
+                del self.since_s[key]
+        begun = []
+        for key, each in holding.items():
+            held_s = now_s - self.since_s.setdefault(key, now_s)
+            if key not in self.told and held_s >= HOLDS_S[each.check]:
+                self.told[key] = each
+                begun.append(("begins", each))
+        ended = [key for key in self.told if key not in self.since_s]
+        return [("ends", self.told.pop(key)) for key in ended] + begun

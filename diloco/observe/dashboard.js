@@ -2,6 +2,7 @@
 // The parts that have changed come as events; where they stay away (a proxy may hold them back), the page asks.
 const SILENT_MS = 6000, ASK_MS = 3000, KEPT = "details, summary, pre, .zoom input, .scroll";
 const heard = document.getElementById("heard"), filter = document.getElementById("filter");
+const [token, orders, done] = ["token", "orders", "done"].map((id) => document.getElementById(id));
 let last = Date.now(), asking = false, log = "";
 
 function show(parts) {
@@ -48,6 +49,21 @@ if (document.getElementById("log") !== null) {  // Not on a page that could not 
   document.getElementById("log").parentElement.open = true;
   document.getElementById("log").closest("section").before(filter.closest("p"));
   log = document.getElementById("log").textContent;
+}
+async function operate(button) {
+  if (!confirm(`${button.textContent}: do it?`)) return;
+  done.textContent = `${button.textContent} ...`;
+  const headers = { Authorization: `Bearer ${token.value}` };
+  try {
+    const answer = await fetch("operate", { method: "POST", headers, body: button.dataset.order });
+    done.textContent = `${button.textContent}: ${await answer.text()}`;
+  } catch { done.textContent = `${button.textContent}: no answer, or no token`; }
+}
+
+if (token !== null) {
+  document.getElementById("s2")?.after(document.getElementById("operator"));
+  token.addEventListener("input", () => { orders.hidden = token.value === ""; });
+  orders.addEventListener("click", (event) => { if (event.target.dataset.order) operate(event.target); });
 }
 filter.addEventListener("input", sift);
 new EventSource("events").addEventListener("message", (event) => show(JSON.parse(event.data)));

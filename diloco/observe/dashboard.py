@@ -2,8 +2,12 @@
 
 One thread reads the run's events and polls its syncer, makes the page every ``EVERY_S`` seconds while there is a
 viewer, and all viewers get the same text.  A viewer gets the changed parts as server-sent events; behind a proxy that
-holds those back, its page fetches ``state`` instead.  The page changes nothing and loads nothing from elsewhere.
-It shows what sites report as text, and the page's policy forbids every script but its own.
+holds those back, its page fetches ``state`` instead.  The page loads nothing from elsewhere.  It shows what sites
+report as text, and the page's policy forbids every script but its own.
+
+The page only reads, except for a person who gives an operator's token in it.  The page keeps the token and sends it as
+a header of each order; its server hands it to the syncer, which decides.  An order comes from the page's own origin
+only, and must be one that the page offers at that moment.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import socket
 import sys
 import threading
 import time
@@ -19,14 +22,16 @@ from contextlib import contextmanager
 from functools import cache
 from html import escape
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from diloco.config.errors import ConfigError, VerbError
 from diloco.observe.eventlog import event_blocks
 from diloco.observe.history import RunHistory
+from diloco.observe.metrics import BoundedServer
 from diloco.observe.report import blocks_of, page, parts_of, section, table
 from diloco.observe.summary import summarize
 from diloco.observe.text import (
@@ -39,10 +44,10 @@ from diloco.observe.text import (
     syncer_facts,
     troubles,
 )
-from diloco.wire.options import is_loopback
+from diloco.wire.options import is_loopback, is_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from diloco.observe.eventlog import Event
@@ -57,6 +62,7 @@ READ_S = 1.0
 FIRST_S = 60.0
 """Timeout for the next page."""
 VIEWERS_MAX = 600
+ORDER_BYTES_MAX = 1 << 14
 
 Status = dict[str, Any]
 
@@ -66,7 +72,9 @@ class Dashboard:
 
     ``events`` is the run's file of events; None: the history is made from the answers of ``ask`` from now on.
     ``settings`` is the run's configuration as plain values, ``config`` the same as text.  ``ask`` returns the syncer's
-    status, or None when it does not answer, and each syncer's own by its address (``sections_now``).
+    status, or None when it does not answer, and each syncer's own by its address (``sections_now``).  ``operate``
+    carries out an order (``orders_of``) for the bearer of a token, and yields where it is done; None: the page only
+    reads.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class Dashboard:
         settings: Mapping[str, object],
         config: str,
         ask: Callable[[], tuple[Status | None, dict[str, Status]]],
+        operate: Callable[[Mapping[str, Any], str], Iterable[str]] | None = None,
     ) -> None:
         self.changed = threading.Condition()
         self.viewers = 0
@@ -84,7 +93,8 @@ class Dashboard:
         self.parts: dict[str, tuple[int, str]] = {}
         """By the part's id in the page: the serial number of its last change, and its HTML."""
         self.whole = ""
-        self._title, self._events, self._settings, self._config, self._ask = title, events, settings, config, ask
+        self._title, self._events, self._settings, self._config = title, events, settings, config
+        self.ask, self.operate = ask, operate
         self._history = RunHistory()
         self._blocks = event_blocks(events) if events is not None else None
         self.reads = False
@@ -145,7 +155,7 @@ class Dashboard:
 
     def made(self) -> dict[str, str]:
         """Return the parts of the page as of now."""
-        status, found = self._ask()
+        status, found = self.ask()
         try:
             self._take(status)
         except Exception:  # Half of it is no history: read it again, and say the error again.
@@ -159,7 +169,11 @@ class Dashboard:
         if self.reads:
             state = f"reads the run's events: {clock(self._history.seconds)} of the run so far"
         _, tiles, sections = parts_of(self._history, summary, self._config, now)
-        return blocks_of(state, tiles, sections, good=self.reads or state in ("ok", "running", "finished"))
+        blocks = blocks_of(state, tiles, sections, good=self.reads or state in ("ok", "running", "finished"))
+        if self.operate is not None:
+            buttons = [(escape(order), escape(words)) for order, words in orders_of(found).items()]
+            blocks["orders"] = " ".join(f'<button data-order="{order}">{words}</button>' for order, words in buttons)
+        return blocks
 
     def _take(self, status: Status | None) -> None:
         """Take what is new into the history; of a long file as much as ``READ_S`` allows: the page comes soon."""
@@ -179,7 +193,8 @@ class Dashboard:
         """Hand the parts to all viewers."""
         with self.changed:
             self.serial += 1
-            self.whole = page(self._title, blocks, live=LIVE.format(script=_script())) if blocks else ""
+            live = LIVE.format(script=_script(), operator=OPERATOR if self.operate is not None else "")
+            self.whole = page(self._title, blocks, live=live) if blocks else ""
             self.parts = {name: part for name, part in self.parts.items() if name in blocks}
             for name, text in blocks.items():
                 if self.parts.get(name, (0, None))[1] != text:
@@ -275,11 +290,45 @@ def _branch(address: str, below: Mapping[str, Sequence[str]], left: dict[str, St
     return f"<li>{escape(' · '.join(facts))}{wrong}<ul>{names}{regions}</ul></li>"
 
 
+def orders_of(found: Mapping[str, Status]) -> dict[str, str]:
+    """Return what an operator can do now: each order as JSON, and the words on its button.
+
+    An order is a verb of ``diloco``, the words after the syncer, and the ``syncers``: all of the run, or for an update
+    the one that holds it.
+    """
+    runs: dict[str, list[str]] = {}
+    for address, status in found.items():
+        if "fragments" in status:
+            runs.setdefault(status["run_id"], []).append(address)
+    told: list[tuple[str, list[object], list[str]]] = []
+    for syncers in runs.values():
+        states = {name: site["status"] for each in syncers for name, site in found[each]["sites"].items()}
+        told.append(("drain", [], syncers))
+        told += [("readmit" if states[name] == "evicted" else "evict", [name], syncers) for name in sorted(states)]
+        for each in syncers:
+            for name, site in found[each]["sites"].items():
+                for held in site.get("held", []):
+                    words = [name, held["fragment"], held["sequence"]]
+                    told += [(verb, words, [each]) for verb in ("admit", "refuse")]
+    orders = {}
+    for verb, words, syncers in told:
+        where = f" at {', '.join(syncers)}" if len(found) > 1 else ""
+        order = json.dumps({"verb": verb, "words": words, "syncers": syncers})
+        orders[order] = " ".join(map(str, [verb, *words])) + where
+    return orders
+
+
 # --- The page's server -----------------------------------------------------------------------------------------------
 
 LIVE = """<p><label>Of the events, show lines with <input id="filter" type="search" autocomplete="off"></label></p>
 <p class="wrong" id="heard" role="alert"></p>
+{operator}
 <script>{script}</script>"""
+OPERATOR = """<section id="operator"><h2>Operate</h2>
+<p class="soft">With an operator's token there are buttons here. The page forgets the token when it is closed.</p>
+<p><label>Operator's token <input id="token" type="password" autocomplete="off"></label></p>
+<p id="orders" hidden></p>
+<p id="done" role="status"></p></section>"""
 
 
 @cache
@@ -319,10 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page, its state, or its events."""
         dashboard, path = self.server.dashboard, urlsplit(self.path).path
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        # Another page may ask in its viewer's name, and may let a name of its own point here.
-        local = is_loopback(host) or is_loopback(f"{host}:80") or not self.server.is_local
-        if not local or origin not in (None, f"http://{host}", f"https://{host}"):
+        if self._is_foreign(f"http://{self.headers.get('Host')}", f"https://{self.headers.get('Host')}", None):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this page answers under its own address only\n")
         elif path not in ("/", "/state", "/events"):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "the page is at /\n")
@@ -340,6 +386,36 @@ class _Handler(BaseHTTPRequestHandler):
                         serial, parts = dashboard.since(serial)
                         self.wfile.write(f"data: {parts}\n\n".encode())
 
+    def do_POST(self) -> None:
+        """Have an order carried out for the bearer of an operator's token, and say what came of it."""
+        dashboard, host = self.server.dashboard, self.headers.get("Host")
+        length = self.headers.get("Content-Length", "")[:9]
+        order = self.rfile.read(min(int(length), ORDER_BYTES_MAX)) if length.isdecimal() else b""
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        # A browser names the page's origin in every POST.  A token crosses a network encrypted only.
+        local = [f"http://{host}"] if self.server.is_local else []
+        status, said = HTTPStatus.FORBIDDEN, ""
+        if self._is_foreign(*local, f"https://{host}"):
+            said = "orders come from this page only; from another machine by https:// or ssh -L"
+        elif dashboard.operate is None or urlsplit(self.path).path != "/operate":
+            status, said = HTTPStatus.NOT_FOUND, "no orders are taken here"
+        elif scheme != "Bearer" or not is_token(token):
+            said = "give an operator's token"
+        elif (text := order.decode(errors="replace")) not in orders_of(dashboard.ask()[1]):
+            status, said = HTTPStatus.CONFLICT, "this is no longer offered: look at the page again"
+        else:
+            try:
+                status, said = HTTPStatus.OK, f"done at {', '.join(dashboard.operate(json.loads(text), token))}"
+            except (VerbError, ConfigError) as error:
+                status, said = HTTPStatus.FORBIDDEN, str(error)
+        self._answer(status, "text/plain; charset=utf-8", f"{said}\n")
+
+    def _is_foreign(self, *origins: str | None) -> bool:
+        """Return whether the request may come from another page, which asks in its viewer's name."""
+        host = self.headers.get("Host", "")  # Another page may let a name of its own point here.
+        local = is_loopback(host) or is_loopback(f"{host}:80") or not self.server.is_local
+        return not local or self.headers.get("Origin") not in origins
+
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         self._begin(status, kind)
         self.wfile.write(text.encode())
@@ -354,25 +430,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Log no request."""
 
 
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 128
-
+class _Server(BoundedServer):
     def __init__(self, host: str, port: int, dashboard: Dashboard) -> None:
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self.dashboard, self.is_local = dashboard, is_loopback(f"{host}:{port}")
-        self._places = threading.BoundedSemaphore(VIEWERS_MAX)
-        super().__init__((host, port), _Handler)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether one more connection is allowed; otherwise it is closed at once."""
-        return self._places.acquire(blocking=False)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle the connection to its end, in its own thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+        super().__init__(host, port, _Handler, VIEWERS_MAX)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error, unless it comes from a viewer that went away."""

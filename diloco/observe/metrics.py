@@ -26,6 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 
 Labels = TypeVar("Labels", bound="tuple[str, ...]")
+Kind = TypeVar("Kind", GaugeMetricFamily, CounterMetricFamily)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 LINKS = (
     ("link_rtt_seconds", "rtt_ns", 1e-9, "Round trip of the site's control calls, smoothed."),
@@ -99,20 +101,16 @@ class Page(Collector):
             yield from list(self._families())
 
 
-def gauge(name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> GaugeMetricFamily:
-    """Return a gauge with one value for each set of labels."""
-    family = GaugeMetricFamily(f"diloco_{name}", meaning, labels=labels)
+def _family(kind: type[Kind], name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> Kind:
+    """Return a family with one value for each set of labels; ``_total`` is added to a counter's name."""
+    family = kind(f"diloco_{name}", meaning, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
     return family
 
 
-def counter(name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> CounterMetricFamily:
-    """Return a counter; ``_total`` is added to its name."""
-    family = CounterMetricFamily(f"diloco_{name}", meaning, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
+gauge = partial(_family, GaugeMetricFamily)
+counter = partial(_family, CounterMetricFamily)
 
 
 def histogram(name: str, meaning: str, values: Mapping[Labels, Spread], *labels: str) -> HistogramMetricFamily:
@@ -171,35 +169,46 @@ class _Handler(MetricsHandler):
             return  # It is over already.
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """Listens for requests for the page."""
+class BoundedServer(socketserver.ThreadingTCPServer):
+    """Handles at most ``connections_max`` connections at once, each in its own thread; one more is closed at once."""
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, tell: Callable[[str], None]) -> None:
+    def __init__(self, host: str, port: int, handler: Callable[..., Any], connections_max: int) -> None:
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self.stalls = StallWatch("stalls-metrics")
-        self.silent = WaitingRoom(SILENT_MAX)
-        self.pages = Gate("page of metrics", PAGES_MAX, PAGES_MAX // 2, pushback_ms=1000)
-        self.turned_away = TurnedAway(tell)
-        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        super().__init__((host, port), _Handler.factory(registry))
+        self._places = threading.BoundedSemaphore(connections_max)
+        super().__init__((host, port), handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether one more connection is allowed; otherwise it is closed at once."""
-        if self._places.acquire(blocking=False):
-            return True
-        self.turned_away.add(f"the latest from {client_address[0]}, when {CONNECTIONS_MAX} were open")
-        return False
+        """Return whether one more connection is allowed."""
+        return self._places.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle the connection to its end, in its own thread."""
+        """Handle the connection to its end."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
+
+
+class _Server(BoundedServer):
+    """Listens for requests for the page."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, tell: Callable[[str], None]) -> None:
+        self.stalls = StallWatch("stalls-metrics")
+        self.silent = WaitingRoom(SILENT_MAX)
+        self.pages = Gate("page of metrics", PAGES_MAX, PAGES_MAX // 2, pushback_ms=1000)
+        self.turned_away = TurnedAway(tell)
+        super().__init__(host, port, _Handler.factory(registry), CONNECTIONS_MAX)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether one more connection is allowed; count those that are not."""
+        if super().verify_request(request, client_address):
+            return True
+        self.turned_away.add(f"the latest from {client_address[0]}, when {CONNECTIONS_MAX} were open")
+        return False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error, unless it comes from a peer that disconnected."""
@@ -456,6 +465,12 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     yield gauge("run_lineage", "1, or of a restored run a Unix time or one more than before.", {(): lineage})
     if lineage > 1:
         yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", {(): lineage})
+    for name, key, meaning in (
+        ("syncer_disk_free_bytes", "disk_free_bytes", "Free space on the disk of the syncer's data."),
+        ("syncer_memory_bytes_max", "memory_bytes_max", "Memory that the run may take at the syncer at most."),
+        ("staleness_max_versions", "staleness_max", "Versions that an update may be behind: outer.staleness_max."),
+    ):
+        yield gauge(name, meaning, {} if status[key] is None else {(): status[key]})
     yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
     yield counter("run_tokens", "Tokens in the published model.", {(): status["run_tokens"]})
     meaning = "Updates refused before they were accepted; outcome is the reason, or the field that was wrong."

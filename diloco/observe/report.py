@@ -71,22 +71,22 @@ def parts_of(
         [name, *(f"{site[f'tokens_{part}']:,}" for part in ("processed", *LEDGER))]
         for name, site in summary["sites"].items()
     ]
-    scored: Points = [
+    known: Points = [
         (one.at_s, one.val_bits_per_byte) for one in history.evaluations if one.val_bits_per_byte is not None
     ]
     rules = [Rule(name, value) for name, value in sorted(history.references.items())]
-    bits = line_chart([Line("global model", "global", scored)], TIME, BITS, rules, time=True)
+    validation = line_chart([Line("global model", "global", known)], TIME, BITS, rules, time=True)
     faults = []
     for fault in summary["faults"]:
-        healed, at = fault["healed_seconds"], fault["at_seconds"]
-        lasted = "-" if healed is None else f"{healed - at:.1f} s"
-        faults.append([fault["target"], CAUSED.get(fault["what"], fault["what"]), clock(at), lasted])
+        healed = fault["healed_seconds"]
+        lasted = "-" if healed is None else f"{healed - fault['at_seconds']:.1f} s"
+        faults.append([fault["target"], CAUSED.get(fault["what"], fault["what"]), clock(fault["at_seconds"]), lasted])
     log = "\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines)
     sections = [
         *now,
         section("Loss against time", losses, _loss(history, styled, 0, TIME), _LOSS_NOTE),
         section("Loss against tokens", losses, _loss(history, styled, 1, Axis("tokens", count)), _TOKENS_NOTE),
-        section("Validation, bits per byte", "", bits, _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
+        section("Validation, bits per byte", "", validation, _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
         section("Rounds, merges and faults", marks, _time_line(history), _TIME_NOTE),
         section("Bytes between the sites", legend(_WIRE), _wire(history), _WIRE_NOTE),
         section("Where every token went", "", table(["site", *parts], ledger), _LEDGER_NOTE + data),

@@ -391,6 +391,7 @@ class Syncer:
                 "backup": self.backups.status() if self.backups is not None else None,
                 "behind": self.api.behind or (self.backups.behind if self.backups is not None else ""),
                 "standstill": standstill_facts(machine, self.core.now_ns()),
+                "staleness_max": machine.options.staleness_max,
                 **describe(machine, self.tally, self.core.now_ns()),
             },
             early=True,

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
+from argparse import Namespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from diloco.cli import doctor
 from diloco.cli.main import main
 from diloco.doctor import syncer as link
+from diloco.doctor import warn
 from diloco.runs import canary
 from diloco.wire.checkup import Greeting, greet
 from diloco.wire.options import ServerOptions
-from tests.loopback.cluster import free_port
+from tests.loopback.cluster import Process, eventually, free_port
+from tests.loopback.cluster import serving as serving_toy
 from tests.runs.processes import TINY, place_in, wait_for
 from tests.runs.test_canary import digest_of, trained_site
+from tests.syncer.building import Events, join, push, report, serving, update
+from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
@@ -120,6 +130,11 @@ def test_nobody_anywhere_is_3(
         ("a port of 1 to 65535 wanted", ["doctor", *TINY, "server=127.0.0.1:99999"]),
         ("unknown key sever", ["doctor", *TINY, "sever=127.0.0.1:7077"]),
         ("codec.up is 'int5'", ["doctor", *TINY, "codec.up=int5"]),
+        ("--webhook and --command belong to --watch", ["doctor", "--webhook", "http://127.0.0.1:1/"]),
+        ("--webhook is 'ftp://x'", ["doctor", "--watch", "a:1", "--webhook", "ftp://x"]),
+        ("--every is 0.5: from 1 to 3600", ["doctor", "--watch", "a:1", "--every", "0.5"]),
+        ("give the syncer's HOST:PORT", ["doctor", "--watch", "a:1", "b:2"]),
+        ("no run folder", ["doctor", "--watch", "nowhere"]),
     ],
 )
 def test_a_mistake_is_one_line(words: str, arguments: list[str], here: Path, refused: Callable[..., None]) -> None:
@@ -178,3 +193,158 @@ def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(
     capsys.readouterr()
     assert main(["doctor", where, *TINY, f"run.dir={tmp_path}"]) == 3, "nobody says how many there are"
     assert capsys.readouterr().out.count("Connection refused") == 2
+
+
+# --- A run that is watched -------------------------------------------------------------------------------------------
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str, *steps: Callable[[], object]
+) -> list[str]:
+    """The names of what begins and ends.  ``steps`` come between the looks, 700 s apart by the watch's own clock."""
+    left, clock = iter(steps), iter(range(0, 1 << 30, 700))
+
+    def sleep(seconds: float) -> None:
+        step = next(left, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+    own = SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock), time=time.time, strftime=time.strftime)
+    monkeypatch.setattr(doctor, "time", own)
+    assert main(["doctor", "--watch", target, "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [f"{each['state']} {each['check']} {each['figures'].get('site', '')}".strip() for each in told]
+
+
+def test_a_watch_of_a_real_syncer_reports_what_begins_and_what_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(link, "SILENT_S", 0.5)
+    events, address = Events(), f"127.0.0.1:{free_port()}"
+    with serving(tmp_path, events, address=address) as syncer:
+
+        def heard(**changes: Any) -> None:
+            syncer.api.report(report("b", **changes))
+
+        def both(**changes: Any) -> None:
+            heard(**changes)
+            syncer.api.report(report("a"))
+
+        def behind() -> None:
+            for sequence in range(1, 6):
+                push(syncer, *update("a", sequence, base_version=sequence - 1))
+                events.wait_for("published", sequence)
+            both()
+
+        def fills_up() -> None:
+            syncer.memory_bytes_max = 1 << 62
+            both()
+
+        for name in "ab":
+            join(syncer, name)
+        both()
+        told = watched(
+            monkeypatch,
+            capsys,
+            address,
+            both,
+            lambda: both(loss=2.1),
+            lambda: both(loss=2.1),  # LossDiverges begins.
+            lambda: (time.sleep(0.6), heard()),  # It ends.
+            lambda: (time.sleep(0.6), heard()),  # SiteSilent begins.
+            both,  # It ends.
+            behind,
+            both,  # SiteStale begins for both.
+            fills_up,
+            both,  # DiskFilling begins.
+            lambda: syncer.api.evict("b"),  # SiteStale ends.
+            lambda: syncer.stop(0.1),
+            lambda: None,  # SyncerAway begins.
+        )
+    assert told == [
+        "begins LossDiverges b",
+        "ends LossDiverges b",
+        "begins SiteSilent a",
+        "ends SiteSilent a",
+        "begins SiteStale a",
+        "begins SiteStale b",
+        "begins DiskFilling",
+        "ends SiteStale b",
+        "begins SyncerAway",
+    ]
+
+
+def test_a_killed_site_and_a_standby_that_has_gone_are_reported_and_the_watch_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(link, "SILENT_S", 1.0)
+    toy = a_toy(tmp_path, mode="async")
+    with (
+        serving_toy(toy) as (syncer, address, log),
+        Process("site", toy, site="a", address=address, step_s=STEP_S) as site,
+    ):
+
+        def ago() -> Any:
+            sites: Any = syncer.status()["sites"]
+            return sites["a"]["heard_seconds_ago"]
+
+        with following(toy, address) as (standby, _):
+            eventually(lambda: standby.state() is not None, BOUND_S, "it follows")
+            log.wait_for("published", 2, BOUND_S)
+            eventually(lambda: ago() is not None, BOUND_S, "a heartbeat")
+            first = watched(monkeypatch, capsys, address, lambda: None)
+            site.kill()
+        eventually(lambda: not syncer.replicator.status()["following"], BOUND_S, "it has gone")
+        eventually(lambda: (ago() or 0.0) > 1.0, BOUND_S, "it is silent")
+        second = watched(monkeypatch, capsys, address, lambda: None)
+        syncer.api.drain()
+        third = watched(monkeypatch, capsys, address, syncer.stop, lambda: pytest.fail("it goes on"))
+    assert first == []
+    assert second == ["begins SiteSilent a", "begins StandbyAway"]
+    assert third == []
+
+
+def test_alerts_go_to_a_webhook_and_a_command_and_one_that_fails_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[dict[str, Any]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(doctor, "NOTIFY_S", 1.0)
+    file, failing = tmp_path / "taken", set[str]()
+    given = Namespace(json=False, webhook=f"http://127.0.0.1:{free_port()}/secret", command=f"tee -a {file}; sleep 60")
+
+    def reported(state: str) -> str:
+        began = time.monotonic()
+        doctor._report(given, "otter", [(state, warn("SiteSilent", "fra", "look", site="fra"))], failing)
+        assert time.monotonic() - began < 20.0
+        return capsys.readouterr().err
+
+    first = reported("begins")
+    assert "the webhook takes no alerts, the watch goes on: [Errno 111] Connection refused" in first
+    assert "the command takes no alerts, the watch goes on: it did not end within 1 s" in first
+    assert "secret" not in first
+    assert reported("ends") == ""
+    given.command = f'printf "%s\n" "$DILOCO_ALERT" >> {file}'
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        given.webhook = f"http://127.0.0.1:{server.server_address[1]}/secret"
+        assert reported("begins").splitlines() == ["the webhook takes alerts again", "the command takes alerts again"]
+        server.shutdown()
+    [posted] = taken
+    assert posted["watching"] == "otter"
+    assert "begins  warn  SiteSilent  fra -> look" in posted["text"]
+    [alert] = posted["alerts"]
+    assert (alert["state"], alert["check"], alert["figures"]) == ("begins", "SiteSilent", {"site": "fra"})
+    *piped, line = file.read_text().splitlines()
+    assert "".join(piped).count('"state": "begins"') == 1, "a command that does not end has read it all the same"
+    assert line == posted["text"]

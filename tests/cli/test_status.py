@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.cli import admin, status
+from diloco.cli import status
 from diloco.cli.main import main
 from diloco.cli.status import (
     as_one,
@@ -284,14 +284,13 @@ def test_of_several_addresses_the_syncer_of_the_highest_epoch_is_shown_and_told_
     drained = []
 
     @contextmanager
-    def asking(address: str, *given: object) -> Iterator[SimpleNamespace]:
+    def asking(address: str, *given: object, **more: object) -> Iterator[SimpleNamespace]:
         if address not in there:
             raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: refused")
         found = {**STATUS, **there[address]} if there[address] is not STANDBY else {**STANDBY, **ALONE}
         yield SimpleNamespace(status=lambda: found, drain=lambda: drained.append(address))
 
     monkeypatch.setattr(status, "asking", asking)
-    monkeypatch.setattr(admin, "asking", asking)
     assert main(["status", "a:1, b:2"]) == ExitCode.OK
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("standby iad" if there[leads] is STANDBY else "run nimble-otter")
@@ -355,8 +354,8 @@ def test_one_address_that_refuses_does_not_hide_the_syncer_that_answers(monkeypa
 def test_a_dashboard_takes_no_other_syncer_for_the_first() -> None:
     watches = [SimpleNamespace(address=each, latest={**STATUS}, answered_s=time.monotonic()) for each in ("a:1", "b:2")]
     page = status.dashboard_of("otter", None, None, watches)  # type: ignore[arg-type]
-    assert page._ask()[0] is not None
+    assert page.ask()[0] is not None
     watches[0].answered_s -= 60.0
-    answered, found = page._ask()
+    answered, found = page.ask()
     assert answered is None
     assert found == {"a:1": {"unreachable": "a:1 does not answer"}, "b:2": STATUS}

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cryptography import x509
 
 from diloco.doctor import Level, syncer
-from diloco.doctor.syncer import Visit, Visitor, Way, own_files, visit, way_to
+from diloco.doctor.syncer import HOLDS_S, Alerts, Visit, Visitor, Way, certificates, own_files, visit, way_to
 from diloco.wire.checkup import Checkup, Greeting, Heard, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from tests.loopback.cluster import free_port
+from tests.loopback.cluster import eventually, free_port
+from tests.runs.processes import ROOT
 from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
@@ -275,3 +277,99 @@ def test_a_token_is_never_told() -> None:
     [found] = own_files(SecurityOptions(token_file="/secrets/token"), "a")
     assert found.line() == "ok    files       a token, from /secrets/token"
     assert "nothing to show" in own_files(PLAIN, "a")[0].says
+
+
+# --- A run that is watched -------------------------------------------------------------------------------------------
+
+WELL: dict[str, Any] = {"status": "live", "heard_seconds_ago": 1.0, "loss": 2.0, "staleness": 1}
+MIRRORED: dict[str, Any] = {
+    **{"mode": "async", "standby": "osl", "following": True, "detached": False, "slow": False},
+    **{"away_seconds": None, "behind_bytes": 0},
+}
+STATUS: dict[str, Any] = {
+    **{"staleness_max": 8, "disk_free_bytes": 9e9, "memory_bytes_max": 3e9, "replication": MIRRORED},
+    "sites": {"fra": WELL, "iad": WELL},
+}
+STANDBY: dict[str, Any] = {
+    **{"role": "standby", "name": "osl", "following": True, "heard_seconds_ago": 40.0, "primary": "a:1"},
+    **{"versions": [4], "epoch": 1, "turns_behind": 0, "failed": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("SiteSilent", {"sites": {"fra": {**WELL, "heard_seconds_ago": 41.0}}}, "has not heard fra for 41 s"),
+        ("SiteSilent", {"sites": {"fra": {"status": "silent"}}}, "has not heard fra since the syncer's start"),
+        ("SiteStale", {"sites": {"fra": {**WELL, "staleness": 5}}}, "fra is 5 versions behind; updates more than 8"),
+        ("LossDiverges", {"sites": {"fra": {**WELL, "loss": 2.6}}}, "the loss of fra was 2.000, and is 2.600"),
+        ("LossDiverges", {"sites": {"fra": {**WELL, "loss": None}}}, "the loss of fra was 2.000, and is no number"),
+        ("DiskFilling", {"disk_free_bytes": 2e9}, "2.00 GB free, less than the 3.00 GB"),
+        ("StandbyAway", {"replication": {**MIRRORED, "following": False, "away_seconds": 7.0}}, "no standby for 7 s"),
+        ("StandbySlow", {"replication": {**MIRRORED, "behind_bytes": 70e6}}, "osl does not keep up: it lacks 70.0 MB"),
+        ("StandbySlow", {"replication": {**MIRRORED, "slow": True}}, "osl does not keep up"),
+        ("NoStandby", {"replication": {**MIRRORED, "detached": True}}, "the run is on one disk"),
+        ("StandbyDoesNotFollow", {**STANDBY, "following": False}, "DOES NOT FOLLOW (heard 40 s ago) a:1"),
+        ("SyncerAway", {"unreachable": "a:1 does not answer"}, "a:1 does not answer"),
+    ],
+)
+def test_a_condition_begins_when_it_has_held_for_its_time_and_ends_once(
+    name: str, wrong: dict[str, Any], words: str
+) -> None:
+    well, alerts = STANDBY if "role" in wrong else STATUS, Alerts()
+    bad = {"a:1": wrong if {"role", "unreachable"} & wrong.keys() else {**STATUS, **wrong}}
+    at_s = HOLDS_S[name]
+    assert alerts.changes({"a:1": well}, [], 0.0) == alerts.changes(bad, [], 1.0) == []
+    assert alerts.changes(bad, [], at_s) == []
+    [(state, found)] = alerts.changes(bad, [], at_s + 1.0)
+    assert (state, found.check, found.address) == ("begins", name, "a:1")
+    assert words in found.line()
+    assert alerts.changes(bad, [], at_s + 2.0) == []
+    assert alerts.changes({"a:1": well}, [], at_s + 3.0) == [("ends", found)]
+    assert alerts.changes({"a:1": well}, [], at_s + 4.0) == []
+
+
+def test_without_an_answer_the_conditions_stay_and_a_site_that_has_left_is_not_silent() -> None:
+    alerts, full = Alerts(), {"a:1": {**STATUS, "disk_free_bytes": 1.0}, "b:2": STATUS}
+    gone = {"a:1": {"unreachable": "it is away"}, "b:2": STATUS}
+    alerts.changes(full, [], 0.0)
+    assert [(state, each.address) for state, each in alerts.changes(full, [], 300.0)] == [("begins", "a:1")]
+    assert alerts.changes(gone, [], 310.0) == []
+    assert alerts.changes(full, [], 320.0) == [], "it was away for less than its time"
+    left = {"a:1": {**STATUS, "sites": {"fra": {**WELL, "status": "left", "heard_seconds_ago": 9e9}}}, "b:2": STATUS}
+    assert [(state, each.check) for state, each in alerts.changes(left, [], 330.0)] == [("ends", "DiskFilling")]
+    assert alerts.changes(left, [], 930.0) == []
+
+
+def test_a_certificate_that_ends_within_days_is_a_condition_until_it_is_renewed(authority: Authority) -> None:
+    cert, key = authority.issue("syncer", *LOOPBACK, ends_in_s=86400 * 3 + 60)
+    here, alerts = SecurityOptions(tls_ca=authority.ca), Alerts()
+    with served(SecurityOptions(tls_cert=cert, tls_key=key)) as (address, _):
+        [(state, found)] = alerts.changes({address: STATUS}, certificates([address], here), 0.0)
+        assert (state, found.check) == ("begins", "CertificateExpires")
+        assert found.says.startswith(f"{address}: TLSv1.3")
+        assert "(3 days)" in found.says
+        assert "the syncer reloads its files itself" in found.remedy
+        assert alerts.changes({address: STATUS}, certificates([address], here), 1.0) == []
+        authority.issue("syncer", *LOOPBACK, ends_in_s=86400 * 90)
+        eventually(lambda: not certificates([address], here), 20.0, "the syncer has read its files again")
+        assert alerts.changes({address: STATUS}, certificates([address], here), 2.0) == [("ends", found)]
+    assert certificates([address], PLAIN) == []
+
+
+def test_prometheus_has_the_same_rules() -> None:
+    rules = yaml.safe_load((ROOT / "configs" / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    by_name = {rule["alert"]: rule for rule in rules}
+    seconds = {"s": 1, "m": 60}
+    for name, holds_s in HOLDS_S.items():
+        if name != "CertificateExpires":
+            lasting = by_name[name]["for"]
+            assert int(lasting[:-1]) * seconds[lasting[-1]] == holds_s, name
+    for name, words in {
+        "SiteSilent": f"> {syncer.SILENT_S:g}",
+        "SiteStale": f"{syncer.STALE_SHARE:g} * diloco_staleness_max_versions\nunless",
+        "LossDiverges": f"> {syncer.LOSS_RISE:g}",
+        "StandbySlow": f"behind_bytes > {syncer.BEHIND_BYTES / 1e6:g}e6",
+        "DiskFilling": "diloco_syncer_disk_free_bytes < diloco_syncer_memory_bytes_max",
+    }.items():
+        assert words.replace("\n", " ") in " ".join(by_name[name]["expr"].split()), name

@@ -10,22 +10,26 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from html import unescape
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import pytest
 
+from diloco.cli.status import commanded
 from diloco.observe import dashboard, eventlog
-from diloco.observe.dashboard import Dashboard, as_events, sections_now, served
+from diloco.observe.dashboard import Dashboard, as_events, orders_of, sections_now, served
 from diloco.observe.eventlog import Event
 from diloco.observe.history import RunHistory
 from diloco.observe.report import MARKS_MAX
+from diloco.syncer.server import Syncer
 from tests.loopback.cluster import SiteThread, eventually, serving
 from tests.loopback.toy import Toy
 from tests.observe.recorded import Recorder, write
+from tests.wire.certificates import ADMIN, OBSERVER, A, written
 
 BOUND_S = 30.0
 
@@ -61,6 +65,14 @@ def got(url: str, path: str = "/", **headers: str) -> tuple[int, dict[str, str],
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.headers), answer.read().decode()
+
+
+def posted(url: str, order: str, path: str = "/operate", **headers: str) -> tuple[int, str]:
+    """As the page does it, with the origin that a browser names, unless ``headers`` say otherwise."""
+    with connected(url) as connection:
+        connection.request("POST", path, order, {"Origin": url.rstrip("/"), **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
 def messages(answer: http.client.HTTPResponse) -> Iterator[dict[str, str]]:
@@ -262,6 +274,88 @@ def test_a_syncers_answers_alone_make_the_history_of_its_run(tmp_path: Path) -> 
     assert {name: site.step > 0 for name, site in history.sites.items()} == {"a": True, "b": True}
 
 
+# --- An operator at the page -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def operated(folder: Path, tokens: str = "") -> Iterator[tuple[Syncer, str, Dashboard]]:
+    """A real syncer with the sites a and b, its page as `diloco dashboard` serves it, and the page's address."""
+    toy = Toy(folder=str(folder), tokens=tokens, token=A)
+    settings = [f"site.token_file={written(folder / 'own', OBSERVER)}"] if tokens else []
+    with serving(toy) as (syncer, address, _), SiteThread(toy, "site-a", address, step_s=0.01) as site:
+        site.log.wait_for("connected", 1, BOUND_S)
+
+        def ask() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+            status = json.loads(json.dumps(syncer.status()))
+            return status, {address: status}
+
+        def operate(order: Mapping[str, Any], token: str) -> Iterator[str]:
+            return commanded(order["verb"], order["words"], order["syncers"], settings, token)
+
+        page = Dashboard("toy", None, {}, "", ask, operate)
+        with served(page, "127.0.0.1", 0) as url:
+            yield syncer, url, page
+
+
+def test_only_the_bearer_of_an_operators_token_operates_and_only_from_the_page(tmp_path: Path) -> None:
+    with operated(tmp_path, written(tmp_path / "tokens.json")) as (syncer, url, page):
+        assert ADMIN not in got(url)[2]
+        parts = json.loads(got(url, "/state")[2])
+        orders = [unescape(each) for each in re.findall('<button data-order="(.*?)">', parts["orders"])]
+        drain, evict = orders
+        assert json.loads(evict)["words"] == ["site-a"]
+        [syncer_at] = page.ask()[1]
+        bearer = {"Authorization": f"Bearer {ADMIN}"}
+        for order in orders:
+            for headers, words in (
+                ({}, "give an operator's token"),
+                ({"Authorization": "Bearer "}, "give an operator's token"),
+                ({"Authorization": f"Bearer {OBSERVER}"}, "only an admin may"),
+                ({"Authorization": f"Bearer {A}"}, "only an admin may"),
+                ({"Authorization": "Bearer unknown-token-0123"}, "the token is not known"),
+                ({**bearer, "Origin": "http://elsewhere.example"}, "orders come from this page only"),
+                ({**bearer, "Origin": "null"}, "orders come from this page only"),
+                ({**bearer, "Host": "rebound.example", "Origin": "http://rebound.example"}, "from this page only"),
+            ):
+                status, said = posted(url, order, **headers)
+                assert (status, words in said) == (403, True), said
+        assert got(url, "/operate")[0] == 404
+        for other in ("", "{}", evict.replace("site-a", "site-b"), evict.replace("evict", "promote")):
+            assert posted(url, other, **bearer) == (409, "this is no longer offered: look at the page again\n")
+        status = syncer.status()
+        assert (status["phase"], status["sites"]["site-a"]["status"]) == ("running", "live")  # type: ignore[index]
+        assert posted(url, evict, **bearer) == (200, f"done at {syncer_at}\n")
+        assert syncer.status()["sites"]["site-a"]["status"] == "evicted"  # type: ignore[index]
+        assert posted(url, evict, **bearer)[0] == 409, "its button is another one now"
+        assert posted(url, evict.replace("evict", "readmit"), **bearer) == (200, f"done at {syncer_at}\n")
+        assert posted(url, drain, **bearer) == (200, f"done at {syncer_at}\n")
+        assert syncer.status()["phase"] != "running"
+
+
+def test_a_syncer_that_lets_any_caller_in_takes_no_order_from_the_page(tmp_path: Path) -> None:
+    with operated(tmp_path) as (syncer, url, page):
+        for order in orders_of(page.ask()[1]):
+            status, said = posted(url, order, Authorization=f"Bearer {ADMIN}")
+            assert (status, "lets any caller in" in said) == (403, True), said
+        assert syncer.status()["phase"] == "running"
+    with served(Run(tmp_path, Recorder(5).record()).page, "127.0.0.1", 0) as url:
+        assert "Operator" not in got(url)[2]
+        assert posted(url, "{}", Authorization=f"Bearer {ADMIN}")[0] == 404, "the page of diloco up only reads"
+
+
+def test_what_is_offered_is_for_all_syncers_of_a_run_or_for_the_one_that_holds_the_update() -> None:
+    held = {"fragment": 0, "sequence": 17, "seconds": 3.0, "why": "norm"}
+    one = {**ANSWER, "sites": {"fra": {**SITE, "held": [held]}}}
+    other = {**ANSWER, "sites": {"fra": SITE, "iad": {**SITE, "status": "evicted"}}}
+    found = {"a:1": one, "b:2": other, "c:3": {**ANSWER, "run_id": "east"}, "d:4": {"unreachable": "it is away"}}
+    offered = {words: json.loads(order) for order, words in orders_of(found).items()}
+    assert set(offered) == {
+        *("drain at a:1, b:2", "evict fra at a:1, b:2", "readmit iad at a:1, b:2"),
+        *("admit fra 0 17 at a:1", "refuse fra 0 17 at a:1", "drain at c:3", "evict fra at c:3", "evict iad at c:3"),
+    }
+    assert offered["admit fra 0 17 at a:1"] == {"verb": "admit", "words": ["fra", 0, 17], "syncers": ["a:1"]}
+
+
 WITH_PIPES = """
 import os, sys
 from fcntl import F_DUPFD, fcntl
@@ -280,7 +374,7 @@ class Browser:
         self._to, self._messages, self._count = to, messages, 0
         self._session: dict[str, object] = {}
         self.said: list[str] = []
-        """What the page's console has, its refusals too."""
+        """What the page's console has, its refusals too, but no advice."""
         target = self._do("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self._do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -298,7 +392,7 @@ class Browser:
                 assert byte, "the browser has ended"
                 text += byte
             answer = json.loads(text[:-1])
-            if answer.get("method") == "Log.entryAdded":
+            if answer.get("method") == "Log.entryAdded" and answer["params"]["entry"]["level"] != "verbose":
                 self.said.append(str(answer["params"]["entry"]))
             if answer.get("id") == self._count:
                 assert "error" not in answer, answer
@@ -367,3 +461,24 @@ def test_a_browser_keeps_the_page_up_to_date(tmp_path: Path, width: int) -> None
         with served(run.page, "127.0.0.1", int(str(urlsplit(url).port))):
             run.page.ended = False
             eventually(lambda: browser.value(heard) == "", BOUND_S, "it is back")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+def test_in_a_browser_the_buttons_come_with_a_token_and_an_order_is_confirmed(tmp_path: Path) -> None:
+    with operated(tmp_path, written(tmp_path / "tokens.json")) as (syncer, url, _), ExitStack() as stack:
+        browser = stack.enter_context(browsing(tmp_path / "browser", 1280))
+        browser.open(url)
+        eventually(lambda: browser.value("orders.childElementCount") == 2, BOUND_S, "drain, and evict of a site")
+        assert browser.value("orders.hidden")
+        browser.value("confirm = (text) => { asked = text; return false; }")
+        browser.value(f"token.value = '{ADMIN}'; token.dispatchEvent(new Event('input'))")
+        assert not browser.value("orders.hidden")
+        browser.value("orders.lastElementChild.click()")
+        assert browser.value("asked") == "evict site-a: do it?"
+        assert browser.value("done.textContent") == ""
+        browser.value("confirm = () => true; orders.lastElementChild.click()")
+        eventually(lambda: "evict site-a: done" in browser.value("done.textContent"), BOUND_S, "it is done")
+        assert syncer.status()["sites"]["site-a"]["status"] == "evicted"  # type: ignore[index]
+        eventually(lambda: browser.value("orders.textContent") == "drain readmit site-a", BOUND_S, "it can be undone")
+        assert browser.said == [], "neither an error nor a refusal of the page's policy"

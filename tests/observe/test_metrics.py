@@ -262,6 +262,9 @@ def in_trouble() -> dict[str, Any]:
         "units": UNITS,
         "fragments": [],
         "not_ready": ["disk_full"],
+        "disk_free_bytes": 40_000_000,
+        "memory_bytes_max": 300_000_000,
+        "staleness_max": 8,
         "epoch": 1,
         "lineage": 1_795_235_467,
         "progress": 0.0,
@@ -294,6 +297,7 @@ def test_what_an_operator_must_act_on_is_on_the_page_and_of_a_silent_site_no_fig
     assert not [key for key in found if key[0] in ("site_loss_nats", "site_heartbeat_timestamp_seconds")]
     assert found["updates_total", "quiet", "stale"] == 2
     assert found["syncer_ready",] == 0
+    assert (found["syncer_disk_free_bytes",], found["syncer_memory_bytes_max",]) == (40_000_000, 300_000_000)
     assert found["run_lineage",] == found["run_restored_timestamp_seconds",] == 1_795_235_467
     assert found["site_restarts_total", "quiet"] == 2
     assert (found["updates_corrupt_total", "quiet"], found["bases_differed_total", "quiet"]) == (1, 2)

@@ -610,7 +610,7 @@ def test_a_start_on_a_full_disk_ends_in_words_and_goes_on_when_there_is_room(
 
 TOP = """kernels run_id held units upstream lineage up_seconds refused_at_the_door not_ready backup behind calls
 payloads_decoded memory_bytes memory_bytes_max disk_free_bytes journal identity_complaints wanting standstill
-replication lease epoch phase ending run_tokens progress fragments sites"""
+staleness_max replication lease epoch phase ending run_tokens progress fragments sites"""
 SITE = """status incarnation tokens_merged updates_merged updates_refused undecided held heard_seconds_ago step loss
 tokens_per_s tokens_processed tokens_in_flight tokens_unsent base_versions staleness bytes_up bytes_down stall_share
 payload_bytes_up payload_bytes_down updates_corrupt bases_differed link"""
