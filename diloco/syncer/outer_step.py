@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.codec.base import NonFiniteError, digest, digest_of
 from diloco.codec.merging import Merging, State, outer_pass
-from diloco.codec.registry import make_codec
+from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.codec.site_pass import publish
+from diloco.outer.optimizer import AVERAGE
 from diloco.outer.pseudo_gradient import blend, is_finite
 from diloco.sync.effects import StartOuterStep, TakeVersion
 from diloco.sync.rounds import standstill
@@ -92,7 +93,14 @@ def run_outer_step(
     if isinstance(command, TakeVersion):
         return taken(command, values, spool, down_codec, like)
     times = [time.perf_counter()]
-    before = State(values.theta, values.published, values.optimizer)
+    theta = values.theta
+    if command.fragment in rule.averaged:
+        # The updates are negated values, so a site's last one replaces those before it, and the share that this round
+        # lacks of a full one stays of the version before.
+        rule, down_codec, theta = AVERAGE, LOSSLESS, theta * (1 - command.share)
+        latest = [replace(part, updates=part.updates[-1:]) for part in command.contributions]
+        command = replace(command, contributions=latest)
+    before = State(theta, values.published, values.optimizer)
     staleness = [values.version - part.base_version for part in command.contributions]
     merging = Merging.of(rule, command.fragment, staleness)
     with ExitStack() as stack:
@@ -155,10 +163,6 @@ def _opened(
     return contributions, [mapped for _, mapped in opened]
 
 
-STORED = "fp32"
-"""The encoding of a version above in the spool."""
-
-
 def taken(command: TakeVersion, values: FragmentValues, spool: Spool, down_codec: str, like: str) -> OuterResult | None:
     """Return a region's version and its down-link; None when the values would not be finite.
 
@@ -166,7 +170,7 @@ def taken(command: TakeVersion, values: FragmentValues, spool: Spool, down_codec
     outer optimizer's state stays as it is. Like an outer step it is a pure function of its arguments, to the bit.
     """
     began, numel = time.perf_counter(), values.theta.numel()
-    codec, mapped = spool.opened(command.payload, command.digest, make_codec(STORED), numel)
+    codec, mapped = spool.opened(command.payload, command.digest, make_codec(LOSSLESS), numel)
     theta = blend(values.theta, codec.decode(mapped.payload, numel), 1 - command.share)
     down = make_codec(down_codec)
     if not is_finite(theta):
