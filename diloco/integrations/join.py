@@ -230,23 +230,16 @@ def join(
     Raises ``ValueError`` naming a bad argument; ``diloco.JoinFailed`` where the site cannot join, with ``kind``
     ``unreachable``, ``mismatch`` or ``refused``; ``RuntimeError`` on systems other than Linux.
     """
-    if line := refusal(sys.platform):
-        raise RuntimeError(f"diloco.join: {line}")
-    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
-        logging.getLogger(__name__).warning(line)
-    optimizers = _optimizers(optimizer)
-    group = _group()
+    group, optimizers = _group(), _optimizers(optimizer)
     parameters, frozen, buffers = _parameters(model, optimizers, group)
-    if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
-        raise ValueError(f"tokens_per_step is {tokens_per_step!r}: a whole number from 1 on, or None")
-    leased = _data(data, samples, samples_per_step)
-    config = _config(group, _own(syncer, site, settings), run, leased)
+    own, leased = _own(syncer, site, tokens_per_step, settings), _data(data, samples, samples_per_step)
+    config = _config(group, own, run, leased)
     there = RunDir(Path("runs") / (config.run.name or "")).site(site) if folder is None else SiteDir(Path(folder))
     published = published_of(config, buffers)
     parameters |= {name: each for name in published if (each := buffers[name]) is not None}
     with _naming_arguments():
-        in_stages = not isinstance(model, nn.Module)
-        holding = Holding(parameters, group, in_stages=in_stages, frozen=frozen, buffers=published)
+        stages = not isinstance(model, nn.Module)
+        holding = Holding(parameters, group, in_stages=stages, frozen=frozen, buffers=published)
         whole = build.layout_over(config, holding.shapes, frozen, published)
         for part in towards(config):
             build.agent_options(part, there.agent, whole)
@@ -300,8 +293,10 @@ def _parameters(
     return found, frozen_digest(whole), buffers
 
 
-def _own(syncer: str, site: str, settings: dict[str, object]) -> dict[str, object]:
+def _own(syncer: str, site: str, tokens_per_step: object, settings: dict[str, object]) -> dict[str, object]:
     """Return the site's settings by dotted name, from the arguments; ValueError names a bad one."""
+    if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
+        raise ValueError(f"tokens_per_step is {tokens_per_step!r}: a whole number from 1 on, or None")
     if not isinstance(site, str) or not configs.is_name(site):
         raise ValueError(f"site is {site!r}: letters, digits, '.', '_' and '-', at most 64")
     if not isinstance(syncer, str) or not syncer:
@@ -329,6 +324,11 @@ def _data(name: str | None, samples: int | None, samples_per_step: int | None) -
 
 
 def _group() -> PresentGroup:
+    """Return the ranks that are one site; RuntimeError on a system, ValueError in a process, that cannot be one."""
+    if line := refusal(sys.platform):
+        raise RuntimeError(f"diloco.join: {line}")
+    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
+        logging.getLogger(__name__).warning(line)
     group, told = PresentGroup(), os.environ.get("WORLD_SIZE", "1")
     if group.world == 1 and told.isdecimal() and int(told) > 1:
         raise ValueError(
