@@ -23,7 +23,7 @@ STEPS, ROUNDS = 5, 20
 STEP_TOKENS = 2 * 16 * 64
 """Of both sites."""
 SHARE_MAX = 0.05
-"""By how much the loss of two sites may be above that of one process, as a share of it: .029 and .041 here, so early."""
+"""By how much the loss of two sites may be above that of one process, as a share of it: .029 and .041 here."""
 
 
 def run(folder: Path, name: str, *words: str) -> Verb:
