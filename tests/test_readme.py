@@ -108,7 +108,14 @@ LOOPS += [
         f"diloco syncer run.name=lora {FROM_FILE.format('v0.safetensors')} cluster.syncer.listen=127.0.0.1:7077",
         *(f"python examples/lora.py base 127.0.0.1:7077 {site} 2" for site in ("fra 0", "iad 1")),
         "python examples/lora.py loss runs/lora/fra/merged",
-    ]
+    ],
+    [
+        "python examples/moe.py mixtral init v0.safetensors",
+        "diloco syncer run.name=moe run.tokens=400e3 outer.lr=1 outer.inner_steps=5 outer.num_fragments=4 "
+        "model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077",
+        *(f"python examples/moe.py mixtral 127.0.0.1:7077 {site} 2" for site in ("fra 0", "iad 1")),
+        "python examples/moe.py mixtral alone 200 2",
+    ],
 ]
 """The commands of each tutorial: make version 0, start the syncer and two sites, and use the result."""
 SHORT: dict[str, list[str]] = {
@@ -315,7 +322,7 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lines", LOOPS, ids=["plain", "fsdp", "accelerate", "hf", "lightning", "lora"])
+@pytest.mark.parametrize("lines", LOOPS, ids=["plain", "fsdp", "accelerate", "hf", "lightning", "lora", "moe"])
 def test_a_loop_of_ones_own(place: Place, lines: list[str]) -> None:
     ports = {":7077": f":{free_port()}"}
     made = start(place, lines[0])

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CODEC_NAMES", "Codec", "DecodeError", "NonFiniteError", "digest", "make_codec", "usual_feedback"]
 
-CODEC_NAMES = ("fp32", "bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")
+LOSSLESS = "fp32"
+CODEC_NAMES = (LOSSLESS, "bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")
 BLOCKS: Mapping[str, tuple[type[BlockCodec], int]] = MappingProxyType(
     {
         "int8": (Int8Codec, 128),
@@ -105,4 +106,4 @@ def values_of(held: Tensor | Coded) -> Tensor:
 
 def coded(held: Tensor | Coded) -> Coded:
     """Return ``held`` as ``Coded``; a tensor (flat fp32 on the CPU, finite) is its own fp32 payload."""
-    return held if isinstance(held, Coded) else Coded(make_codec("fp32").plain, bytes_of(held), held.numel())
+    return held if isinstance(held, Coded) else Coded(make_codec(LOSSLESS).plain, bytes_of(held), held.numel())

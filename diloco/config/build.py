@@ -56,7 +56,7 @@ from diloco.sync.options import (
 from diloco.wire.messages import STREAMS_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -154,7 +154,7 @@ def trainer_options(config: RunConfig) -> TrainerOptions:
 def outer_options(config: RunConfig) -> OuterOptions:
     """Return the options of the syncer's state machine.  A region has no limit of its own: the run above ends it."""
     outer, ends_itself = config.outer, not is_region(config)
-    num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
+    num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments + bool(outer.publish)
     all_train_on = outer.adopt in ADOPT_KEEPS_UNSENT and not outer.lock_step
     least = quorum(outer.quorum)
     wanted = f"at most outer.sites_max={outer.sites_max}, since no more sites are in the run at once"
@@ -249,8 +249,10 @@ def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOp
         sequence_tokens=config.inner.sequence_length or 0,
         units_ahead=units_ahead(config),
     )
-    held = held_of(config, whole) if has_several(config) else range(rules.num_fragments)
-    return replace(rules, num_fragments=len(held), offsets=tuple(rules.due_at[index] for index in held))
+    due_at = (*rules.due_at, *[outer.inner_steps - 1] * bool(outer.publish))  # Buffers: a step before it.
+    held = held_of(config, whole) if has_several(config) else range(len(due_at))
+    with section("outer"):
+        return replace(rules, num_fragments=len(held), offsets=tuple(due_at[index] for index in held))
 
 
 def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) -> AgentOptions:
@@ -312,18 +314,22 @@ def whole_layout(config: RunConfig) -> Layout:
     """Return all fragments, computed without allocating the model."""
     if is_of_file(config):
         return layout_over(config, *file_shapes(config))
+    wanted = "only with model.kind=file: the model of this command has no buffers to exchange"
+    require(not config.outer.publish, "outer.publish", config.outer.publish, wanted)
     with torch.device("meta"):
         model = Transformer(model_options(config))
     return layout_over(config, {name: tuple(value.shape) for name, value in named_parameters_once(model).items()})
 
 
-def layout_over(config: RunConfig, shapes: Mapping[str, tuple[int, ...]], frozen: str = "") -> Layout:
+def layout_over(
+    config: RunConfig, shapes: Mapping[str, tuple[int, ...]], frozen: str = "", buffers: Collection[str] = ()
+) -> Layout:
     """Return all fragments of a model whose exchanged parameters have these names and ``shapes``.
 
-    ``frozen`` is the digest of its frozen ones.
+    ``frozen`` is the digest of its frozen ones; ``buffers`` names those of ``shapes`` that are buffers.
     """
     with section("outer"):
-        return plan_layout(list(shapes.items()), config.outer.num_fragments, frozen)
+        return plan_layout(list(shapes.items()), config.outer.num_fragments, frozen, buffers)
 
 
 def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) -> Agreement:

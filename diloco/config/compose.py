@@ -53,7 +53,7 @@ SHARED = (
 """Prefixes of the settings that a run may share: a site takes nothing else, such as a path, from a syncer."""
 SHARED_SECTIONS = ("model", "outer", "codec")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
-LISTS = frozenset({"site.syncer", "upstream.endpoint", "run.track"})
+LISTS = frozenset({"outer.publish", "site.syncer", "upstream.endpoint", "run.track"})
 """Settings whose text may have commas; elsewhere Hydra takes a comma for a sweep over several runs."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,11 @@ from diloco.inner import checkpoint
 from diloco.inner.dcp import DCP, dcp_tensors, save_dcp
 from diloco.inner.llama import HEAD, config_of, difference, from_llama, options_of, to_llama
 from diloco.inner.parallel import put
-from diloco.outer.fragments import FROZEN, gather, named_parameters_once
+from diloco.outer.fragments import BUFFERS, FROZEN, gather, named_parameters_once
 from diloco.sync.journal import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -113,10 +114,11 @@ def is_of_file(config: RunConfig) -> bool:
     return config.model.kind == "file"
 
 
-def file_shapes(config: RunConfig) -> tuple[dict[str, tuple[int, ...]], str]:
-    """Return the shapes of the file's parameters, and the digest of the model's frozen ones, which the file lacks.
+def file_shapes(config: RunConfig) -> tuple[dict[str, tuple[int, ...]], str, list[str]]:
+    """Return the shapes of the file's parameters, the digest of the model's frozen ones, which the file lacks, and the
+    names of the buffers that are published, which are among the shapes.
 
-    Values are not read.  ConfigError where a parameter is not floating point.
+    Values are not read.  ConfigError where a parameter is not floating point, or ``outer.publish`` names no buffer.
     """
     with _opened(config) as file:
         found = {name: file.get_slice(name) for name in sorted(file.keys())}
@@ -127,7 +129,21 @@ def file_shapes(config: RunConfig) -> tuple[dict[str, tuple[int, ...]], str]:
                     f"floating point are exchanged; {WRITTEN_BY}"
                 )
         about = file.metadata() or {}
-        return {name: tuple(part.get_shape()) for name, part in found.items()}, about.get(FROZEN, "")
+        buffers: list[str] = json.loads(about.get(BUFFERS, "[]"))
+        for pattern in config.outer.publish:
+            if not any(fnmatchcase(name, pattern) for name in buffers):
+                there = f"these are there: {', '.join(buffers)}" if buffers else f"none is there; {WRITTEN_BY}"
+                source = f"run.init_from={config.run.init_from}"
+                raise ConfigError(f"outer.publish has {pattern!r}: no floating-point buffer of {source}; {there}")
+        published = published_of(config, buffers)
+        for name in set(buffers) - set(published):
+            found.pop(name, None)
+        return {name: tuple(part.get_shape()) for name, part in found.items()}, about.get(FROZEN, ""), published
+
+
+def published_of(config: RunConfig, buffers: Iterable[str]) -> list[str]:
+    """Return the names of those ``buffers`` that ``outer.publish`` names, in order."""
+    return sorted(name for name in buffers if any(fnmatchcase(name, each) for each in config.outer.publish))
 
 
 def file_fragments(config: RunConfig, layout: Layout) -> list[Tensor]:
@@ -144,9 +160,9 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
     """Write the current values of ``model`` to ``path``, a .safetensors file, as the first version of a run.
 
     ``model`` is any ``nn.Module``, plain, compiled or wrapped; the parameters that it trains (``requires_grad``) are
-    written in fp32 under the names that they have in the plain model, tied ones once, buffers not at all.  One machine
-    does this once, and the syncer starts from the file; the values that the sites' own models begin with do not matter
-    then::
+    written in fp32 under the names that they have in the plain model, tied ones once.  So are its buffers of floating
+    point, of which a run exchanges those that ``outer.publish`` names.  One machine does this once, and the syncer
+    starts from the file; the values that the sites' own models begin with do not matter then::
 
         diloco.save_version0(model, "v0.safetensors")
 
@@ -158,11 +174,12 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
     """
     values: dict[str, Tensor] = {}
     trained, digests = trained_and_frozen(model)
-    for name, each in trained.items():
+    if not trained:
+        raise ValueError(NOTHING_TO_TRAIN)
+    buffers = named_parameters_once(model, buffers=True)
+    for name, each in (trained | buffers).items():
         gathered = each.full_tensor() if hasattr(each, "full_tensor") else each  # A collective where it is sharded.
         values[name] = torch.empty_like(gathered, memory_format=torch.contiguous_format).copy_(gathered)
-    if not values:
-        raise ValueError(NOTHING_TO_TRAIN)
     for name, each in values.items():
         if not each.is_floating_point():
             raise ValueError(f"model has {name}, which is {each.dtype}: only floating point is trained")
@@ -170,7 +187,9 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
     there.parent.mkdir(parents=True, exist_ok=True)
     on_host = {name: each.to("cpu", torch.float32) for name, each in values.items()}
     beside = there.with_name(f"{there.name}.new")
-    save_file(on_host, beside, {FROZEN: frozen_digest(digests)} if digests else None)
+    about = {FROZEN: frozen_digest(digests)} if digests else {}
+    about |= {BUFFERS: json.dumps(sorted(buffers))} if buffers else {}
+    save_file(on_host, beside, about or None)
     beside.replace(there)
     return there
 

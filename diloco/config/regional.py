@@ -55,6 +55,7 @@ def is_region(config: RunConfig) -> bool:
     wanted = "not built for a region, that is with upstream.endpoint"
     require(not outer.lock_step, "outer.lock_step", outer.lock_step, wanted)
     require(not leased, "data.leased", leased, wanted)
+    require(not outer.publish, "outer.publish", outer.publish, wanted)
     require(outer.kind not in AVERAGED, "outer.kind", outer.kind, wanted)
     return True
 

@@ -94,6 +94,7 @@ OF_THE_MODEL = (
     "data.end_of_file",
     "outer.num_fragments",
     "outer.num_syncers",
+    "outer.publish",
     "outer.syncer_mbps",
 )
 """The settings that turn bytes into a model, and tokens into a text: equal at a region and the run above."""

@@ -125,14 +125,21 @@ class Holding:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], group: SiteGroup, *, in_stages: bool = False, frozen: str = ""
+        self,
+        parameters: Mapping[str, Tensor],
+        group: SiteGroup,
+        *,
+        in_stages: bool = False,
+        frozen: str = "",
+        buffers: Sequence[str] = (),
     ) -> None:
         """``parameters`` are all that are exchanged, by canonical name; HoldingError if those of the ranks do not fit.
 
         With ``in_stages`` they are those of this rank's pipeline stage, and other ranks may have others.  ``frozen`` is
-        the digest of the model's frozen parameters, which this object does not hold.
+        the digest of the model's frozen parameters, which this object does not hold; ``buffers`` names those of all
+        ranks' ``parameters`` that are buffers.
         """
-        self.group, self.frozen = group, frozen
+        self.group, self.frozen, self.buffers = group, frozen, buffers
         self._parameters = dict(sorted(parameters.items()))
         told = _told(group, self._parameters)
         self.shapes, self._narrow = _agreed(told, in_stages)

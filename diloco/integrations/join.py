@@ -31,7 +31,7 @@ from diloco.config import build, connecting, syncer_settings
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError, VerbError
 from diloco.config.keys import nearest
-from diloco.config.model_files import NOTHING_TO_TRAIN, frozen_digest, trained_and_frozen
+from diloco.config.model_files import NOTHING_TO_TRAIN, frozen_digest, published_of, trained_and_frozen
 from diloco.config.placing import towards
 from diloco.config.run_dir import RunDir, SiteDir, held
 from diloco.config.schema import SiteSection
@@ -46,6 +46,7 @@ from diloco.learner.ranks import Orders
 from diloco.learner.transfer import JoinFailed
 from diloco.observe.console import send_traces
 from diloco.observe.eventlog import EventLog
+from diloco.outer.fragments import named_parameters_once
 from diloco.runs.process import refusal
 from diloco.runs.site_agent import agent_of, follower_of, join_text
 from diloco.sync.progress import combined
@@ -206,8 +207,9 @@ def join(
 
     ``model``: any ``nn.Module``, plain, compiled or wrapped.  What it trains (``requires_grad``) is exchanged in fp32,
     and should be kept in fp32 (use autocast to compute): the rounding error of a coarser type is lost at every version.
-    Frozen parameters are the same at all sites.  A list of modules: this rank's parts of one model, under pipeline
-    parallelism, each with the whole model's parameter names and something that it trains.
+    Frozen parameters are the same at all sites.  Buffers stay at the site, but for those that the run's
+    ``outer.publish`` names: of several ranks the first one's values count.  A list of modules: this rank's parts of one
+    model, under pipeline parallelism, each with the whole model's parameter names and something that it trains.
     ``optimizer``: the model's optimizer, or several in the order in which they step: steps of the last one count.
     ``syncer``: ``host:port``, as in ``diloco site``: a comma before a standby's, ``/`` between several syncers.
     ``site``: this site's name on the wire; only one process, or one group of ranks, may use it.
@@ -229,29 +231,21 @@ def join(
     Raises ``ValueError`` naming a bad argument; ``diloco.JoinFailed`` where the site cannot join, with ``kind``
     ``unreachable``, ``mismatch`` or ``refused``; ``RuntimeError`` on systems other than Linux.
     """
-    _require_linux_and_force_kernels()
-    optimizers = _optimizers(optimizer)
-    group = _group()
-    parameters, frozen = _parameters(model, optimizers, group)
-    if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
-        raise ValueError(f"tokens_per_step is {tokens_per_step!r}: a whole number from 1 on, or None")
-    leased = _data(data, samples, samples_per_step)
-    config = _config(group, _own(syncer, site, settings), run, leased)
+    group, optimizers = _group(), _optimizers(optimizer)
+    parameters, frozen, buffers = _parameters(model, optimizers, group)
+    own, leased = _own(syncer, site, tokens_per_step, settings), _data(data, samples, samples_per_step)
+    config = _config(group, own, run, leased)
     there = RunDir(Path("runs") / (config.run.name or "")).site(site) if folder is None else SiteDir(Path(folder))
+    published = published_of(config, buffers)
+    parameters |= {name: each for name in published if (each := buffers[name]) is not None}
     with _naming_arguments():
-        holding = Holding(parameters, group, in_stages=not isinstance(model, nn.Module), frozen=frozen)
-        whole = build.layout_over(config, holding.shapes, frozen)
+        stages = not isinstance(model, nn.Module)
+        holding = Holding(parameters, group, in_stages=stages, frozen=frozen, buffers=published)
+        whole = build.layout_over(config, holding.shapes, frozen, published)
         for part in towards(config):
             build.agent_options(part, there.agent, whole)
             build.learner_options(part, whole)
     return Outer(config, holding, optimizers[-1] if hooks else None, group, there, tokens_per_step, log, leased)
-
-
-def _require_linux_and_force_kernels() -> None:
-    if line := refusal(sys.platform):
-        raise RuntimeError(f"diloco.join: {line}")
-    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
-        logging.getLogger(__name__).warning(line)
 
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:
@@ -266,13 +260,15 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
 
 def _parameters(
     model: object, optimizers: Sequence[torch.optim.Optimizer], group: PresentGroup
-) -> tuple[dict[str, torch.Tensor], str]:
-    """Return this rank's exchanged parameters by canonical name, and the digest of all ranks' frozen ones.
+) -> tuple[dict[str, torch.Tensor], str, dict[str, torch.Tensor | None]]:
+    """Return this rank's exchanged parameters by canonical name, the digest of all ranks' frozen ones, and all ranks'
+    buffers, None for another rank's.
 
     ValueError where ``optimizers`` train none of them, or two ranks differ in a frozen one.
     """
     parts = list(model) if isinstance(model, Sequence) else [model]
     found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor | None] = {}
     digests: dict[str, str] = {}
     for part in parts:
         if not isinstance(part, nn.Module):
@@ -281,6 +277,7 @@ def _parameters(
         for name in sorted((here.keys() | frozen.keys()) & (found.keys() | digests.keys())):
             raise ValueError(f"model has two parts with a parameter {name}: parts of one model share no name")
         found |= here
+        buffers |= named_parameters_once(part, buffers=True)
         digests |= frozen
     if not found:
         raise ValueError(NOTHING_TO_TRAIN)
@@ -289,15 +286,18 @@ def _parameters(
     if not held & trained:
         raise ValueError("optimizer trains none of the model's parameters: make it from model.parameters()")
     whole: dict[str, str] = {}
-    for told in map(json.loads, group.all_gather_bytes(json.dumps(digests).encode())):
+    for told, others in map(json.loads, group.all_gather_bytes(json.dumps([digests, [*buffers]]).encode())):
+        buffers = dict.fromkeys(others) | buffers
         for name in [name for name in told if whole.get(name, told[name]) != told[name]]:
             raise ValueError(f"model has {name}, which is frozen, with different values on two ranks of this site")
         whole |= told
-    return found, frozen_digest(whole)
+    return found, frozen_digest(whole), buffers
 
 
-def _own(syncer: str, site: str, settings: dict[str, object]) -> dict[str, object]:
+def _own(syncer: str, site: str, tokens_per_step: object, settings: dict[str, object]) -> dict[str, object]:
     """Return the site's settings by dotted name, from the arguments; ValueError names a bad one."""
+    if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
+        raise ValueError(f"tokens_per_step is {tokens_per_step!r}: a whole number from 1 on, or None")
     if not isinstance(site, str) or not configs.is_name(site):
         raise ValueError(f"site is {site!r}: letters, digits, '.', '_' and '-', at most 64")
     if not isinstance(syncer, str) or not syncer:
@@ -325,6 +325,11 @@ def _data(name: str | None, samples: int | None, samples_per_step: int | None) -
 
 
 def _group() -> PresentGroup:
+    """Return the ranks that are one site; RuntimeError on a system, ValueError in a process, that cannot be one."""
+    if line := refusal(sys.platform):
+        raise RuntimeError(f"diloco.join: {line}")
+    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
+        logging.getLogger(__name__).warning(line)
     group, told = PresentGroup(), os.environ.get("WORLD_SIZE", "1")
     if group.world == 1 and told.isdecimal() and int(told) > 1:
         raise ValueError(

@@ -28,7 +28,7 @@ from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.lab.experiment import Found
 from diloco.lab.fleet import Told, fleet_of, tokens_per_step
-from diloco.learner.seal import encoders
+from diloco.learner.seal import Encoder
 from diloco.learner.tensors import SiteTensors
 from diloco.models.evaluate import Evaluator
 from diloco.outer.fragments import gather, named_parameters_once, scatter
@@ -167,7 +167,7 @@ class _Site(_Training):
             measure_from=outer.measure_from,
             ahead=build.ahead(config),
         )
-        (self.encoder,) = encoders([config.codec.up], self.tensors)
+        self.encoder = Encoder(make_codec(config.codec.up), self.tensors.place, self.tensors.buffers)
 
     def train(self, steps: int, progress: float) -> None:
         """Make ``steps`` inner steps, during which the run's progress rises evenly to ``progress``."""

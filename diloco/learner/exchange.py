@@ -33,13 +33,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from diloco.codec.registry import make_codec
+from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.durable import PLAIN_DISK
 from diloco.inner import GroupError
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, lend_a_hand
-from diloco.learner.seal import Outbox, SealedUpdate, SealJob, encoders
+from diloco.learner.seal import Encoder, Outbox, SealedUpdate, SealJob
 from diloco.learner.tensors import Echo, SiteTensors, place_of
 from diloco.learner.transfer import LinkUse, Participant
 from diloco.outer.optimizer import OuterOptimizerOptions
@@ -158,7 +158,10 @@ class Exchange(Participant):
         self._orders = orders
         self._unread: list[SealJob] = []  # Jobs that still read the model's own memory.
         link = LinkUse(self, client, options.choices())
-        super().__init__(run_id, site_id, client, link, encoders(link.codecs, tensors), outbox, tensors)
+        # They share buffers, because a site makes one update at a time.  Published buffers are sent without loss.
+        names = dict.fromkeys([*link.codecs, *[LOSSLESS] * bool(layout.averaged)])
+        encoders = [Encoder(make_codec(name), tensors.place, tensors.buffers) for name in names]
+        super().__init__(run_id, site_id, client, link, encoders, outbox, tensors)
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
         """Call ``do`` and pass ``event`` to the machine atomically, unless it comes from another run or syncer."""
@@ -192,6 +195,7 @@ class Exchange(Participant):
             case Seal():
                 with nullcontext() if self.tensors.is_here(fragment) else self._orders.all_do(SEAL, fragment):
                     inputs = self.tensors.measure(fragment, effect.in_flight, at_rest=at_rest)
+                codec = LOSSLESS if fragment in self.tensors.layout.averaged else codec
                 job = SealJob(effect, inputs, codec, time.perf_counter() - began_s)
                 if inputs.in_place:
                     self._unread.append(job)
@@ -431,8 +435,8 @@ class Owners:
         what = {Adopt: ADOPT, Retake: RETAKE, Seal: SEAL}[type(effect)]
         self._channels[owner].send("boundary", effect, codec)
         with self._orders.all_do(what, fragment, owner):
-            part = self._tensors.layout.fragments[fragment]
-            lend_a_hand(self._tensors.holding, part, what, self._tensors.adopt_rule, owner)
+            tensors = self._tensors
+            lend_a_hand(tensors.holding, tensors.layout, fragment, what, tensors.adopt_rule, owner)
         if isinstance(effect, Adopt) or (isinstance(effect, Retake) and effect.version == self._versions[fragment]):
             self._tensors.told_base[fragment] = self._tensors.told_latest[fragment]
 
@@ -551,4 +555,4 @@ class Follower:
                 assert own is not None, f"rank 0 sent an order for agent {part}, of which this rank owns nothing"
                 own.do()
             else:
-                lend_a_hand(self._holding, self._layouts[part].fragments[fragment], what, self._adopt, owner)
+                lend_a_hand(self._holding, self._layouts[part], fragment, what, self._adopt, owner)

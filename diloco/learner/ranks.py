@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from diloco.inner.holding import Holding
     from diloco.inner.parallel import SiteGroup
-    from diloco.outer.fragments import Fragment, Layout
+    from diloco.outer.fragments import Layout
 
 
 GO_ON, STOP, SEAL, ADOPT, RETAKE = range(5)
@@ -76,13 +76,14 @@ class Orders:
                 self._group.broadcast_small([STOP if stop else GO_ON])
 
 
-def lend_a_hand(holding: Holding, fragment: Fragment, what: int, adopt: str, owner: int) -> None:
+def lend_a_hand(holding: Holding, layout: Layout, fragment: int, what: int, adopt: str, owner: int) -> None:
     """Take part in an order, on a rank that is not the owner of the fragment."""
+    pieces = layout.fragments[fragment].pieces
     # ``overwrite`` does not read the model's values first.
-    if what == SEAL or (what == ADOPT and adopt != "overwrite"):
-        holding.gather(fragment.pieces, None, owner)
+    if what == SEAL or (what == ADOPT and adopt != "overwrite" and fragment not in layout.averaged):
+        holding.gather(pieces, None, owner)
     if what != SEAL:
-        holding.scatter(fragment.pieces, None, owner)
+        holding.scatter(pieces, None, owner)
 
 
 Words = tuple[Any, ...]

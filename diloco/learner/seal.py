@@ -41,7 +41,7 @@ from torch import Tensor
 from diloco.codec.base import Buffers, Carry, Hasher, bytes_of, digest, digest_of
 from diloco.codec.gpu import DevicePasses, accelerated, new_fault
 from diloco.codec.merging import ranges, sum_of_products
-from diloco.codec.registry import Coded, coded, make_codec, values_of
+from diloco.codec.registry import Coded, coded, values_of
 from diloco.codec.site_pass import seal_pieces
 from diloco.durable import PLAIN_DISK, Step
 from diloco.learner.tensors import Carried, Fed, SealInputs
@@ -50,12 +50,12 @@ from diloco.sync.journal import parse_json
 from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from diloco.codec.base import Codec
     from diloco.durable import Disk
-    from diloco.learner.tensors import Place, SiteTensors
+    from diloco.learner.tensors import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +191,6 @@ class Encoder:
         if held is None or held.numel() < numel:
             held = self._pinned[dtype] = torch.empty(numel, dtype=dtype, pin_memory=pin)
         return held[:numel]
-
-
-def encoders(codecs: Sequence[str], site_tensors: SiteTensors) -> list[Encoder]:
-    """Return one encoder for each of ``codecs``, sharing buffers, because a site makes one update at a time."""
-    place, buffers = site_tensors.place, site_tensors.buffers
-    return [Encoder(make_codec(codec), place, buffers) for codec in codecs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,7 +347,10 @@ class SiteTensors(Versions):
         assert self.base[fragment] is not None
         taken = latest[1]
         new_base = self.place.of(taken)
-        if self.adopt_rule == "rebase":
+        if fragment in self.layout.averaged:
+            self.write(fragment, new_base)
+            reference = new_base
+        elif self.adopt_rule == "rebase":
             reference = self._rebase(fragment, new_base, [self.sent[fragment, sequence] for sequence in merged])
         elif self.adopt_rule == "eager":
             reference = self._eager(fragment, version, new_base, merged, fresh, under_way)
@@ -453,7 +456,7 @@ class SiteTensors(Versions):
         base = latest[1] if latest is not None and latest[0] == version else self.base[fragment]
         assert base is not None
         values = there = self.place.of(base)
-        if self.adopt_rule == "rebase":
+        if self.adopt_rule == "rebase" and fragment not in self.layout.averaged:
             # Updates in flight are progress that the version lacks; d = base - local, so it is subtracted.
             for sequence in keep:
                 values = torch.sub(values, values_of(self.sent[fragment, sequence]))
@@ -477,6 +480,8 @@ class SiteTensors(Versions):
         assert reference is not None
         sent = [self.sent[fragment, sequence] for sequence in in_flight]
         carried = self.residuals.carried(fragment)
+        if fragment in self.layout.averaged:  # The values themselves, negated, and all of them each time.
+            reference, sent, carried = torch.zeros_like(reference), [], None
         pieces = self._pieces(fragment) if at_rest and carried is None and self.place.is_host else None
         if pieces is not None:
             return SealInputs(reference, pieces, sent, in_place=True)

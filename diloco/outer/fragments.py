@@ -5,6 +5,11 @@ its fingerprint before they exchange the first byte of a tensor.  Canonical orde
 code point, so that it does not depend on the order in which a model lists its parameters.  Frozen parameters are in no
 fragment; the layout has their digest, so that two sites with different ones have different fingerprints.
 
+Buffers that a run publishes (running statistics) are a fragment of their own, the last, which is averaged.  Its update
+is the site's values, negated, as if measured from 0; its version is the mean of the values, or a step towards it; and a
+site takes a version as it is.  So each version lies between values that sites had, whatever is late or comes alone.  A
+momentum, a sum of differences or a codec's rounding could make a variance negative.
+
 Placement.  Where a run has several syncers, :func:`place` assigns fragments to syncers, and :func:`part_of` returns the
 layout of each syncer.  Every syncer is complete and knows only its own fragments: each fragment is synchronised on its
 own, so fragments lose nothing by being in different places.  All sites and all syncers compute the same placement from
@@ -28,15 +33,15 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.sync.journal import canonical, from_plain, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor, nn
 
 EXCHANGE_DTYPE = "float32"
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names that only wrappers use.  ``module`` is not among them: a model may use it, so it is removed only under DDP."""
-FROZEN = "frozen"
-"""The key of ``Layout.frozen`` in the metadata of a file of exchanged parameters."""
+FROZEN, BUFFERS = "frozen", "buffers"
+"""The keys of ``Layout.frozen``, and of the names of buffers as JSON, in the metadata of a file of exchanged values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class _Stored:
     fragments: list[list[tuple[str, int, int]]]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     frozen: str = ""
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Layout:
     """All exchanged parameters, (name, shape) in canonical order, and the fragments that partition their values.
 
     ``frozen`` is the digest of the model's frozen parameters, which are not exchanged; empty where it has none.
+    ``buffers`` are the names of those ``parameters`` that are buffers, in order.
 
     A layout may come from another machine, so the constructor checks it: ``ValueError`` names the fault.
     """
@@ -79,6 +86,7 @@ class Layout:
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     fragments: tuple[Fragment, ...]
     frozen: str = ""
+    buffers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -122,16 +130,22 @@ class Layout:
         return sum(fragment.numel for fragment in self.fragments)
 
     @cached_property
+    def averaged(self) -> frozenset[int]:
+        """The fragments of buffers, which are averaged (see the module)."""
+        return frozenset(each.index for each in self.fragments if each.pieces[0].name in self.buffers)
+
+    @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the canonical JSON of names, shapes, the exchange dtype, the fragments and ``frozen``."""
+        """SHA-256 (hex) of :meth:`to_json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """Return the canonical JSON: the same layout gives the same text, byte for byte."""
         fragments = [[(p.name, p.start, p.stop) for p in fragment.pieces] for fragment in self.fragments]
         stored = {"dtype": EXCHANGE_DTYPE, "fragments": fragments, "parameters": self.parameters}
-        # Without frozen parameters, the text and so the fingerprint are those of earlier releases.
-        return canonical(stored | ({"frozen": self.frozen} if self.frozen else {})).decode()
+        # Without frozen parameters and buffers, the text and so the fingerprint are those of earlier releases.
+        also = {FROZEN: self.frozen, BUFFERS: self.buffers}
+        return canonical(stored | {key: value for key, value in also.items() if value}).decode()
 
     @staticmethod
     def from_json(text: str) -> Layout:
@@ -145,7 +159,7 @@ class Layout:
             raise ValueError(f"layout's exchange dtype is {stored.dtype!r}: must be {EXCHANGE_DTYPE!r}")
         cut = enumerate(tuple(Piece(*piece) for piece in pieces) for pieces in stored.fragments)
         fragments = [Fragment(at, pieces, sum(each.stop - each.start for each in pieces)) for at, pieces in cut]
-        return Layout(stored.parameters, tuple(fragments), stored.frozen)
+        return Layout(stored.parameters, tuple(fragments), stored.frozen, stored.buffers)
 
     def first_difference(self, other: Layout) -> str | None:
         """Return the first difference of ``other`` (there) from this layout (here) as text; None if equal."""
@@ -178,28 +192,40 @@ class Layout:
         return None
 
 
-def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments: int, frozen: str = "") -> Layout:
+def plan_layout(
+    parameters: Sequence[tuple[str, tuple[int, ...]]],
+    num_fragments: int,
+    frozen: str = "",
+    buffers: Collection[str] = (),
+) -> Layout:
     """Assign whole parameters to ``num_fragments`` fragments so that the largest is small.
 
     Longest processing time first (Graham 1969): assign the parameters from large to small, each to the fragment that is
     smallest so far.  The largest fragment is then at most 4/3 - 1/(3 ``num_fragments``) times the best possible; this
     is the "balanced tensor" fragmentation of Decoupled DiLoCo (arXiv 2604.21428).  Ties of sizes are broken by name,
     ties of fragments by index, so nothing depends on the order of ``parameters`` or on a hash seed.
+
+    Those of ``parameters`` that ``buffers`` names are one more fragment, the last.
     """
     canonical = tuple(sorted((name, tuple(shape)) for name, shape in parameters))
-    if not canonical:
-        raise ValueError("layout has no parameters")
-    if not 1 <= num_fragments <= len(canonical):
-        raise ValueError(f"num_fragments is {num_fragments!r}: must be from 1 to the {len(canonical)} parameters")
     sizes = {name: prod(shape) for name, shape in canonical}
+    apart = sorted(sizes.keys() & buffers)
+    trained = sorted(sizes.keys() - buffers, key=lambda name: (-sizes[name], name))
+    if not trained:
+        raise ValueError("layout has no parameters")
+    if not 1 <= num_fragments <= len(trained):
+        raise ValueError(f"num_fragments is {num_fragments!r}: must be from 1 to the {len(trained)} parameters")
     names: list[list[str]] = [[] for _ in range(num_fragments)]
     numels = [0] * num_fragments
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+    for name in trained:
         smallest = numels.index(min(numels))
         names[smallest].append(name)
         numels[smallest] += sizes[name]
+    if apart:
+        names.append(apart)
+        numels.append(sum(sizes[name] for name in apart))
     pieces = [tuple(Piece(name, 0, sizes[name]) for name in sorted(mine)) for mine in names]
-    return Layout(canonical, tuple(map(Fragment, range(num_fragments), pieces, numels)), frozen)
+    return Layout(canonical, tuple(map(Fragment, range(len(names)), pieces, numels)), frozen, tuple(apart))
 
 
 def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
@@ -230,17 +256,23 @@ def scatter(fragment: Fragment, values: Tensor, parameters: Mapping[str, Tensor]
                 parameter.copy_(flat.view(parameter.shape))
 
 
-def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
+def named_parameters_once(module: nn.Module, *, buffers: bool = False) -> dict[str, Tensor]:
     """Return the parameters under their canonical names, tied ones once (under their first name), no buffers.
+
+    With ``buffers`` return the buffers that a state dict holds, those of floating point, and no parameters.
 
     The names are those of the bare model, without the prefixes of DDP, ``torch.compile``, FSDP and activation
     checkpointing, so that sites that wrap the model differently agree.  A parameter of which each rank holds a part (a
     DTensor) has the shape of the whole.
     """
-    modules = module.named_modules()
-    inside = {f"{name}.module".lstrip(".") for name, each in modules if isinstance(each, DistributedDataParallel)}
+    modules = dict(module.named_modules())
+    wrapped = (name for name, each in modules.items() if isinstance(each, DistributedDataParallel))
+    inside = {f"{name}.module".lstrip(".") for name in wrapped}
     found: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_buffers() if buffers else module.named_parameters():
+        path, _, own = name.rpartition(".")
+        if buffers and (own in modules[path]._non_persistent_buffers_set or not parameter.is_floating_point()):
+            continue
         paths = accumulate(name.split("."), "{}.{}".format)
         kept = [part for path in paths if (part := path.split(".")[-1]) not in WRAPPERS and path not in inside]
         found[".".join(kept)] = parameter
@@ -283,4 +315,5 @@ def part_of(layout: Layout, indices: Sequence[int]) -> Layout:
     """
     fragments = tuple(replace(layout.fragments[index], index=at) for at, index in enumerate(indices))
     names = {piece.name for fragment in fragments for piece in fragment.pieces}
-    return Layout(tuple(each for each in layout.parameters if each[0] in names), fragments, layout.frozen)
+    buffers = tuple(name for name in layout.buffers if name in names)
+    return Layout(tuple(each for each in layout.parameters if each[0] in names), fragments, layout.frozen, buffers)

@@ -291,12 +291,16 @@ def evaluated(theta: Tensor, state: OuterState) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """A run's outer rule.  ``segments`` are by fragment; a fragment without any is merged by the weighted mean."""
+    """A run's outer rule.  ``segments`` are by fragment; a fragment without any is merged by the weighted mean.
+
+    ``averaged`` are the fragments of buffers, to which only :data:`AVERAGE` applies.
+    """
 
     optimizer: OuterOptimizerOptions
     segments: tuple[tuple[Segment, ...], ...] = ()
     gate: Gate = OPEN
     correction: Correction = UNCORRECTED
+    averaged: frozenset[int] = frozenset()
 
     def factors(self, staleness: Sequence[int]) -> list[float] | None:
         """Return the gate's factor for each contribution, by its staleness; None where all are 1."""
@@ -327,7 +331,7 @@ def outer_rule(
         kinds = " or ".join(kind for kind, kept in TENSORS_KEPT.items() if "momentum" in kept)
         raise ValueError(f"correction is {correction.kind!r}: kind {optimizer.kind!r} has no momentum, {kinds} do")
     if merge.kind == "mean" and gate == OPEN and correction.is_none:
-        return OuterRule(optimizer)
+        return OuterRule(optimizer, averaged=layout.averaged)
     means = [name for name, shape in layout.parameters if len(shape) < 2 or any(fnmatchcase(name, p) for p in plain)]
     options = {name: MEAN if merge.kind == "rda" and name in means else merge for name, _ in layout.parameters}
     segments: list[tuple[Segment, ...]] = []
@@ -338,4 +342,8 @@ def outer_rule(
             segments.append(tuple(Segment(start, stop, options[piece.name]) for (start, stop), piece in pairs))
         else:
             segments.append((Segment(0, fragment.numel, merge, () if correction.is_none else tuple(borders[1:-1])),))
-    return OuterRule(optimizer, tuple(segments), gate, correction)
+    return OuterRule(optimizer, tuple(segments), gate, correction, layout.averaged)
+
+
+AVERAGE = OuterRule(OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0))
+"""The rule of buffers: from 0, a step along the mean of negated values is the mean of the values."""

@@ -47,7 +47,8 @@ def agent_of(
     """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too, by
     ``owning_follower_of``.  Where units are leased, ``data`` identifies the data of a training loop that does not read
     this project's text."""
-    whole, parts = build.layout_over(config, holding.shapes, holding.frozen), towards(config)
+    whole = build.layout_over(config, holding.shapes, holding.frozen, holding.buffers)
+    parts = towards(config)
     site, voice = Orders(holding.group), OneVoice(placement_of(config, whole), emit)
     redo, agents = resumed.redo if resumed is not None else None, list[Agent]()
     for index, part in enumerate(parts):
@@ -77,7 +78,7 @@ def agent_of(
 
 def follower_of(config: RunConfig, holding: Holding) -> Follower:
     """Return the follower of any other rank, where rank 0 owns all fragments."""
-    whole = build.layout_over(config, holding.shapes)
+    whole = build.layout_over(config, holding.shapes, holding.frozen, holding.buffers)
     return Follower([build.layout_of(part, whole) for part in towards(config)], holding, config.outer.adopt)
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.base import Buffers, DecodeError, NonFinitePayload, is_sha256
 from diloco.codec.entropy import RAW
 from diloco.codec.merging import Reading
-from diloco.codec.registry import make_codec
+from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.durable import is_full
 from diloco.outer.fragments import Layout
 from diloco.sync.admission import Verdict
@@ -301,8 +301,9 @@ class Api:
             return f"tokens is {header.tokens}: 1 to {TOKENS_MAX} in one update"
         if header.steps < 1:
             return f"steps is {header.steps}: at least 1 in one update"
-        if header.encoding not in self._options.up_codecs:
-            return f"encoding is {header.encoding!r}: this run allows {', '.join(self._options.up_codecs)}"
+        allowed = [LOSSLESS] if header.fragment in self._plan.layout.averaged else self._options.up_codecs
+        if header.encoding not in allowed:
+            return f"encoding is {header.encoding!r}: this run allows {', '.join(allowed)}"
         if header.numel != numel:
             return f"numel is {header.numel}: fragment {header.fragment} has {numel} values"
         codec = make_codec(header.encoding)

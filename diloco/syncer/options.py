@@ -158,6 +158,7 @@ def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptio
     fold = options.threads_used * (RANGES * 4 * RANGE_VALUES + sites * PAGES_BYTES + unpacking)
     if plan.rule.segments:
         fold += 4 * largest + options.threads_used * sites * 4 * RANGE_VALUES
-    payload = max(codec.payload_bytes_max(largest) for codec in ups)
+    apart = [4 * numels[index] for index in plan.layout.averaged]  # In fp32.
+    payload = max([codec.payload_bytes_max(largest) for codec in ups] + apart)
     above = 4 * ((3 + updates_above) * sum(numels) + TAKING * largest) if updates_above else 0
     return state + above + fold + network.memory_bytes_max(payload, network.push_credits, unpacking)

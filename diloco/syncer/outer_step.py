@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.codec.base import NonFiniteError, digest, digest_of
 from diloco.codec.merging import Merging, State, outer_pass
-from diloco.codec.registry import make_codec
+from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.codec.site_pass import publish
+from diloco.outer.optimizer import AVERAGE
 from diloco.outer.pseudo_gradient import blend, is_finite
 from diloco.sync.effects import StartOuterStep, TakeVersion
 from diloco.sync.rounds import standstill
@@ -85,14 +86,15 @@ def run_outer_step(
 ) -> OuterResult | None:
     """Carry out ``command`` on ``values``; return None, without any change, when the result is not finite.
 
-    The digests of the result are in the form of ``like``. No bit depends on the number of ``threads``. ``buffers`` has
-    memory for the version.
+    The digests of the result are in the form of ``like``. No bit depends on the number of ``threads``.
     """
     assert command.version == values.version + 1, (command.version, values.version)
     if isinstance(command, TakeVersion):
         return taken(command, values, spool, down_codec, like)
     times = [time.perf_counter()]
-    before = State(values.theta, values.published, values.optimizer)
+    theta, is_averaged = values.theta, command.fragment in rule.averaged
+    if is_averaged:  # The updates are negated values.  What this round lacks of a full one stays of the version before.
+        rule, down_codec, theta = AVERAGE, LOSSLESS, theta * (1 - command.share)
     staleness = [values.version - part.base_version for part in command.contributions]
     merging = Merging.of(rule, command.fragment, staleness)
     with ExitStack() as stack:
@@ -101,7 +103,7 @@ def run_outer_step(
             pool = ThreadPoolExecutor(threads, "fold")
             stack.callback(pool.shutdown, cancel_futures=True)  # After a failed task the others are cancelled.
             parallel = pool.map
-        contributions, payloads = _opened(command, spool, values.theta.numel(), parallel)
+        contributions, payloads = _opened(command, spool, values.theta.numel(), parallel, latest_only=is_averaged)
         times.append(time.perf_counter())
 
         def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
@@ -116,7 +118,7 @@ def run_outer_step(
         try:
             stepped = outer_pass(
                 contributions,
-                before,
+                State(theta, values.published, values.optimizer),
                 rule.optimizer,
                 make_codec(down_codec),
                 spread,
@@ -143,20 +145,22 @@ def run_outer_step(
 
 
 def _opened(
-    command: StartOuterStep, spool: Spool, numel: int, parallel: Callable[..., Iterable[Any]]
+    command: StartOuterStep, spool: Spool, numel: int, parallel: Callable[..., Iterable[Any]], *, latest_only: bool
 ) -> tuple[list[tuple[float, list[Payload]]], list[Mapped]]:
-    """Return the contributions for ``outer_pass``, each update verified against its acknowledged digest."""
-    updates = [update for part in command.contributions for update in part.updates]
+    """Return the contributions for ``outer_pass``, each update verified against its acknowledged digest.
+
+    With ``latest_only`` a site's last update replaces those before it.
+    """
+    sites = [(part.weight, part.updates[-1:] if latest_only else part.updates) for part in command.contributions]
     opened: list[tuple[Codec, Mapped]] = list(
-        parallel(lambda each: spool.opened(each.payload, each.digest, make_codec(each.encoding), numel), updates)
+        parallel(
+            lambda each: spool.opened(each.payload, each.digest, make_codec(each.encoding), numel),
+            [update for _, updates in sites for update in updates],
+        )
     )
     payloads: Iterator[Payload] = ((codec, mapped.payload) for codec, mapped in opened)
-    contributions = [(part.weight, list(islice(payloads, len(part.updates)))) for part in command.contributions]
+    contributions = [(weight, list(islice(payloads, len(updates)))) for weight, updates in sites]
     return contributions, [mapped for _, mapped in opened]
-
-
-STORED = "fp32"
-"""The encoding of a version above in the spool."""
 
 
 def taken(command: TakeVersion, values: FragmentValues, spool: Spool, down_codec: str, like: str) -> OuterResult | None:
@@ -166,7 +170,7 @@ def taken(command: TakeVersion, values: FragmentValues, spool: Spool, down_codec
     outer optimizer's state stays as it is. Like an outer step it is a pure function of its arguments, to the bit.
     """
     began, numel = time.perf_counter(), values.theta.numel()
-    codec, mapped = spool.opened(command.payload, command.digest, make_codec(STORED), numel)
+    codec, mapped = spool.opened(command.payload, command.digest, make_codec(LOSSLESS), numel)
     theta = blend(values.theta, codec.decode(mapped.payload, numel), 1 - command.share)
     down = make_codec(down_codec)
     if not is_finite(theta):

@@ -66,7 +66,7 @@ from torch import Tensor
 
 from diloco.codec.base import bytes_of, digest
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words
-from diloco.outer.fragments import FROZEN
+from diloco.outer.fragments import BUFFERS, FROZEN
 from diloco.outer.optimizer import OuterState, evaluated
 from diloco.sync.journal import JournalError, canonical, from_plain, parse_json, shown
 
@@ -621,8 +621,9 @@ def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentVa
         disk.make_folder(folder, Step.EXPORT)
         disk.sweep(folder, Step.EXPORT)
         parameters = full_parameters(layout, [each.evaluated for each in values])
-        about = {FROZEN: layout.frozen} if layout.frozen else None
-        disk.write_parts(folder / "model.safetensors", tensor_file(parameters, about), Step.EXPORT)
+        about = {FROZEN: layout.frozen} if layout.frozen else {}
+        about |= {BUFFERS: json.dumps(layout.buffers)} if layout.buffers else {}
+        disk.write_parts(folder / "model.safetensors", tensor_file(parameters, about or None), Step.EXPORT)
         facts = {"versions": list(versions), "digests": [each.digest for each in values]}
         disk.write_file(folder / "final.json", json.dumps(facts, indent=1).encode(), Step.EXPORT)
 

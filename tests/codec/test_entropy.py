@@ -37,6 +37,17 @@ def test_noise_goes_raw_with_one_byte_more() -> None:
     assert torch.equal(CODEC.decode(payload, NUMEL), values)
 
 
+@pytest.mark.parametrize("codec", ["int4:32+zstd1", "int4:32+auto", "e3m0:128+zstd1", "fp32+zstd1"])
+def test_values_that_did_not_change_cost_next_to_nothing(codec: str) -> None:
+    """Such as an expert that no token of a site chose, alone in a fragment or beside others."""
+    numel, made = 8 * 100_000, make_codec(codec)
+    values = torch.zeros(numel)
+    assert len(made.encode(values)) < 200 + made.payload_bytes(numel) / 1000
+    values[: numel // 8] = torch.randn(numel // 8, generator=torch.Generator().manual_seed(0))
+    alone = len(made.encode(values[: numel // 8].clone()))
+    assert len(made.encode(values)) < 200 + alone + made.payload_bytes(numel) / 1000
+
+
 @pytest.mark.parametrize("level", [1, 19])
 def test_every_level_passes_its_own_window_check(level: int) -> None:
     codec = make_codec(f"fp32+zstd{level}")

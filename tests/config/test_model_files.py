@@ -264,6 +264,29 @@ def test_of_frozen_parameters_a_file_has_the_digest_of_their_values_in_whatever_
     assert "frozen" not in (safe_open(diloco.save_version0(small_model(), tmp_path / "all"), "pt").metadata() or {})
 
 
+def test_of_buffers_a_run_exchanges_those_that_its_settings_name(tmp_path: Path) -> None:
+    path = diloco.save_version0(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), tmp_path / "v0.safetensors")
+    names = ["0.bias", "0.running_mean", "0.running_var", "0.weight", "1.bias", "1.weight"]
+    assert sorted(load_file(path)) == names, "a counter is none of them"
+    plain = [*FILE, f"run.init_from={path}"]
+    assert [name for name, _ in build.layout_of(compose(plain)).parameters] == [n for n in names if "running" not in n]
+    config = compose([*plain, "outer.publish=*.running_mean,*_var", "outer.inner_steps=2"])
+    build_syncer.check(config)
+    layout = build.layout_of(config)
+    assert [name for name, _ in layout.parameters] == names
+    assert layout.buffers == ("0.running_mean", "0.running_var")
+    assert build.version_zero(config, layout)[1].tolist() == [0, 0, 0, 1, 1, 1]
+    assert build.outer_options(config).num_fragments == build.learner_options(config).num_fragments == 2
+    assert build.learner_options(config).due_at == (0, 1), "the parameters as without buffers, these a step before"
+    words = r"outer\.publish has '\*_tracked': no floating-point buffer of run\.init_from=.*; these are there: 0\.run"
+    with pytest.raises(ConfigError, match=words):
+        build.layout_of(compose([*plain, "outer.publish=*_tracked"]))
+    with pytest.raises(ConfigError, match=r"outer\.publish is \['x'\]: only with model\.kind=file"):
+        build.layout_of(compose(["outer.publish=x"]))
+    with pytest.raises(ConfigError, match=r"^outer\.inner_steps is 1: at least one step for each of num_fragments=2"):
+        build_syncer.check(compose([*plain, "outer.publish=*_var", "outer.inner_steps=1", "site.overlap_steps=0"]))
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model has no parameters"):
         diloco.save_version0(nn.Tanh(), tmp_path / "v0.safetensors")

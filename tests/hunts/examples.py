@@ -32,8 +32,8 @@ INNER = ["inner.optimizer=adamw", "inner.lr=0.003", "inner.weight_decay=0", "inn
 INNER += ["inner.warmup_steps=0", "inner.precision=fp32", "inner.checkpoint_every_steps=0"]
 CACHE = "runs/.data"
 EXAMPLES = ("plain_loop", "fsdp_loop", "accelerate_loop", "hf_trainer", "lightning_trainer")
-ELSEWHERE = ("lora", "torchtitan_site")
-"""Examples with a test of their own: tests/integrations/test_lora.py and test_torchtitan.py."""
+ELSEWHERE = ("lora", "moe", "torchtitan_site")
+"""Examples with a test of their own: tests/integrations/test_lora.py, test_moe.py and test_torchtitan.py."""
 OURS = "trainer"
 LIKE = {"hf_trainer": OURS, **dict.fromkeys(("fsdp_loop", "accelerate_loop", "lightning_trainer"), "plain_loop")}
 """For an example, the one that trains the same model on the same text."""

@@ -35,6 +35,7 @@ from tests.integrations.serving import (
     Served,
     backward,
     balanced,
+    batch_loss,
     cold_model,
     mean_loss,
     serving,
@@ -543,6 +544,59 @@ def test_frozen_parameters_stay_at_home_and_are_the_same_at_all_sites(place: Pat
             assert "the frozen parameters are none here and of digest" in refused(
                 "mismatch", lambda other=other: joined(served, other)
             )
+
+
+def batch_norm() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+@pytest.mark.parametrize("adopt", ["rebase", "blend"])
+def test_buffers_that_the_run_publishes_end_as_the_average_of_the_sites_and_others_stay_at_home(
+    place: Path, adopt: str
+) -> None:
+    """Nothing else changes with a learning rate of 0, so that a plain loop has the same statistics."""
+    rules = ["outer=nesterov", f"outer.adopt={adopt}", "outer.quorum=all", "outer.lock_step=true", PATIENT]
+    rules += ["codec.up=int4", "codec.down=int4", "outer.publish=*.running_mean,*.running_var"]
+    with serving(place, "run.tokens=190", *rules, model=batch_norm()) as served:
+        models = [batch_norm() for _ in range(2)]
+        still = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+        made = [{"optimizer": each, "site": site} for each, site in zip(still, ("fra", "iad"), strict=True)]
+        loops = [Loop(served, model, **arguments) for model, arguments in zip(models, made, strict=True)]
+        meet = threading.Barrier(2)
+
+        def trained(at: int) -> None:
+            def step(number: int) -> bool:
+                backward(models[at], 1000 * at + number)
+                still[at].step()
+                return loops[at].outer.should_stop
+
+            with loops[at].outer:
+                meet.wait(60.0)
+                until_stop(step)
+
+        threads = [threading.Thread(target=trained, args=(at,)) for at in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+    alone = [batch_norm() for _ in range(2)]
+    most = max(loop.outer.steps for loop in loops)
+    assert most >= 9, "after steps 4 and 9 the sites have exchanged their buffers"
+    for number in range(most):
+        for at, model in enumerate(alone):
+            if number < loops[at].outer.steps:
+                batch_loss(model, 1000 * at + number)
+        if number % 5 == 3 or number == most - 1:
+            for name in ("running_mean", "running_var"):
+                mean = torch.stack([getattr(model[1], name) for model in alone]).mean(0)
+                for model in alone:
+                    getattr(model[1], name).copy_(mean)
+    for name in ("running_mean", "running_var"):
+        ours, theirs = (getattr(model[1], name) for model in models)
+        assert torch.equal(ours, theirs)
+        assert torch.allclose(ours, getattr(alone[0][1], name), atol=1e-6)
+    assert [int(model[1].num_batches_tracked) for model in models] == [loop.outer.steps for loop in loops]
 
 
 def test_the_parts_of_a_model_are_the_model(place: Path) -> None:

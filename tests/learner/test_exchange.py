@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco.codec.base import digest
+from diloco.codec.registry import make_codec
 from diloco.inner import GroupError
 from diloco.inner.holding import Holding
 from diloco.inner.trainer import StepInfo
@@ -22,7 +23,7 @@ from diloco.learner import exchange
 from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners, Source
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Dealt, Orders, all_mine
-from diloco.learner.seal import SealJob, encoders, seal
+from diloco.learner.seal import Encoder, SealJob, seal
 from diloco.outer.fragments import gather, part_of
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
@@ -132,7 +133,7 @@ def test_an_update_is_measured_at_once_and_known_when_it_is_durable(begun: Told)
     begun.tensors.write(0, dice("trained", 0))
     job = begun.sealing(1)
     begun.tensors.write(0, dice("later", 0))
-    made = seal(job, encoders(["fp32"], begun.tensors)[0], "run", "a", 1)
+    made = seal(job, Encoder(make_codec("fp32"), begun.tensors.place), "run", "a", 1)
     assert made.header.values_digest == digest(dice("v0", 0) - dice("trained", 0))
     begun.keep_sealed(made)
     assert begun.told[-1] == Sealed(0, 1, made.header.digest)

@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,25 @@ def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alph
     assert torch.equal(found.reference[0], wanted)
     assert sorted(found.sent) == [(1, 5)]
     assert torch.equal(measured(found, []), torch.zeros_like(new))
+
+
+@pytest.mark.parametrize("rule", ["rebase", "blend", "eager"])
+def test_buffers_are_measured_whole_and_taken_as_they_are(rule: str) -> None:
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    layout = replace(LAYOUT, buffers=tuple(piece.name for piece in FRAGMENT.pieces))
+    found = SiteTensors(layout, held(parameters), rule, 0.25, feedback=0.5 * (rule == "blend"))
+    found.arrived(0, 3, dice("base", 0), "")
+    found.retake(0, 3, [])
+    found.write(0, dice("local", 0))
+    found.sent[0, 5] = found.sent[0, 6] = dice("d", 0)
+    assert torch.equal(measured(found, [5, 6]), -dice("local", 0))
+    found.latest[0] = (4, dice("new", 0))
+    found.adopt(0, 4, [5])
+    assert torch.equal(local(found), dice("new", 0))
+    found.retake(0, 4, [6])
+    assert torch.equal(local(found), dice("new", 0))
+    assert torch.equal(measured(found, [6]), -dice("new", 0))
+    assert found.measure(0, [6]).carried is None
 
 
 def test_eager_keeps_what_is_unsent_and_a_share_of_what_the_version_lacks() -> None:

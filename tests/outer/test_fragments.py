@@ -68,6 +68,20 @@ def test_other_frozen_parameters_are_another_layout_and_none_the_one_of_earlier_
     assert here.first_difference(other_rank) == "parameter a.lora has shape (4, 8) here and (2, 8) there"
 
 
+def test_buffers_are_one_fragment_more_and_without_any_the_layout_is_that_of_earlier_releases() -> None:
+    shapes, buffers = [("0.weight", (4, 8)), ("2.bias", (3,))], [("1.mean", (8,)), ("1.var", (8,))]
+    plain, apart = plan_layout(shapes, 2), plan_layout([*buffers, *shapes], 2, "", ["1.var", "1.mean"])
+    assert "buffers" not in plain.to_json()
+    assert apart.fragments[:2] == plain.fragments
+    assert [piece.name for piece in apart.fragments[2].pieces] == ["1.mean", "1.var"]
+    assert (apart.averaged, plain.averaged) == ({2}, set())
+    assert Layout.from_json(apart.to_json()) == apart
+    assert (part_of(apart, [1, 2]).averaged, part_of(apart, [0, 1]).averaged) == ({1}, set())
+    assert apart.first_difference(plain) == "parameter 1.mean is here and not there"
+    with pytest.raises(ValueError, match="num_fragments is 3: must be from 1 to the 2 parameters"):
+        plan_layout([*buffers, *shapes], 3, "", ["1.var", "1.mean"])
+
+
 def test_fragments_may_cut_a_parameter() -> None:
     layout = Layout(
         (("a", (10,)),),
@@ -192,8 +206,10 @@ def test_names_are_those_of_the_bare_model_with_tied_parameters_once_and_no_buff
     assert list(named_parameters_once(Outer())) == ["module.weight"]
     assert list(named_parameters_once(torch.compile(Tied(), backend="eager"))) == ["embedding.weight"]
     for wrapped in (lambda module: torch.compile(module, backend="eager"), checkpoint_wrapper):
-        inside = nn.Sequential(wrapped(nn.Linear(2, 2)))
+        inside = nn.Sequential(wrapped(nn.BatchNorm1d(2)))
         assert list(named_parameters_once(inside)) == ["0.weight", "0.bias"]
+        inside.register_buffer("derived", torch.zeros(2), persistent=False)
+        assert list(named_parameters_once(inside, buffers=True)) == ["0.running_mean", "0.running_var"]
 
 
 @contextmanager

@@ -110,6 +110,27 @@ def test_it_is_the_definition_bit_for_bit_and_says_what_its_stages_took(tmp_path
     assert sum(costs) == pytest.approx(result.seconds)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_version_of_buffers_lies_between_the_sites_values_whatever_the_rule_and_the_codec(
+    tmp_path: Path, share: float
+) -> None:
+    spool, (first, second, other) = Spool(tmp_path), (dice(n, 0).abs() for n in range(3))
+    parts = [
+        Contribution("a", 0.25, 1, (stored(spool, "a", 1, -first), stored(spool, "a", 2, -second))),
+        Contribution("b", 0.75, 4, (stored(spool, "b", 7, -other),)),
+    ]
+    old = holding(dice("theta", 0))
+    command = StartOuterStep(0, 5, tuple(parts), share)
+    gated = replace(NESTEROV, gate=Gate(alpha=1.0), averaged=frozenset({0}))
+    result = run_outer_step(command, old, spool, gated, "int4:32")
+    assert result is not None
+    mean = 0.25 * second + 0.75 * other  # The first update of site a is the older of two readings.
+    assert torch.allclose(result.values.theta, share * mean + (1 - share) * old.theta, atol=1e-6)
+    assert result.values.published is result.values.theta
+    assert torch.equal(follow(old.published, result.downlink, make_codec("fp32")), result.values.theta)
+    assert not result.values.optimizer.tensors
+
+
 @pytest.mark.parametrize("codec", ["fp32", "int4:32", "int8+zstd"])
 def test_invariant_7_no_range_or_thread_changes_a_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
