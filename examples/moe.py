@@ -8,9 +8,6 @@ other kind:
         model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077
     python examples/moe.py mixtral 127.0.0.1:7077 fra 0 2
     python examples/moe.py mixtral 127.0.0.1:7077 iad 1 2
-    python examples/moe.py mixtral alone 200 2
-
-The last line trains the same model in one process, for comparison: each of its 200 steps reads what two sites read.
 """
 
 from __future__ import annotations
@@ -20,13 +17,7 @@ import sys
 import torch
 from plain_loop import BATCH, CONTEXT, VOCABULARY, batch, text
 from torch import Tensor
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import diloco
 
@@ -82,16 +73,6 @@ def main() -> None:
         return
     # Without weight decay the values of an expert that no token chooses stay as they are, and cost a site no bytes.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    if what == "alone":
-        steps, num_sites = map(int, rest)
-        shares = [text(index, num_sites + 1) for index in range(num_sites)]
-        for step in range(steps):
-            tokens = torch.cat([batch(share, step)[0] for share in shares])
-            told = train_step(model, optimizer, tokens)
-            if step % 50 == 49:
-                print(f"alone step {step + 1} {told}", flush=True)
-        print(f"alone: {evaluate(model, num_sites)}", flush=True)
-        return
     site, index, num_sites = rest[0], int(rest[1]), int(rest[2])
     data = text(index, num_sites + 1)
     with diloco.join(model, optimizer, syncer=what, site=site, tokens_per_step=BATCH * CONTEXT) as outer:

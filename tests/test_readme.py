@@ -114,7 +114,6 @@ LOOPS += [
         "diloco syncer run.name=moe run.tokens=400e3 outer.lr=1 outer.inner_steps=5 outer.num_fragments=4 "
         "model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077",
         *(f"python examples/moe.py mixtral 127.0.0.1:7077 {site} 2" for site in ("fra 0", "iad 1")),
-        "python examples/moe.py mixtral alone 200 2",
     ],
 ]
 """The commands of each tutorial: make version 0, start the syncer and two sites, and use the result."""

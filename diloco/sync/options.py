@@ -199,6 +199,7 @@ class OuterOptions:
         if isinstance(self.quorum, str):
             require(self.quorum == "all", "quorum", self.quorum, 'a number of sites or "all"')
         else:
+            require(self.quorum >= 1, "quorum", self.quorum, "at least 1")
             require(self.quorum >= self.quorum_min, "quorum", self.quorum, f"not below quorum_min={self.quorum_min}")
         alone = self.round_updates == 0 or (self.quorum == 1 and self.quorum_min == 1)
         require(alone, "round_updates", self.round_updates, f"only with quorum=1, not {self.quorum!r}")
