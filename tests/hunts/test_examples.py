@@ -23,8 +23,13 @@ def loss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], f
         yield cache(lambda example: run_of(place, example, TOKENS))
 
 
+IN_CI = ("hf_trainer", "lightning_trainer")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["hf_trainer", "lightning_trainer"])  # `make nightly` runs all of them.
+@pytest.mark.parametrize(
+    "example", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.hunt) for each in sorted(LIKE)]
+)
 def test_an_example_reaches_the_loss_of_what_trains_the_same(loss: Callable[[str], float], example: str) -> None:
     wanted = loss(LIKE[example])
     assert wanted < 4.0, "untrained: 5.6"
