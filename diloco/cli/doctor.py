@@ -42,7 +42,7 @@ DOES = """Check this machine and the path to a syncer, and say what to change.
   diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts with the same settings
   diloco doctor a:7077/b:7077                           and the path to each of several syncers
   diloco doctor --config site.yaml                      as the site of this file
-  diloco doctor --watch nimble-otter                    a run, by its folder or HOST:PORT: alerts until it ends
+  diloco doctor --watch nimble-otter                    a run, by its folder or HOST:PORT: alerts until Ctrl-C
 
 It does not change the run.  It measures bandwidth with filler data, at most 64 MiB each way.
 Exit code 1: a check failed; 3: no address could be reached.
@@ -55,8 +55,8 @@ EVERY_MAX_S = 3600
 NOTIFY_S = 10.0
 """Timeout of one notification."""
 STDERR = 2
-RUNNING = "running"
-"""The phase in a status before the last round is announced."""
+ENDED = "ended"
+"""The phase in a status once the last version is published."""
 CHECK_S = 60.0
 """Timeout of one check."""
 
@@ -133,7 +133,7 @@ def _watch(given: argparse.Namespace) -> ExitCode:
                     raise
                 found = {address: {"unreachable": str(error)} for address in addresses}
             phases |= {address: str(each["phase"]) for address, each in found.items() if "phase" in each}
-            if all("unreachable" in each and phases.get(name, RUNNING) != RUNNING for name, each in found.items()):
+            if all("unreachable" in each and phases.get(name) == ENDED for name, each in found.items()):
                 print("the run has ended", file=sys.stderr, flush=True)
                 break
             looked = bounded(

@@ -33,7 +33,7 @@ TEXTS: Mapping[str, str] = {
     "namespace": r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
     "storage_class": r"[a-z0-9.-]*",
     "package": r"[^\s'\"`$\\]+",
-    "torch_index": r"(https?://[^\s'\"`$\\]+)?",
+    "torch_index": r"(https?://[A-Za-z0-9._~:@%+/-]+)?",
 }
 """The pattern of each text setting, because other programs read the files that contain them."""
 

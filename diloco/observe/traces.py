@@ -65,7 +65,9 @@ class Complaints(logging.Handler):
         """Take a warning; called by ``logging``."""
         if record.msg not in self._told:
             self._told.add(record.msg)
-            self._log.emit("note", {"note": "traces", "why": f"{self._endpoint}: {record.getMessage()}"})
+            # What the SDK's parser of variables logs has the collector's token in it.
+            why = record.msg if record.name.startswith("opentelemetry.util") else record.getMessage()
+            self._log.emit("note", {"note": "traces", "why": f"{self._endpoint}: {why}"})
 
 
 @dataclass

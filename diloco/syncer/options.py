@@ -97,7 +97,8 @@ class SyncerOptions:
     @property
     def threads_used(self) -> int:
         """``threads``, or the default for this machine if it is 0."""
-        return self.threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.threads or min(THREADS_MAX, cores)
 
 
 @dataclass(frozen=True, slots=True)
