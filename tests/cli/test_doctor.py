@@ -299,6 +299,7 @@ def test_a_killed_site_and_a_standby_that_has_gone_are_reported_and_the_watch_en
         eventually(lambda: (ago() or 0.0) > 1.0, BOUND_S, "it is silent")
         second = watched(monkeypatch, capsys, address, lambda: None)
         syncer.api.drain()
+        eventually(lambda: syncer.status()["phase"] == "ended", BOUND_S, "the last version")
         third = watched(monkeypatch, capsys, address, syncer.stop, lambda: pytest.fail("it goes on"))
     assert first == []
     assert second == ["begins SiteSilent a", "begins StandbyAway"]
