@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.cli.status import asked_all, syncer_addresses
 from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser, words_and_settings
 from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, towards
-from diloco.config.run_dir import LATEST
+from diloco.config.run_dir import LATEST, existing_run
 from diloco.doctor import Finding, Level, bounded, fail
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 def _watch(given: argparse.Namespace) -> ExitCode:
     """Report each condition of the run that begins or ends, until the run has ended or Ctrl-C."""
+    from diloco.cli.up import finished
     from diloco.config import compose as configs
     from diloco.config import connecting
     from diloco.doctor.syncer import Alerts, certificates
@@ -122,24 +123,34 @@ def _watch(given: argparse.Namespace) -> ExitCode:
     security = connecting.site_security(configs.compose(settings))
     target = targets[0] if targets else f"runs/{LATEST}"
     addresses = syncer_addresses(target)
+    run_dir = None if is_address(target) else existing_run(target)
     alerts, wrong, failing, phases = Alerts(), list[Finding](), set[str](), dict[str, str]()
     print(f"watching {target} at {BETWEEN.join(addresses)} every {given.every:g} s", file=sys.stderr, flush=True)
     with suppress(KeyboardInterrupt):
         while True:
-            try:
-                found = asked_all(addresses, settings)
-            except (VerbError, ConfigError) as error:
-                if not phases:  # The first look: a mistake in the command.
-                    raise
-                found = {address: {"unreachable": str(error)} for address in addresses}
+            found: dict[str, Any] = {}
+            for address in addresses:
+                try:
+                    found |= asked_all([address], settings)
+                except (VerbError, ConfigError) as error:
+                    if not phases:  # The first look: a mistake in the command.
+                        raise
+                    found[address] = {"unreachable": str(error)}
             phases |= {address: str(each["phase"]) for address, each in found.items() if "phase" in each}
-            if all("unreachable" in each and phases.get(name) == ENDED for name, each in found.items()):
+            if all("unreachable" in each for each in found.values()) and (
+                all(phases.get(address) == ENDED for address in addresses) or (run_dir and finished(run_dir))
+            ):
                 print("the run has ended", file=sys.stderr, flush=True)
                 break
             looked = bounded(
                 "tls", lambda: [each for one in addresses for each in certificates(one, security)], CHECK_S
             )
-            wrong = wrong if isinstance(looked, Finding) else looked
+            if not isinstance(looked, Finding):
+                wrong = looked
+                failing.discard("tls")
+            elif "tls" not in failing:
+                print(f"the certificates are not watched at present: {looked.says}", file=sys.stderr, flush=True)
+                failing.add("tls")
             if changes := alerts.changes(found, wrong, time.monotonic()):
                 _report(given, target, changes, failing)
             time.sleep(given.every)

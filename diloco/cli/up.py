@@ -130,7 +130,7 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
     there = run_dir.config.is_file()
     if there and resume == "never":
         raise ConfigError(f"run.resume is 'never': {run_dir.root} holds a run; take another run.name")
-    if there and _finished(run_dir):
+    if there and finished(run_dir):
         raise ConfigError(f"run {config.run.name} has finished, see {run_dir.report}; take another run.name")
     if not there and resume == "must":
         raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
@@ -170,7 +170,8 @@ def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
     return run_dir
 
 
-def _finished(run_dir: RunDir) -> bool:
+def finished(run_dir: RunDir) -> bool:
+    """Return whether every syncer of the run has written its final model."""
     return all(each.final_model.is_file() for each in syncer_dirs(configs.read(run_dir.config), run_dir))
 
 
@@ -184,7 +185,7 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
         dirs = syncer_dirs(configs.read(run_dir.config), run_dir)
     except ConfigError:
         return None  # Another version of this program wrote it, and this one cannot resume it.
-    if _finished(run_dir):
+    if finished(run_dir):
         return None
     # A run of `diloco train` has no syncer's folder: it is not a run of sites.
     return run_dir if any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in dirs) else None

@@ -341,9 +341,8 @@ def _unverified(host: str, security: SecurityOptions, alert: str, facts: Facts |
     """Say why this end refused the syncer's certificate: its dates, its host names or its signer."""
     now = datetime.datetime.now(datetime.UTC)
     if facts is not None and now > facts.ends:
-        return fail(
-            "tls", f"the syncer's certificate ended on {facts.ends:%Y-%m-%d %H:%M} UTC", _RENEW.format(host=host)
-        )
+        says = f"the syncer's certificate ended on {facts.ends:%Y-%m-%d %H:%M} UTC"
+        return fail("tls", says, _RENEW.format(host=host), ends=facts.ends.isoformat())
     if facts is not None and now < facts.begins:
         says = (
             f"the syncer's certificate is valid from {facts.begins:%Y-%m-%d %H:%M} UTC only, and here it is {now:%H:%M}"
@@ -386,7 +385,7 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
 
     try:
         facts = describe(Path(security.tls_cert).read_bytes())
-    except CertificateError as error:
+    except (CertificateError, OSError) as error:
         return [fail("files", f"site.tls_cert {security.tls_cert}: {error}", "diloco certs issue DIR --site NAME")]
     left = facts.ends - datetime.datetime.now(datetime.UTC)
     says = (
@@ -394,11 +393,12 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
     )
     remedy = f"on the authority's machine: diloco certs issue DIR --site {site_id}"
     if left < datetime.timedelta(0):
-        return [fail("files", f"site.tls_cert {security.tls_cert} ended on {facts.ends:%Y-%m-%d %H:%M} UTC", remedy)]
+        says = f"site.tls_cert {security.tls_cert} ended on {facts.ends:%Y-%m-%d %H:%M} UTC"
+        return [fail("files", says, remedy, ends=facts.ends.isoformat())]
     if len(facts.ids) != 1:
         return [fail("files", f"{says}: it must have exactly one SPIFFE id", remedy)]
     if left < datetime.timedelta(days=ENDS_SOON_DAYS):
-        return [warn("files", says, remedy)]
+        return [warn("files", says, remedy, ends=facts.ends.isoformat())]
     return [ok("files", says, ids=list(facts.ids))]
 
 
@@ -413,6 +413,8 @@ HOLDS_S: Mapping[str, float] = MappingProxyType(
 )
 """How long a condition holds before it is reported.  These names, times and the thresholds below are those of the rules
 in ``configs/monitoring/alerts.yaml``; a certificate has no metric, so no rule."""
+OF_ANY = ("SyncerAway", "StandbyDoesNotFollow", "CertificateExpires")
+"""The conditions that do not need the answer of a syncer."""
 SILENT_S = 30.0
 STALE_SHARE = 0.5
 """Share of ``outer.staleness_max`` that a site may be behind."""
@@ -471,7 +473,7 @@ def conditions(status: Mapping[str, Any], lowest: dict[str, float]) -> Iterator[
 
 
 def certificates(addresses: Sequence[str], security: SecurityOptions) -> list[Finding]:
-    """Return what is wrong with the syncers' certificates, and with this end's own; [] without TLS.
+    """Return which certificates of the syncers, and of this end, end soon or have ended; [] without TLS.
 
     Each of ``addresses`` is one syncer's, or its and its standby's.  The figure ``of`` says whose certificate it is.
     """
@@ -485,7 +487,7 @@ def certificates(addresses: Sequence[str], security: SecurityOptions) -> list[Fi
     return [
         replace(each, check="CertificateExpires", says=f"{of}: {each.says}", figures={"of": of}, address=address)
         for address, of, each in found
-        if each.level is not Level.OK
+        if each.level is not Level.OK and "ends" in each.figures
     ]
 
 
@@ -509,9 +511,10 @@ class Alerts:
             for each in (*conditions(status, self.lowest), *(each for each in others if each.address == address)):
                 about = each.figures.get("site") or each.figures.get("of")
                 holding[address, each.check, about] = replace(each, address=address)
-        silent = [address for address, status in found.items() if "unreachable" in status]
+        # A standby may answer in its syncer's place; it does not know the run's state.
+        silent = [each for each, status in found.items() if "unreachable" in status or status.get("role") == "standby"]
         for key in list(self.since_s):
-            if key not in holding and (key[0] not in silent or key[1] == "SyncerAway"):
+            if key not in holding and (key[0] not in silent or key[1] in OF_ANY):
                 del self.since_s[key]
         begun = []
         for key, each in holding.items():

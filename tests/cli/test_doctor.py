@@ -16,6 +16,9 @@ import pytest
 
 from diloco.cli import doctor
 from diloco.cli.main import main
+from diloco.config import compose as configs
+from diloco.config.errors import ExitCode, VerbError
+from diloco.config.run_dir import RunDir
 from diloco.doctor import syncer as link
 from diloco.doctor import warn
 from diloco.runs import canary
@@ -304,6 +307,34 @@ def test_a_killed_site_and_a_standby_that_has_gone_are_reported_and_the_watch_en
     assert first == []
     assert second == ["begins SiteSilent a", "begins StandbyAway"]
     assert third == []
+
+
+def test_one_syncer_that_refuses_the_watch_hides_no_other_and_a_run_folder_tells_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = {"a:1": {"phase": "running", "fragments": []}, "b:2": {"phase": "running", "fragments": []}}
+
+    def asked(addresses: list[str], settings: object) -> dict[str, dict[str, Any]]:
+        found = {address: both[address] for address in addresses}
+        if any("refused" in each for each in found.values()):
+            raise VerbError(ExitCode.FAILED, "your token is revoked")
+        return found
+
+    monkeypatch.setattr(doctor, "asked_all", asked)
+    told = watched(monkeypatch, capsys, "a:1/b:2", lambda: both.update({"b:2": {"refused": True}}), lambda: None)
+    assert told == ["begins SyncerAway"], "b's alone"
+
+    run = RunDir(tmp_path)
+    configs.write(configs.compose([]), run.config)
+    run.address.write_text("a:1")
+    both["a:1"] = {"phase": "running", "fragments": []}
+
+    def end() -> None:
+        both["a:1"] = {"unreachable": "it has ended"}
+        run.final_model.parent.mkdir(parents=True)
+        run.final_model.touch()
+
+    assert watched(monkeypatch, capsys, str(tmp_path), end, lambda: pytest.fail("it goes on")) == []
 
 
 def test_alerts_go_to_a_webhook_and_a_command_and_one_that_fails_is_named_once(

@@ -335,6 +335,7 @@ def test_without_an_answer_the_conditions_stay_and_a_site_that_has_left_is_not_s
     alerts.changes(full, [], 0.0)
     assert [(state, each.address) for state, each in alerts.changes(full, [], 300.0)] == [("begins", "a:1")]
     assert alerts.changes(gone, [], 310.0) == []
+    assert alerts.changes({"a:1": STANDBY, "b:2": STATUS}, [], 315.0) == [], "the standby answers in its place"
     assert alerts.changes(full, [], 320.0) == [], "it was away for less than its time"
     left = {"a:1": {**STATUS, "sites": {"fra": {**WELL, "status": "left", "heard_seconds_ago": 9e9}}}, "b:2": STATUS}
     assert [(state, each.check) for state, each in alerts.changes(left, [], 330.0)] == [("ends", "DiskFilling")]
@@ -354,6 +355,8 @@ def test_a_certificate_that_ends_within_days_is_a_condition_until_it_is_renewed(
         authority.issue("syncer", *LOOPBACK, ends_in_s=86400 * 90)
         eventually(lambda: not certificates([address], here), 20.0, "the syncer has read its files again")
         assert alerts.changes({address: STATUS}, certificates([address], here), 2.0) == [("ends", found)]
+        other = SecurityOptions(tls_ca=cert)
+        assert certificates([address], other) == [], "who signed it is not the watch's question, but SyncerAway's"
     assert certificates([address], PLAIN) == []
 
 
