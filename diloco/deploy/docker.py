@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from diloco.deploy.rendering import File, Process, documents, filled, networked, package, processes
+from diloco.deploy.rendering import File, Process, documents, filled, label, networked, package, processes
 from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
@@ -41,13 +41,16 @@ SEVERAL = "Not here, because they are several machines: {names}"
 
 def prepared(config: RunConfig) -> tuple[list[File], list[list[str]]]:
     """Return the files, and the commands that build the images, to be called in the files' folder."""
-    syncer = config.cluster.syncer
-    if is_loopback(syncer.listen):  # Only containers of its own network reach it.
-        syncer = replace(syncer, insecure_non_loopback=True)
-    inside = networked(replace(config, cluster=replace(config.cluster, syncer=syncer)), str)
+    syncer, site, alone = config.cluster.syncer, config.site, is_loopback(config.cluster.syncer.listen)
+    inside = config
+    if alone and is_loopback(site.syncer):  # Only containers of their own network reach each other.
+        syncer, site = replace(syncer, insecure_non_loopback=True), replace(site, insecure_non_loopback=True)
+    if not alone or is_loopback(site.syncer):  # Otherwise the sites' syncer is elsewhere, started by hand.
+        inside = networked(replace(config, site=site, cluster=replace(config.cluster, syncer=syncer)), str)
     found, calls = processes(inside), []
-    files = [File("compose.yaml", _compose(found, published=not is_loopback(config.cluster.syncer.listen)))]
-    files += [process.file() for process in found]
+    # Compose names a project by its folder, and two runs may be written into folders of one name.
+    files = [File(".env", f"COMPOSE_PROJECT_NAME={label(config.run.name or '')}\n")]
+    files += [File("compose.yaml", _compose(found, published=not alone)), *(process.file() for process in found)]
     for image, build, index in sorted({(process.image, process.build, process.index) for process in found}):
         installed = package(config, build)
         name = "Dockerfile" if image == config.launch.image else f"Dockerfile.{build}"

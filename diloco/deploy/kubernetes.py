@@ -179,6 +179,8 @@ def _container(process: Process) -> dict[str, Any]:
     return {
         "name": "diloco",
         "image": process.image,
+        # Kubernetes pulls an image anew at each start where its tag is "latest", and not where that is "latest-cpu".
+        **({"imagePullPolicy": "Always"} if ":latest-" in process.image else {}),
         "command": process.command(f"{SETTINGS}/{process.settings}"),
         "workingDir": STATE,
         "resources": {"requests": dict(resources), "limits": {"memory": resources["memory"]}},

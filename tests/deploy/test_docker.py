@@ -116,6 +116,17 @@ def test_a_service_starts_its_process_with_its_settings_and_its_disk(tmp_path: P
     assert "deploy" not in amd
 
 
+def test_a_token_goes_over_the_containers_own_network_and_a_syncer_elsewhere_is_not_started_here() -> None:
+    config = named("site.token_file=tok", "cluster.syncer.tokens_file=tokens.json")
+    texts = files(config)
+    assert texts[".env"] == "COMPOSE_PROJECT_NAME=first\n"
+    assert yaml.safe_load(texts["site-a.config.yaml"])["site"]["insecure_non_loopback"] is True
+    texts = files(named("site.syncer=syncer.example.org:7077", "site.token_file=tok", "site.tls_ca=system"))
+    assert "syncer" not in yaml.safe_load(texts["compose.yaml"])["services"]
+    told = yaml.safe_load(texts["site-a.config.yaml"])["site"]
+    assert (told["syncer"], told["insecure_non_loopback"]) == ("syncer.example.org:7077", False)
+
+
 def test_processes_elsewhere_reach_a_syncer_that_is_to_be_reached() -> None:
     secured = ["cluster.syncer.tls_cert=certs/syncer.pem", "cluster.syncer.tls_key=certs/syncer.key"]
     secured += ["cluster.syncer.tls_ca=certs/ca.pem", "cluster.syncer.require_client_cert=true"]

@@ -177,6 +177,11 @@ def test_pods_get_the_accelerators_and_the_image_of_their_vendor(tmp_path: Path)
         "site-a": "latest",
         "fra": "latest-rocm",
     }
+    assert [containers[name].get("imagePullPolicy") for name in ("syncer", "site-a", "fra")] == [
+        "Always",
+        None,
+        "Always",
+    ]
     assert containers["fra"]["resources"]["limits"].keys() == {"memory", "amd.com/gpu"}
     assert containers["site-a"]["resources"]["limits"].keys() == {"memory", "nvidia.com/gpu"}
     assert pod_of(found["fra"])["initContainers"][0]["image"] == "diloco:latest-rocm"

@@ -247,6 +247,8 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     unshare = ["unshare", "--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"]
+    if subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("this container may not make namespaces")
     with contextlib.ExitStack() as ending:
         outside = subprocess.Popen([*unshare, "sh", "-c", NAMESPACE.format(head=HEAD, folder=folder)])
         ending.callback(outside.wait, 20)
