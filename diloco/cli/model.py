@@ -107,8 +107,8 @@ def _folder_for(to: str) -> Iterator[Path]:
 
     with _reaching(to):
         files, root = files_of(to, "--to")
-        there = files.exists(f"{root}/config.json")
-    require(not there, "--to", to, "a model is there already; name a new folder")
+        there = files.exists(root) and bool(files.ls(root, detail=False))
+    require(not there, "--to", to, "files are there already; name a new folder")
     with TemporaryDirectory(prefix="diloco-export-") as here:
         folder = Path(here) / "model"
         yield folder
@@ -121,7 +121,7 @@ def _folder_for(to: str) -> Iterator[Path]:
                     files.put_file(str(path), copied[-1])
         except BaseException:
             for name in copied:
-                with suppress(OSError):  # The last one may not be there.
+                with suppress(Exception):  # The last one may not be there; the error of the copy is the one to raise.
                     files.rm_file(name)
             raise
 

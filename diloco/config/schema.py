@@ -615,8 +615,9 @@ class OuterSection:
     restarts."""
     publish: list[str] = field(default_factory=list)
     """Buffers that are exchanged beside the parameters: patterns of their names, as in *.running_mean. They are one
-    more fragment, sent in fp32, whose version is the weighted mean of the sites' values, whatever the outer rule and
-    the codec are. Only those of floating point: a counter stays at its site. Needs model.kind=file."""
+    more fragment, sent in fp32, whose version is the weighted mean of the values of the round's sites (of its updates
+    with merge_by=update), whatever the outer rule and the codec are. Only those of floating point that the model writes
+    in place: a counter stays at its site. Needs model.kind=file."""
     num_syncers: int = 1
     """Syncers over which the fragments are placed, by their bytes and syncer_mbps."""
     syncer_mbps: list[float] = field(default_factory=list)

@@ -100,12 +100,13 @@ def identity_lines(out: LineWriter | TextIO) -> Callable[[Event], None]:
     return write
 
 
-def send_traces(log: EventLog, config: RunConfig, stack: ExitStack) -> None:
+def send_traces(log: EventLog, config: RunConfig, stack: ExitStack, notes: EventLog | None = None) -> None:
     """Send the spans of ``log``'s events to the collector that OpenTelemetry's environment variables name, if any.
 
-    ``stack`` ends that, and must close ``log`` first.  A note says what is in the way: it never ends a run.
+    ``stack`` ends that, and must close ``log`` first.  A note in ``notes`` (default: ``log``) says what is in the way:
+    it never ends a run.
     """
-    said = os.environ
+    said, notes = os.environ, notes or log
     names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     name = next((each for each in names if said.get(each)), "")
     wanted = said.get("OTEL_SDK_DISABLED") != "true" and said.get("OTEL_TRACES_EXPORTER", "otlp") == "otlp"
@@ -119,15 +120,15 @@ def send_traces(log: EventLog, config: RunConfig, stack: ExitStack) -> None:
 
         from diloco.observe.traces import Complaints, Traces
 
-        complaints, of_sdk = Complaints(log, name), logging.getLogger("opentelemetry")
+        complaints, of_sdk = Complaints(notes, name), logging.getLogger("opentelemetry")
         of_sdk.addHandler(complaints)
         stack.callback(of_sdk.removeHandler, complaints)
         traces = Traces(config.run.name or "", log.who, OTLPSpanExporter())
         log.follow(traces.take)
         stack.callback(traces.close)
-    except (ImportError, ValueError) as error:  # The SDK is not installed, or refuses one of its variables.
-        why = error if isinstance(error, ValueError) else "pip install 'diloco[otel]'"
-        log.emit("note", {"note": "traces", "why": f"{name}: no traces are sent: {why}"})
+    except Exception as error:  # The SDK is not installed, refuses a variable, or was made for other packages.
+        why = "pip install 'diloco[otel]'" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        notes.emit("note", {"note": "traces", "why": f"{name}: no traces are sent: {why}"})
 
 
 # --- The event logs of a syncer --------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def syncer_log(config: RunConfig, stack: ExitStack) -> EventLog:
     name = syncer_name(config.cluster.syncer.index)
     whole_run = EventLog(run_dir_of(config).events, name) if has_several(config) else None
     log = EventLog(syncer_dir(config).events, name, also=identity_lines(lines_to(sys.stderr, name)))
-    send_traces(whole_run or log, config, stack)
+    send_traces(whole_run or log, config, stack, notes=log)
     if whole_run is not None:
         stack.callback(whole_run.close)  # After the other log, which writes to it.
     stack.callback(log.close)

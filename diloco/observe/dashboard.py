@@ -404,10 +404,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif (text := order.decode(errors="replace")) not in orders_of(dashboard.ask()[1]):
             status, said = HTTPStatus.CONFLICT, "this is no longer offered: look at the page again"
         else:
+            done = list[str]()
             try:
-                status, said = HTTPStatus.OK, f"done at {', '.join(dashboard.operate(json.loads(text), token))}"
-            except (VerbError, ConfigError) as error:
-                status, said = HTTPStatus.FORBIDDEN, str(error)
+                done += dashboard.operate(json.loads(text), token)
+                status, said = HTTPStatus.OK, ""
+            except (VerbError, ConfigError) as error:  # The other syncers have done it.
+                said = str(error)
+            said = "; ".join(filter(None, (f"done at {', '.join(done)}" if done else "", said)))
         self._answer(status, "text/plain; charset=utf-8", f"{said}\n")
 
     def _is_foreign(self, *origins: str | None) -> bool:

@@ -88,7 +88,7 @@ def test_a_version_is_sent_to_a_url_whole_or_not_at_all(
     assert main([*asked, str(tmp_path / "model")]) == 0
     there = {Path(name).name: files.cat_file(name) for name in files.find(root)}
     assert there == {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    refused(2, "a model is there already", *asked, url)
+    refused(2, "files are there already", *asked, url)
 
 
 def test_a_syncer_says_of_which_model_its_values_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
