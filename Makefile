@@ -249,5 +249,5 @@ kernels:
 	@$(VENV) .venv-protos && .venv-protos/bin/pip install -q grpcio-tools==1.76.0 && touch $@
 
 protos: .venv-protos/.ready
-	.venv-protos/bin/python -m grpc_tools.protoc --proto_path=protos --python_out=. --pyi_out=. --grpc_python_out=. \
+	.venv-protos/bin/python -m grpc_tools.protoc --proto_path=protos --python_out=. --pyi_out=. \
 	    protos/diloco/wire/v1/*.proto

@@ -238,7 +238,7 @@ def test_generated_code_is_fresh(tmp_path: Path) -> None:
     if python is None:
         pytest.skip(f"grpcio-tools {VERSION} is not installed: `make protos` brings it")
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos").rglob("*.proto"))
-    flags = ["--proto_path=protos", *(f"--{kind}={tmp_path}" for kind in ("python_out", "pyi_out", "grpc_python_out"))]
+    flags = ["--proto_path=protos", *(f"--{kind}={tmp_path}" for kind in ("python_out", "pyi_out"))]
     subprocess.run([python, "-m", "grpc_tools.protoc", *flags, *protos], cwd=ROOT, check=True, timeout=120)
     made = {path.relative_to(tmp_path): path.read_text("utf-8") for path in tmp_path.rglob("*_pb2*")}
     kept = {path.relative_to(ROOT): path.read_text("utf-8") for path in (ROOT / "diloco/wire/v1").glob("*_pb2*")}
