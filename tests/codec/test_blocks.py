@@ -19,7 +19,6 @@ from tests.codec.values import (
     ALL,
     FP32_MAX,
     NOT_FINITE,
-    drawn,
     exponent_of,
     packed,
     power,
@@ -30,7 +29,6 @@ from tests.codec.values import (
     slow_units,
 )
 
-INT8 = Int8Codec("int8:4", 4)
 NO_SCALES = (0x7F80, 0x7FC0, 0xFF80, 0xBF80, 0x8000, 0x0001)
 """Infinite, no number, negative, minus zero, subnormal."""
 
@@ -241,11 +239,3 @@ def test_values_beside_a_tie_go_to_their_own_side() -> None:
         payload = codec.encode(values)
         codes = torch.frombuffer(bytearray(payload[values.numel() :]), dtype=torch.int8)
         assert torch.equal(codes.view(128, 127, 2)[..., 1], expected.to(torch.int8).expand(128, 127))
-
-
-def test_a_product_is_exact_so_every_kernel_has_the_same_bits() -> None:
-    payload = INT8.encode(drawn(4001, 4))
-    scales, codes = unpack("<1001H", payload[:2002]), unpack("<4001b", payload[2002:])
-    for i, (code, value) in enumerate(zip(codes, INT8.decode(payload, 4001).tolist(), strict=True)):
-        (scale,) = unpack("<f", pack("<I", scales[i // 4] << 16))
-        assert Fraction(value) == Fraction(scale) * code
