@@ -160,14 +160,11 @@ def test_a_constant_version_is_reached(name: str, versions: int, left: float) ->
     assert float((theta - published).abs().max()) <= left
 
 
-def test_two_roundings() -> None:
+def test_two_roundings_and_the_arguments_stay_as_they_are() -> None:
     """The decoded value is fp32 before it is added; a fused multiply-add would keep more of it."""
     codec, published = make_codec("int8"), drawn(4001, 3)
     payload, after = publish(published * 1.3, published, codec)
     assert torch.equal(after, (codec.decode(payload, 4001).double() + published.double()).float())
-
-
-def test_the_arguments_stay_as_they_are() -> None:
     for name in CODECS:
         theta, published = torch.ones(40), torch.full((40,), 0.5)
         payload, after = publish(theta, published, make_codec(name))
@@ -209,23 +206,15 @@ def test_it_gives_the_bits_of_the_whole_payload_at_once(name: str, like: str) ->
 
 
 @pytest.mark.parametrize("name", ["int4:32", "int4:32+zstd1", "fp32"])
-def test_what_has_come_is_made_before_the_rest_is_here(name: str) -> None:
-    held, payload, after = made(name)
-    memory, out = bytearray(len(payload)), torch.full((NUMEL,), float("nan"))
-    memory[: len(payload) - 1] = payload[:-1]
-    arriving = Arriving(held, memoryview(memory), make_codec(name), out)
-    arriving.come(len(payload) - 1)
-    assert torch.equal(out[: 3 * AT_ONCE], after[: 3 * AT_ONCE])
-    assert out[3 * AT_ONCE :].isnan().all()
-
-
-def test_one_word_of_what_has_come_makes_no_more_than_so_many_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_come_is_made_before_the_rest_is_here_in_no_more_than_so_many_ranges_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("diloco.codec.site_pass.RANGES_MAX", 2)
-    held, payload, after = made("int4:32")
+    held, payload, after = made(name)
     out = torch.full((NUMEL,), float("nan"))
-    arriving = Arriving(held, memoryview(payload), make_codec("int4:32"), out)
-    for stop in (2 * AT_ONCE, NUMEL):
-        arriving.come(len(payload))
+    arriving = Arriving(held, memoryview(payload), make_codec(name), out)
+    for come, stop in ((len(payload) - 1, 2 * AT_ONCE), (len(payload) - 1, 3 * AT_ONCE), (len(payload), NUMEL)):
+        arriving.come(come)
         assert torch.equal(out[:stop], after[:stop])
         assert out[stop:].isnan().all()
     assert arriving.finish() == digest(after)
