@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable
 from fractions import Fraction
 from struct import pack, unpack
@@ -146,7 +145,8 @@ def slow_int(values: list[float], block: int, bits: int) -> bytes:
         scale_bits = max(bf16_up(fp32(peak / code_max)), 0x0080) if peak else 0
         (scale,) = unpack("<f", pack("<I", scale_bits << 16))
         scales.append(scale_bits)
-        codes += [round(Fraction(x) / Fraction(scale)) if scale else 0 for x in part]
+        held = int(Fraction(FP32_MAX) / Fraction(scale)) if scale else 0  # No value is decoded beyond fp32.
+        codes += [max(-held, min(held, round(Fraction(x) / Fraction(scale)))) if scale else 0 for x in part]
     if bits == 8:
         return pack(f"<{len(scales)}H{len(codes)}b", *scales, *codes)
     nibbles = [code + 8 for code in codes] + [8] * (len(codes) % 2)
@@ -199,6 +199,10 @@ SLOW: dict[str, Callable[[list[float]], bytes]] = {
     "int2:8": lambda values: slow_means(values, 8, 2),
     "sign:8": lambda values: slow_means(values, 8, 1),
     "e3m0:8": lambda values: slow_e3m0(values, 8),
+    "int8:4": lambda values: slow_int(values, 4, 8),
+    "int8:128": lambda values: slow_int(values, 128, 8),
+    "int4:4": lambda values: slow_int(values, 4, 4),
+    "int4:32": lambda values: slow_int(values, 32, 4),
 }
 
 
@@ -210,18 +214,6 @@ def test_against_the_format_written_slowly(name: str, kind: str) -> None:
     if name == "e3m0:8":  # What is decoded is encoded to the same bytes.
         payload = codec.encode(values)
         assert codec.encode(codec.decode(payload, values.numel())) == payload
-
-
-@pytest.mark.parametrize(("bits", "block"), [(8, 4), (8, 128), (4, 4), (4, 32)])
-def test_int8_and_int4_against_the_format_written_slowly(bits: int, block: int) -> None:
-    codec = make_codec(f"int{bits}:{block}")
-    for seed in range(40):
-        rng = random.Random(seed)
-        spread = rng.choice([0, 3, 120])
-        values = [fp32(rng.gauss(0, 1) * 2.0 ** rng.randint(-spread, spread)) for _ in range(rng.randint(1, 300))]
-        if seed % 3 == 0:
-            values = [round(v) / 2 for v in values] if spread == 3 else values
-        assert codec.encode(torch.tensor(values)) == slow_int(values, block, bits), f"seed {seed}"
 
 
 def test_values_beside_a_tie_go_to_their_own_side() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,30 +136,6 @@ def all_of(requests: Iterator[bytes]) -> list[PushPart]:
     while not (parts and isinstance(parts[-1], PushCommit)):
         parts.append(unpack_push(next(requests)))
     return parts
-
-
-def test_after_breaks_no_more_is_on_its_way_than_can_be_spared(aside: Callable[..., Any]) -> None:
-    payload, sent = bytes(MIB), [0]
-    push = sending([], payload, breaks=9)
-    requests = push.requests()
-    assert unpack_push(next(requests)) == dataclasses.replace(push_header(payload), frames=True, progress=True)
-    push.admit(PushAdmitted(0, True))
-
-    def read() -> None:
-        for part in map(unpack_push, requests):
-            if isinstance(part, PushCommit):
-                return
-            sent[0] += len(part.data) if isinstance(part, Frame) else 0
-
-    committed = aside(read)
-    for held in range(0, MIB - 192 * KIB, 64 * KIB):
-        assert not wait_until(committed.done, seconds=0.02)
-        assert held < sent[0] <= held + 128 * KIB
-        push.held(held + 64 * KIB)
-    push.held(MIB)
-    committed.result(WAIT_S)
-    push.stop()
-    assert sent[0] == MIB
 
 
 def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:
