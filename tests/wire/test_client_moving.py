@@ -32,7 +32,9 @@ def two(start: Callable[..., Wired]) -> tuple[Wired, Wired, SyncClient]:
     return one, other, one.client(address=f"{one.server.address}, {other.server.address}")
 
 
-def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]) -> None:
+def test_everything_goes_where_the_site_was_taken_in_and_what_was_learned_of_one_link_holds_for_no_other(
+    start: Callable[..., Wired],
+) -> None:
     one, other, client = two(start)
     follower = one.client(address=f"{one.server.address}, {other.server.address}")  # As in another process.
     one.syncer.join_fails = AWAY
@@ -51,8 +53,14 @@ def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]
     assert one.syncer.calls == ["join"]
     assert client.bytes_up > 0
     up, down = client.bytes_up, client.bytes_down
+    for way in (client._up, client._down):
+        way.bytes_per_s = 1_000_000
+    client.join(join_ask())
+    assert client._rtt_s > 0
+    assert client._up.bytes_per_s == client._down.bytes_per_s == 1_000_000
     one.syncer.join_fails, other.syncer.join_fails = None, AWAY
     client.join(join_ask())
+    assert client._rtt_s == client._up.bytes_per_s == client._down.bytes_per_s == 0
     client.push(push_header(b"four"), b"four")
     client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
     assert one.syncer.calls == ["join", "join", "open_push", "pull"]
@@ -62,20 +70,6 @@ def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]
         client.join(join_ask())
     client.report(report_info())
     assert one.syncer.calls[-1] == "report", "what a site has goes nowhere that has not taken it in"
-
-
-def test_what_was_learned_of_one_link_holds_for_no_other(start: Callable[..., Wired]) -> None:
-    one, _, client = two(start)
-    client.join(join_ask())
-    for way in (client._up, client._down):
-        way.bytes_per_s = 1_000_000
-    client.report(report_info())
-    client.join(join_ask())
-    assert client._rtt_s > 0
-    assert client._up.bytes_per_s == client._down.bytes_per_s == 1_000_000
-    one.syncer.join_fails = AWAY
-    client.join(join_ask())
-    assert client._rtt_s == client._up.bytes_per_s == client._down.bytes_per_s == 0
 
 
 SLIP = Refusal(Status.PERMISSION_DENIED, "site site-a is not in the permissions of this run")

@@ -138,36 +138,6 @@ def test_memory_of_about_the_same_length_is_used_again(length: int) -> None:
     assert (pulled.parts[0].obj is memory) == (11 <= length <= 21)
 
 
-def test_a_listener_is_told_how_many_bytes_from_the_first_on_are_there_until_an_attempt_breaks_off() -> None:
-    told: list[tuple[int, bytes]] = []
-    headers: list[PullHeader] = []
-
-    def begin(header: PullHeader, payload: memoryview) -> object:
-        headers.append(header)
-        assert payload.readonly
-        assert len(payload) == len(JOINED)
-        return lambda count: told.append((count, bytes(payload[:count])))
-
-    sink = PullSink(begun=begin, broken=lambda: told.append((0, b"broken")))  # type: ignore[arg-type]
-    sink.begin(HEADER)
-    for start, stop in ((8, 12), (0, 4), (12, 21), (4, 8)):
-        sink.accept(Frame(start, memoryview(JOINED)[start:stop]))
-    assert told == [(count, JOINED[:count]) for count in (0, 4, 4, 21)]
-    sink.begin(HEADER)
-    assert headers == [HEADER], "it goes on with what it has"
-    sink.finish()
-    sink.begin(HEADER)
-    assert headers == [HEADER, HEADER]
-    sink.accept(Frame(0, memoryview(JOINED)[:4]))
-    told.clear()
-    sink.broke_off()
-    sink.begin(HEADER)
-    assert sink.offset == 4, "what came is kept"
-    sink.accept(Frame(4, memoryview(JOINED)[4:]))
-    assert told == [(0, b"broken")], "a listener is told no more after an attempt broke off"
-    assert b"".join(sink.finish().parts) == JOINED
-
-
 def test_one_pull_goes_over_several_streams_and_each_byte_once_and_a_short_one_over_one(
     wired: Wired, relay: Relay
 ) -> None:
