@@ -50,10 +50,7 @@ def test_bytes(chunk: int, bits: int) -> None:
     indices = sum(place << number * bits for number, place in enumerate(places)).to_bytes(bits // 2, "little")
     assert payload == struct.pack("<2H", 0x3F80, 0x4080) + indices + bytes([0b11_00_01_10])
     assert torch.equal(codec.decode(payload, chunk), values)
-
-
-def test_of_equal_ones_the_first_are_kept() -> None:
-    values = torch.zeros(256)
+    values = torch.zeros(256)  # Of equal ones the first are kept.
     values[200] = -3.0
     payload = SMALL.encode(values)
     assert payload == struct.pack("<2H", 0, 0x4040) + bytes([0, 1, 2, 200, 0b11_00_00_00])

@@ -196,11 +196,12 @@ def test_what_a_syncer_of_an_older_epoch_answers_counts_for_nothing(wired: Wired
     assert client.pull(ASK, PullSink()).header.version == 3
 
 
-def test_events_come_as_they_happen_and_cancel_wakes_the_thread_that_iterates(
+def test_events_come_as_they_happen_until_cancel_or_close_wakes_the_thread_and_a_closed_client_is_unreachable(
     wired: Wired, aside: Callable[..., Any]
 ) -> None:
     told = [Published(2, 0, 4, DIGEST, 5, 6), FateTold(FATE), FinalAnnounced(Ending.FINISHED)]
-    with wired.client().watch(1) as stream:
+    client = wired.client()
+    with client.watch(1) as stream:
         assert next(stream) == Alive()
         for event in told:
             wired.syncer.feeds[0].events.put(event)
@@ -210,10 +211,6 @@ def test_events_come_as_they_happen_and_cancel_wakes_the_thread_that_iterates(
         stream.cancel()
         assert rest.result(WAIT_S) == []
     assert wired.syncer.feeds[0].closed.wait(WAIT_S)
-
-
-def test_a_closed_client_is_unreachable_and_ends_what_is_under_way(wired: Wired, aside: Callable[..., Any]) -> None:
-    client = wired.client()
     stream = client.watch(1)
     next(stream)
     rest = aside(list, stream)

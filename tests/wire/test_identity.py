@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +70,6 @@ def test_a_token_says_who_calls_and_is_never_shown(authenticator: Authenticator)
     assert "token_digest" not in repr(found)
     assert "certificate" not in repr(found)
     assert A not in repr(SecurityOptions(token=A))
-
-
-def test_only_roles_read_as_no_site(authenticator: Authenticator) -> None:
-    site, admin = authenticator.identify(Context(A)), authenticator.identify(Context(ADMIN))
-    site.check_reader("a")
-    replace(site, grant=Grant(roles=frozenset({"observer"}))).check_reader("")
-    admin.check_reader("")
-    for reader, name in ((site, ""), (site, "b"), (admin, "a")):
-        denied = refusal(lambda reader=reader, name=name: reader.check_reader(name))
-        assert denied.status is Status.PERMISSION_DENIED
 
 
 def test_a_right_that_is_withdrawn_is_missing_from_the_next_look_on(tmp_path: Path) -> None:
