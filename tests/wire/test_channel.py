@@ -250,6 +250,7 @@ def test_a_full_bucket_passes_a_burst_and_then_its_rate_whatever_that_is_and_so_
     assert rates.take("a", 1.0, 0.1, 40.0) == pytest.approx(20.0, abs=0.1)
     assert rates.take("a", 1.0, 0.1, 69.9) > 0
     assert rates.take("a", 1.0, 0.1, 70.1) == 0.0
+    assert [rates.take("b", 0.5, 0.1, 0.0) for _ in range(3)] == [0.0, 0.0, pytest.approx(5.0)]
     rates = Rates(burst_s=1.0, callers_max=3)
     for number in range(100):
         rates.take(f"caller {number}", 100.0, 1.0, 0.0)
