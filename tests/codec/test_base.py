@@ -32,6 +32,7 @@ from diloco.codec.base import (
     is_sha256,
     shorter,
 )
+from diloco.codec.kernel_library import PLAIN as PLAIN_TORCH
 from diloco.codec.registry import make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.values import ALL, NOT_FINITE, drawn, error_bound, running, same, samples
@@ -70,17 +71,14 @@ def test_memory_stays_with_whatever_can_still_read_it(reader: object) -> None:
     assert buffers.values(NUMEL).data_ptr() == at
 
 
-def test_no_more_than_the_bound_lies_idle_also_of_what_referred_to_itself() -> None:
+def test_no_more_than_the_bound_lies_idle_and_what_is_too_short_or_far_too_long_is_not_used() -> None:
     buffers = Buffers(2)
-    held: list[object] = [buffers.values(NUMEL) for _ in range(5)]
-    held.append(held)
-    del held
+    referring: list[object] = [buffers.values(NUMEL) for _ in range(5)]
+    referring.append(referring)
+    del referring
     gc.collect(1)
     assert sum(each.nbytes for each in buffers._spare) == 2 * (4 * NUMEL + ALIGNMENT)
     assert Buffers(0).values(NUMEL).numel() == NUMEL
-
-
-def test_memory_that_is_too_short_or_far_too_long_is_not_used_and_one_piece_of_it_is_let_go() -> None:
     buffers = Buffers(3)
     held = [buffers.raw(size) for size in (100, 10_000)]
     short, long = (each.data_ptr() for each in held)
@@ -118,11 +116,16 @@ DATA = random.Random(4).randbytes(100_003)
 SHA256 = hashlib.sha256(DATA).hexdigest()
 
 
-def test_the_form_of_today_is_known_to_the_bit() -> None:
+def test_the_forms_of_today_and_of_earlier_versions_are_known_to_the_bit() -> None:
     """From the reference vectors of XXH3: files that were written today are to be read in ten years."""
     assert digest_of(b"") == "xxh3:99aa06d3014798d86001c324468d497f"
     assert digest_of(b"diloco") == digest_of(bytearray(b"diloco")) == digest_of(memoryview(b"diloco"))
     assert len(digits(digest_of(DATA))) == 32
+    assert shorter(digest_of(b"")) == "xxh3:99aa06d30147"
+    assert digest_of(DATA, like=SHA256) == SHA256
+    assert is_sha256(SHA256)
+    assert not is_sha256("")
+    assert (digits(SHA256), shorter(SHA256)) == (SHA256, SHA256[:12])
 
 
 @pytest.mark.parametrize("like", ["", "xxh3:" + "0" * 32, "0" * 64])
@@ -134,14 +137,6 @@ def test_pieces_make_the_same_as_the_whole_in_either_form(like: str, piece: int)
         found.update(memoryview(data)[begin : begin + piece])
     assert found.text() == digest_of(data, like)
     assert is_sha256(found.text()) == (like == "0" * 64)
-
-
-def test_the_form_of_earlier_versions_is_sha256() -> None:
-    assert digest_of(DATA, like=SHA256) == SHA256
-    assert is_sha256(SHA256)
-    assert not is_sha256("")
-    assert (digits(SHA256), shorter(SHA256)) == (SHA256, SHA256[:12])
-    assert shorter(digest_of(b"")) == "xxh3:99aa06d30147"
 
 
 def test_a_digest_of_values_is_that_of_their_little_endian_bytes() -> None:
@@ -161,7 +156,7 @@ MORE = [*PLAIN, *STAGED, "int8:6", "int4:4094", "topk:4096x1024", "int2:4096"]
 
 
 @pytest.mark.parametrize("name", PLAIN + STAGED)
-def test_error_bound_length_and_determinism(name: str) -> None:
+def test_12_error_bound_length_and_determinism(name: str) -> None:
     codec = make_codec(name)
     lengths = {f"{numel}": drawn(numel, numel) for numel in (0, 1, 2, 31, 32, 33, 127, 129, 262_144, 262_277)}
     for kind, values in (samples(0) | lengths).items():
@@ -184,7 +179,7 @@ def test_error_bound_length_and_determinism(name: str) -> None:
 
 @pytest.mark.parametrize("level", ALL)
 @pytest.mark.parametrize("name", MORE)
-def test_what_is_not_finite_is_never_encoded(name: str, level: str) -> None:
+def test_12_what_is_not_finite_is_never_encoded(name: str, level: str) -> None:
     codec, places = make_codec(name), ((1, 0), (5000, 0), (5000, 2047), (5000, 4999), (300_001, 299_000))
     far = torch.full((3,), 3e38)
     with running(level):
@@ -206,8 +201,9 @@ def test_the_number_of_threads_does_not_show(name: str) -> None:
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            payload = codec.encode(values)
-            found.append((payload, codec.decode(payload, values.numel())))
+            with running(PLAIN_TORCH):
+                payload = codec.encode(values)
+                found.append((payload, codec.decode(payload, values.numel())))
     finally:
         torch.set_num_threads(before)
     assert found[0][0] == found[1][0]
@@ -257,36 +253,6 @@ def test_hostile_payloads(name: str) -> None:
             damaged[rng.randrange(len(damaged))] = rng.choice([0, 0x7F, 0x80, 0xFF, rng.randint(0, 255)])
         outcomes |= {decoded(each, numel, f"{name}, seed {seed}") is None for each in (noise, bytes(damaged))}
     assert outcomes == {True, False}
-
-
-@pytest.mark.parametrize(("name", "block", "code_max"), [("int4:32", 32, 7), ("int8:128", 128, 127)])
-def test_12_a_rounded_value_is_within_half_a_scale(name: str, block: int, code_max: int) -> None:
-    """In numbers of its own, beside the bound that the codec states of itself."""
-    values = torch.randn(64 * block, generator=torch.Generator().manual_seed(1)) * 1e-3
-    codec = make_codec(name)
-    payload = bytes(codec.encode(values))
-    scales = torch.tensor(
-        [struct.unpack("<f", b"\0\0" + payload[2 * at : 2 * at + 2])[0] for at in range(64)], dtype=torch.float64
-    )
-    peaks = values.view(64, block).abs().amax(dim=1).double()
-    assert bool((scales * code_max >= peaks * (1 - 1e-7)).all()), "the largest value has no code"
-    assert bool((scales * code_max <= peaks * (1 + 2**-7)).all()), "wider than bf16 asks for"
-    off = (codec.decode(payload, values.numel()).double() - values.double()).abs().view(64, block)
-    assert bool((off <= scales[:, None] / 2 * (1 + 1e-6)).all())
-    assert float((off / scales[:, None]).max()) > 0.49
-
-
-def test_12_a_power_of_two_is_within_a_third() -> None:
-    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    codec = make_codec("e3m0:128")
-    found = codec.decode(codec.encode(values.view(-1)), values.numel()).view(64, 128)
-    tops = found.abs().amax(dim=1, keepdim=True)
-    share, off = values.abs() / tops, (found - values).abs()
-    is_large = share >= 0.75 / 64
-    assert bool((off[is_large] <= values.abs()[is_large] / 3 * (1 + 1e-6)).all())
-    assert bool((off <= tops / 128)[~is_large].all())
-    assert 0 < int((~is_large).sum()) < is_large.numel() // 20
-    assert float((off / values.abs())[is_large].max()) > 0.32
 
 
 def test_what_is_decoded_may_be_written_to_without_a_change_of_the_payload() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable
 from fractions import Fraction
 from struct import pack, unpack
@@ -19,7 +18,6 @@ from tests.codec.values import (
     ALL,
     FP32_MAX,
     NOT_FINITE,
-    drawn,
     exponent_of,
     packed,
     power,
@@ -30,7 +28,6 @@ from tests.codec.values import (
     slow_units,
 )
 
-INT8 = Int8Codec("int8:4", 4)
 NO_SCALES = (0x7F80, 0x7FC0, 0xFF80, 0xBF80, 0x8000, 0x0001)
 """Infinite, no number, negative, minus zero, subnormal."""
 
@@ -148,7 +145,8 @@ def slow_int(values: list[float], block: int, bits: int) -> bytes:
         scale_bits = max(bf16_up(fp32(peak / code_max)), 0x0080) if peak else 0
         (scale,) = unpack("<f", pack("<I", scale_bits << 16))
         scales.append(scale_bits)
-        codes += [round(Fraction(x) / Fraction(scale)) if scale else 0 for x in part]
+        held = int(Fraction(FP32_MAX) / Fraction(scale)) if scale else 0  # No value is decoded beyond fp32.
+        codes += [max(-held, min(held, round(Fraction(x) / Fraction(scale)))) if scale else 0 for x in part]
     if bits == 8:
         return pack(f"<{len(scales)}H{len(codes)}b", *scales, *codes)
     nibbles = [code + 8 for code in codes] + [8] * (len(codes) % 2)
@@ -201,6 +199,10 @@ SLOW: dict[str, Callable[[list[float]], bytes]] = {
     "int2:8": lambda values: slow_means(values, 8, 2),
     "sign:8": lambda values: slow_means(values, 8, 1),
     "e3m0:8": lambda values: slow_e3m0(values, 8),
+    "int8:4": lambda values: slow_int(values, 4, 8),
+    "int8:128": lambda values: slow_int(values, 128, 8),
+    "int4:4": lambda values: slow_int(values, 4, 4),
+    "int4:32": lambda values: slow_int(values, 32, 4),
 }
 
 
@@ -212,18 +214,6 @@ def test_against_the_format_written_slowly(name: str, kind: str) -> None:
     if name == "e3m0:8":  # What is decoded is encoded to the same bytes.
         payload = codec.encode(values)
         assert codec.encode(codec.decode(payload, values.numel())) == payload
-
-
-@pytest.mark.parametrize(("bits", "block"), [(8, 4), (8, 128), (4, 4), (4, 32)])
-def test_int8_and_int4_against_the_format_written_slowly(bits: int, block: int) -> None:
-    codec = make_codec(f"int{bits}:{block}")
-    for seed in range(40):
-        rng = random.Random(seed)
-        spread = rng.choice([0, 3, 120])
-        values = [fp32(rng.gauss(0, 1) * 2.0 ** rng.randint(-spread, spread)) for _ in range(rng.randint(1, 300))]
-        if seed % 3 == 0:
-            values = [round(v) / 2 for v in values] if spread == 3 else values
-        assert codec.encode(torch.tensor(values)) == slow_int(values, block, bits), f"seed {seed}"
 
 
 def test_values_beside_a_tie_go_to_their_own_side() -> None:
@@ -241,11 +231,3 @@ def test_values_beside_a_tie_go_to_their_own_side() -> None:
         payload = codec.encode(values)
         codes = torch.frombuffer(bytearray(payload[values.numel() :]), dtype=torch.int8)
         assert torch.equal(codes.view(128, 127, 2)[..., 1], expected.to(torch.int8).expand(128, 127))
-
-
-def test_a_product_is_exact_so_every_kernel_has_the_same_bits() -> None:
-    payload = INT8.encode(drawn(4001, 4))
-    scales, codes = unpack("<1001H", payload[:2002]), unpack("<4001b", payload[2002:])
-    for i, (code, value) in enumerate(zip(codes, INT8.decode(payload, 4001).tolist(), strict=True)):
-        (scale,) = unpack("<f", pack("<I", scales[i // 4] << 16))
-        assert Fraction(value) == Fraction(scale) * code

@@ -37,7 +37,7 @@ def test_noise_goes_raw_with_one_byte_more() -> None:
     assert torch.equal(CODEC.decode(payload, NUMEL), values)
 
 
-@pytest.mark.parametrize("codec", ["int4:32+zstd1", "int4:32+auto", "e3m0:128+zstd1", "fp32+zstd1"])
+@pytest.mark.parametrize("codec", ["int4:32+zstd1", "int4:32+auto"])
 def test_values_that_did_not_change_cost_next_to_nothing(codec: str) -> None:
     """Such as an expert that no token of a site chose, alone in a fragment or beside others."""
     numel, made = 8 * 100_000, make_codec(codec)
@@ -62,7 +62,7 @@ def behind(header_of: bytes, blocks_of: bytes) -> bytes:
     return header_of[: zstandard.frame_header_size(header_of)] + blocks_of[zstandard.frame_header_size(blocks_of) :]
 
 
-def test_what_is_no_frame_of_that_size_is_refused() -> None:
+def test_what_is_no_frame_of_that_size_or_has_a_large_window_is_refused() -> None:
     good, bomb, skippable = frame(bytes(RAW_BYTES)), frame(bytes(2**26)), b"\x50\x2a\x4d\x18"
     sizes = (RAW_BYTES - 4, RAW_BYTES + 4, 2**28)
     cases = [
@@ -82,12 +82,8 @@ def test_what_is_no_frame_of_that_size_is_refused() -> None:
     for wrong in (b"", b"\2" + bytes(RAW_BYTES)):
         with pytest.raises(DecodeError):
             CODEC.decode(wrong, NUMEL)
-
-
-def test_a_large_window_is_refused() -> None:
-    numel = 5_000_000
     with pytest.raises(DecodeError, match="window"):
-        CODEC.decode(b"\1" + frame(bytes(4 * numel), window_log=24), numel)
+        CODEC.decode(b"\1" + frame(bytes(20_000_000), window_log=24), 5_000_000)
 
 
 @pytest.mark.parametrize(("codec", "stage"), [("int4", "zstd"), ("e3m0", "zstd"), ("topk", "raw"), ("int8", "raw")])
@@ -107,16 +103,13 @@ def test_auto_asks_a_sample_whether_the_stage_pays(codec: str, stage: str) -> No
 
 
 def test_auto_looks_at_all_parts_of_a_payload() -> None:
-    """Noise at the beginning does not hide that the rest shrinks, nor the other way round."""
+    """Noise at the beginning does not hide that the rest shrinks, nor the other way round; a short one is tried."""
     noise = torch.randint(0, 2**30, (250_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     codec = make_codec("fp32+auto")
     for zeros, stage in ((250_000, "zstd"), (8_000, "raw")):
         values = torch.cat([noise, torch.zeros(zeros, dtype=torch.int32)]).view(torch.float32)
         assert stage_of(codec, codec.encode(values)) == stage
         assert stage_of(codec, codec.encode(values.flip(0))) == stage
-
-
-def test_a_payload_no_longer_than_the_sample_is_tried_and_a_codec_without_a_stage_has_none() -> None:
     codec, values = make_codec("int8+auto"), drawn(60_000, 1)
     assert codec.encode(values) == make_codec("int8+zstd").encode(values)
     assert stage_of(codec, codec.encode(values)) == "zstd"

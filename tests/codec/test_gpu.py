@@ -95,17 +95,6 @@ def test_any_finite_bits(name: str, kernel_device: torch.device) -> None:
     assert_encodes(Bench(name, kernel_device), values, "any bits")
 
 
-@pytest.mark.parametrize("name", ["int4:32", "int8:32"])
-def test_every_magnitude(name: str, kernel_device: torch.device) -> None:
-    """Blocks whose values are of one size, from the least subnormal to the largest fp32."""
-    bench = Bench(name, kernel_device, Launch(program_values=4096))
-    random = torch.Generator().manual_seed(1)
-    powers = torch.arange(-149, 128).to(torch.float64)
-    blocks = torch.rand(277, 32, generator=random, dtype=torch.float64) * torch.exp2(powers + 1)[:, None]
-    values = (blocks * torch.sign(torch.rand(277, 32, generator=random) - 0.5)).clamp(-FP32_MAX, FP32_MAX)
-    assert_encodes(bench, values.to(torch.float32).view(-1), name)
-
-
 @pytest.mark.parametrize(
     ("name", "code_max", "apart_by"),
     [("int4:2", 7, 1), ("int8:2", 127, 5), pytest.param("int8:2", 127, 1, marks=pytest.mark.slow)],

@@ -43,21 +43,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FUNCTIONS = {EncodeJob: 0, DecodeJob: 1, MeasureJob: 2, OuterJob: 3, SealJob: 4, FollowJob: 5, TakeJob: 6}
 NAMES = ["encode", "decode", "measure", "outer", "seal", "follow", "take"]
-CODECS = [
-    "fp32",
-    "bf16",
-    "int8",
-    "int8:256",
-    "int8:6",
-    "int4",
-    "int4:64",
-    "int4:6",
-    "e3m0",
-    "e3m0:8",
-    "int2",
-    "int2:24",
-]
-CODECS += ["sign", "sign:8", "topk", "topk:256x8", "topk:256x64"]
+CODECS = ["fp32", "bf16", "int8", "int8:256", "int8:6", "int4", "int4:64", "int4:6", "e3m0", "e3m0:8", "int2"]
+CODECS += ["int2:24", "sign", "sign:8", "topk", "topk:256x8", "topk:256x64"]
 EDGES = [256, 512, 1024, 2048, 4096]
 # Of 0 to 4097: every remainder of vectors and blocks, and what lies around the sizes that are handled at a time.  The
 # hunt has all of them.

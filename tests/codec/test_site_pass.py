@@ -50,20 +50,14 @@ def test_what_is_sealed_is_the_pseudo_gradient(codec_name: str, sent: list[str])
         assert same(torch.cat(pieces), local), "the model was written to"
 
 
-def test_values_of_every_kind_are_sealed_as_they_are_encoded() -> None:
-    codec = make_codec("int4:32")
-    for kind, values in samples(5).items():
-        numel = values.numel()
-        for level in ALL:
-            payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
-            with running(level):
-                seal_pieces([torch.zeros(numel)], values, [], codec, payload)
-            assert payload.numpy().tobytes() == codec.encode(values), kind
-
-
 @pytest.mark.parametrize("level", ALL)
-def test_what_is_not_finite_or_never_made_is_refused(level: str) -> None:
+def test_values_of_every_kind_are_sealed_as_encoded_and_what_is_not_finite_or_never_made_is_refused(level: str) -> None:
     codec, local, zeros = make_codec("int4:32"), torch.zeros(5000), torch.zeros(5000)
+    for kind, values in samples(5).items():
+        payload = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8)
+        with running(level):
+            seal_pieces([torch.zeros_like(values)], values, [], codec, payload)
+        assert payload.numpy().tobytes() == codec.encode(values), kind
     payload = torch.empty(codec.payload_bytes(5000), dtype=torch.uint8)
     ruined = bytearray(codec.encode(torch.ones(5000)))
     ruined[1] |= 0x80  # A negative scale.
@@ -108,42 +102,29 @@ CODECS = ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "e3m0",
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_followers_hold_what_was_published_bit_for_bit(name: str) -> None:
-    codec = make_codec(name)
-    generator = torch.Generator().manual_seed(9)
-    theta = torch.randn(5003, generator=generator)
-    published = theta.clone()
-    followers = [theta.clone(), theta.clone()]
-    for version in range(20):
-        step = torch.randn(theta.shape, generator=generator) * 0.01
-        theta = theta - step
-        difference = theta - published
+def test_followers_hold_what_was_published_bit_for_bit_in_one_pass_or_in_several(name: str) -> None:
+    codec, generator = make_codec(name), torch.Generator().manual_seed(9)
+    theta = torch.randn(RANGE_VALUES + 1501, generator=generator)
+    held = follower = published = theta.clone()
+    payloads, out = [], torch.full_like(theta, float("nan"))
+    assert follow_into(held, [], codec, out) == digest(held)
+    for version in range(6):
+        theta = theta - torch.randn(theta.shape, generator=generator) * 0.01
+        difference, where = theta - published, f"seed 9, version {version}"
         payload, published = publish(theta, published, codec)
-        followers = [follow(held, payload, codec) for held in followers]
-        assert all(digest(held) == digest(published) for held in followers), f"seed 9, version {version}"
+        payloads.append(payload)
+        follower = follow(follower, payload, codec)
+        assert digest(follower) == digest(published), where
+        for like in ("", "0" * 64):
+            assert follow_into(held, payloads, codec, out, like) == digest(published, like), where
+        assert digest(out) == digest(published), where
         # One step's bound, never a sum of them: the codec's on this difference, and the roundings of the difference
         # and of the sum, each at most half a step of fp32.
         steps = 2.0**-24 * (difference.abs() + published.abs() + theta.abs())
         bound = error_bound(codec, difference) + steps if not codec.lossless else torch.zeros_like(theta)
-        assert bool(((theta - published).abs() <= bound).all()), f"seed 9, version {version}"
-
-
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(("links", "like"), [(0, ""), (1, ""), (3, ""), (1, "0" * 64)])
-def test_one_pass_gives_the_same_bits_and_their_digest(name: str, links: int, like: str) -> None:
-    codec, generator = make_codec(name), torch.Generator().manual_seed(links)
-    numel = RANGE_VALUES + 1501
-    held = published = torch.randn(numel, generator=generator)
-    payloads = []
-    for _ in range(links):
-        payload, published = publish(torch.randn(numel, generator=generator), published, codec)
-        payloads.append(payload)
-    out = torch.full((numel,), float("nan"))
-    assert follow_into(held, payloads, codec, out, like) == digest(published, like)
-    assert digest(out) == digest(published)
-    if payloads:
-        with pytest.raises(DecodeError):
-            follow_into(held, [*payloads, payloads[0][:-1]], codec, out)
+        assert bool(((theta - published).abs() <= bound).all()), where
+    with pytest.raises(DecodeError):
+        follow_into(held, [*payloads, payloads[0][:-1]], codec, out)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +147,11 @@ def test_a_constant_version_is_reached(name: str, versions: int, left: float) ->
     assert float((theta - published).abs().max()) <= left
 
 
-def test_two_roundings() -> None:
+def test_two_roundings_and_the_arguments_stay_as_they_are() -> None:
     """The decoded value is fp32 before it is added; a fused multiply-add would keep more of it."""
     codec, published = make_codec("int8"), drawn(4001, 3)
     payload, after = publish(published * 1.3, published, codec)
     assert torch.equal(after, (codec.decode(payload, 4001).double() + published.double()).float())
-
-
-def test_the_arguments_stay_as_they_are() -> None:
     for name in CODECS:
         theta, published = torch.ones(40), torch.full((40,), 0.5)
         payload, after = publish(theta, published, make_codec(name))
@@ -215,23 +193,15 @@ def test_it_gives_the_bits_of_the_whole_payload_at_once(name: str, like: str) ->
 
 
 @pytest.mark.parametrize("name", ["int4:32", "int4:32+zstd1", "fp32"])
-def test_what_has_come_is_made_before_the_rest_is_here(name: str) -> None:
-    held, payload, after = made(name)
-    memory, out = bytearray(len(payload)), torch.full((NUMEL,), float("nan"))
-    memory[: len(payload) - 1] = payload[:-1]
-    arriving = Arriving(held, memoryview(memory), make_codec(name), out)
-    arriving.come(len(payload) - 1)
-    assert torch.equal(out[: 3 * AT_ONCE], after[: 3 * AT_ONCE])
-    assert out[3 * AT_ONCE :].isnan().all()
-
-
-def test_one_word_of_what_has_come_makes_no_more_than_so_many_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_come_is_made_before_the_rest_is_here_in_no_more_than_so_many_ranges_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("diloco.codec.site_pass.RANGES_MAX", 2)
-    held, payload, after = made("int4:32")
+    held, payload, after = made(name)
     out = torch.full((NUMEL,), float("nan"))
-    arriving = Arriving(held, memoryview(payload), make_codec("int4:32"), out)
-    for stop in (2 * AT_ONCE, NUMEL):
-        arriving.come(len(payload))
+    arriving = Arriving(held, memoryview(payload), make_codec(name), out)
+    for come, stop in ((len(payload) - 1, 2 * AT_ONCE), (len(payload) - 1, 3 * AT_ONCE), (len(payload), NUMEL)):
+        arriving.come(come)
         assert torch.equal(out[:stop], after[:stop])
         assert out[stop:].isnan().all()
     assert arriving.finish() == digest(after)

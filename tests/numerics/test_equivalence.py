@@ -6,10 +6,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from itertools import permutations, product
 from math import prod
 
@@ -17,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.base import NonFiniteError
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
 from diloco.outer.merge import merge_mean
@@ -25,7 +21,7 @@ from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from diloco.outer.reference import reference_diloco
 from diloco.sync import effects as fx
-from tests.codec.values import error_bound
+from tests.codec.values import error_bound, same
 from tests.sync.driving import Syncer, of
 
 PLAIN_OUTER = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
@@ -86,10 +82,6 @@ def wide(seed: int, numel: int) -> Tensor:
     return values
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
 def ulp(values: Tensor) -> Tensor:
     """The distance from |value| to the next fp32 above, in double."""
     magnitudes = values.abs()
@@ -106,7 +98,7 @@ def test_invariant_01_one_site_is_plain_training_bit_for_bit_within_a_factor_of_
         expected.append(plain.theta)
     site = PlainTraining(theta0, seed=1)
     versions = reference_diloco(theta0, [site.site(5)], [123.0], 6, PLAIN_OUTER)
-    assert all(same_bits(version, e) for version, e in zip(versions, expected, strict=True))
+    assert all(same(version, e) for version, e in zip(versions, expected, strict=True))
     assert not torch.equal(versions[-1], theta0)
 
 
@@ -124,7 +116,7 @@ def test_invariant_01_also_when_it_trains_on_while_the_update_travels() -> None:
         base = version
         plain.train(7)
         assert bool(((plain.theta >= 1) & (plain.theta < 2)).all())
-        assert same_bits(site.theta, plain.theta)
+        assert same(site.theta, plain.theta)
 
 
 def test_invariant_01_two_ulp_of_the_larger_at_each_adopt_at_any_distance() -> None:
@@ -140,7 +132,7 @@ def test_invariant_01_two_ulp_of_the_larger_at_each_adopt_at_any_distance() -> N
         sent = pseudo_gradient(base, local, [])
         version, _ = outer_step(base, merge_mean([(3.0, [sent])]), NOTHING, PLAIN_OUTER)
         adopted = rebase(local, base, version, [sent])
-        assert same_bits(adopted, version), f"seed {seed}"
+        assert same(adopted, version), f"seed {seed}"
         off = (adopted.double() - local.double()).abs() / ulp(torch.maximum(base.abs(), local.abs()))
         assert float(off.max()) <= 2, f"seed {seed}: {float(off.max())} ulp"
 
@@ -164,17 +156,6 @@ def test_invariant_02_one_inner_step_is_data_parallel_sgd() -> None:
             assert float(error) <= 1e-6, f"{num_sites} sites, round {round_index}: {float(error)}"
 
 
-def test_invariant_02_bit_for_bit_where_all_numbers_are_exact() -> None:
-    """Two sites, gradients and parameters that are small multiples of a power of two."""
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        theta0 = torch.randint(-999, 1000, (300,), generator=generator) / 64
-        gradients = torch.randint(-999, 1000, (2, 300), generator=generator) / 16
-        sites = [lambda local, _, g=g: local - 0.25 * g for g in gradients]
-        versions = reference_diloco(theta0, sites, [1.0, 1.0], 1, PLAIN_OUTER)
-        assert same_bits(versions[1], theta0 - 0.25 * gradients.mean(dim=0)), f"seed {seed}"
-
-
 def test_invariant_05_equal_pseudo_gradients_come_back_bit_for_bit() -> None:
     for seed in range(100):
         rng = random.Random(seed)
@@ -182,23 +163,22 @@ def test_invariant_05_equal_pseudo_gradients_come_back_bit_for_bit() -> None:
         weights = [
             rng.choice([rng.random(), rng.random() * 1e30, rng.random() * 1e-30]) for _ in range(rng.randint(1, 9))
         ]
-        assert same_bits(merge_mean([(w, [d.clone()]) for w in weights]), d), f"seed {seed}, weights {weights}"
+        assert same(merge_mean([(w, [d.clone()]) for w in weights]), d), f"seed {seed}, weights {weights}"
         parts = [d / 3, wide(seed + 500, 2000), d]
         together = (parts[0] + parts[1]) + parts[2]
         merged = merge_mean([(w, [part.clone() for part in parts]) for w in weights])
-        assert same_bits(merged, together), f"seed {seed}, weights {weights}"
+        assert same(merged, together), f"seed {seed}, weights {weights}"
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
-def test_invariant_06_a_site_of_weight_0_or_absent_has_no_influence(poison: float) -> None:
+def test_invariant_06_a_site_of_weight_0_or_absent_has_no_influence_not_even_by_nan() -> None:
     deltas = [torch.randn(999, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     alone = merge_mean([(float(i + 1), [d]) for i, d in enumerate(deltas)])
-    bad = torch.full((999,), poison)
+    bad = torch.full((999,), float("nan"))
     for place in range(4):
         for nobody in ((0.0, [bad]), (0.0, [bad, bad]), (-0.0, [bad]), (5.0, [])):
             contributions: list[tuple[float, list[Tensor]]] = [(float(i + 1), [d]) for i, d in enumerate(deltas)]
             contributions.insert(place, nobody)
-            assert same_bits(merge_mean(contributions), alone), f"{nobody[0]} at {place}"
+            assert same(merge_mean(contributions), alone), f"{nobody[0]} at {place}"
 
 
 def test_invariant_07_the_merge_does_not_depend_on_the_order_of_arrival() -> None:
@@ -220,7 +200,7 @@ def test_invariant_07_the_merge_does_not_depend_on_the_order_of_arrival() -> Non
     assert all(step == steps[0] for step in steps)
     # Were the merge to run in order of arrival, the bits would tell.
     parts = list(steps[0].contributions)
-    assert any(not same_bits(merged(list(order)), merged(parts)) for order in permutations(parts))
+    assert any(not same(merged(list(order)), merged(parts)) for order in permutations(parts))
 
 
 def test_invariant_07_nor_on_threads_nor_on_chunks() -> None:
@@ -233,7 +213,7 @@ def test_invariant_07_nor_on_threads_nor_on_chunks() -> None:
         expected = merge_mean(contributions)
         for threads in (2, 3):
             torch.set_num_threads(threads)
-            assert same_bits(merge_mean(contributions), expected), f"{threads} threads"
+            assert same(merge_mean(contributions), expected), f"{threads} threads"
     finally:
         torch.set_num_threads(before)
     for chunk in (1000, 65_537):
@@ -241,20 +221,15 @@ def test_invariant_07_nor_on_threads_nor_on_chunks() -> None:
             merge_mean([(w, [u[start : start + chunk] for u in updates]) for w, updates in contributions])
             for start in range(0, numel, chunk)
         ]
-        assert same_bits(torch.cat(parts), expected), f"chunks of {chunk}"
+        assert same(torch.cat(parts), expected), f"chunks of {chunk}"
 
 
-def random_parameters(rng: random.Random) -> list[tuple[str, tuple[int, ...]]]:
-    count = rng.randint(1, 30)
-    shapes = [tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3))) for _ in range(count)]
-    return [(f"layer{i}.w", shape) for i, shape in enumerate(shapes)]
-
-
-def test_invariant_08_every_value_is_in_exactly_one_fragment() -> None:
+def test_invariant_08_every_value_is_in_exactly_one_fragment_in_whatever_order_the_names_come() -> None:
     for seed in range(200):
         rng = random.Random(seed)
-        parameters = random_parameters(rng)
-        layout = plan_layout(parameters, rng.randint(1, len(parameters)))
+        shapes = [tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(1, 30))]
+        parameters, count = [(f"layer{i}.w", shape) for i, shape in enumerate(shapes)], rng.randint(1, len(shapes))
+        layout = plan_layout(parameters, count)
         marks = {name: torch.zeros(prod(shape), dtype=torch.int64) for name, shape in parameters}
         for fragment in layout.fragments:
             for piece in fragment.pieces:
@@ -262,6 +237,7 @@ def test_invariant_08_every_value_is_in_exactly_one_fragment() -> None:
             assert fragment.numel == sum(piece.stop - piece.start for piece in fragment.pieces)
         assert all(bool((mark == 1).all()) for mark in marks.values()), f"seed {seed}"
         assert layout.numel == sum(prod(shape) for _, shape in parameters), f"seed {seed}"
+        assert plan_layout(rng.sample(parameters, len(parameters)), count) == layout, f"seed {seed}, in another order"
 
 
 def test_invariant_08_the_largest_fragment_is_at_most_four_thirds_of_the_best() -> None:
@@ -278,14 +254,6 @@ def test_invariant_08_the_largest_fragment_is_at_most_four_thirds_of_the_best() 
         assert 3 * largest <= 4 * best, f"seed {seed}: sizes {sizes} into {bins}: {largest}, best {best}"
 
 
-def test_invariant_08_the_order_of_listing_changes_nothing() -> None:
-    parameters = [(f"p{i % 7}.{i}", (i % 5 + 1, 3)) for i in range(23)]
-    layout = plan_layout(parameters, 4)
-    for seed in range(10):
-        shuffled = random.Random(seed).sample(parameters, len(parameters))
-        assert plan_layout(shuffled, 4) == layout, f"seed {seed}"
-
-
 # The literal pins the format: another value means that old snapshots and old learners no longer match.
 FINGERPRINT = "839e78d3eec1e1e7c6367b315abbeedbc55fccba97f8f8ab8f9ee3d5570989d0"
 
@@ -295,56 +263,15 @@ def test_invariant_08_the_fingerprint_is_the_same_under_any_hash_seed() -> None:
     assert plan_layout([(f"p{i}", (i % 5 + 1, 3)) for i in range(12)], 3).fingerprint == FINGERPRINT
 
 
-@pytest.mark.slow
-def test_invariant_08_the_fingerprint_is_the_same_in_a_process_of_a_given_hash_seed() -> None:
-    program = (
-        "from diloco.outer.fragments import plan_layout\n"
-        "print(plan_layout([(f'p{i}', (i % 5 + 1, 3)) for i in range(12)], 3).fingerprint)"
-    )
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": root}
-    child = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert child.stdout.strip() == FINGERPRINT
-
-
 @pytest.mark.parametrize("name", CODECS + ROUGH)
-def test_invariant_12_zero_is_zero_and_nothing_that_is_not_finite_is_encoded(name: str) -> None:
+def test_invariant_12_zero_is_zero_and_residual_and_sent_are_what_was_to_be_sent(name: str) -> None:
+    """Exactly: what a codec makes of x is within a factor of two of it, or 0, so that x - sent has no rounding.
+
+    Of a rough codec x - sent may round once.  r under rebase is that residual, and it goes out with the next update.
+    """
     codec = make_codec(name)
     for zero in (0.0, -0.0):
         assert bool((codec.decode(codec.encode(torch.full((1001,), zero)), 1001) == 0).all())
-    for bad in (float("nan"), float("inf"), float("-inf")):
-        values = torch.ones(1001)
-        values[-1] = bad
-        with pytest.raises(NonFiniteError):
-            codec.encode(values)
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_invariant_12_residual_and_sent_are_what_was_to_be_sent(name: str) -> None:
-    """Exactly: what a codec makes of x is within a factor of two of it, or 0, so that x - sent has no rounding.
-
-    r under rebase is that residual, and it goes out with the next update.
-    """
-    codec = make_codec(name)
-    for seed in range(30):
-        base = wide(seed, 3001)
-        local = wide(seed + 77, 3001) if seed % 2 else base * 0.99
-        to_send = pseudo_gradient(base, local, [])
-        sent = codec.decode(codec.encode(to_send), 3001)
-        residual = pseudo_gradient(base, local, [sent])
-        assert bool((residual.double() + sent.double() == to_send.double()).all()), f"{name}, seed {seed}"
-        assert bool((residual.abs() <= error_bound(codec, to_send)).all()), f"{name}, seed {seed}"
-        nowhere = torch.zeros(3001)
-        adopted = rebase(local, base, nowhere, [sent])
-        assert torch.equal(pseudo_gradient(nowhere, adopted, []), residual), f"{name}, seed {seed}"
-
-
-@pytest.mark.parametrize("name", ROUGH)
-def test_invariant_12_of_a_rough_codec_holds_to_one_rounding(name: str) -> None:
-    """x - sent may round here; r under rebase is what that gives, bit for bit, and within the codec's bound."""
-    codec = make_codec(name)
     for seed in range(30):
         base = wide(seed, 3001)
         local = wide(seed + 77, 3001) if seed % 2 else base * 0.99
@@ -352,7 +279,8 @@ def test_invariant_12_of_a_rough_codec_holds_to_one_rounding(name: str) -> None:
         sent = codec.decode(codec.encode(to_send), 3001)
         residual = pseudo_gradient(base, local, [sent])
         lost = (residual.double() + sent.double() - to_send.double()).abs()
-        assert bool((lost <= 2.0**-24 * residual.double().abs()).all()), f"{name}, seed {seed}"
+        rounding = 2.0**-24 * residual.double().abs() if name in ROUGH else torch.zeros(3001, dtype=torch.float64)
+        assert bool((lost <= rounding).all()), f"{name}, seed {seed}"
         assert bool((residual.abs() <= error_bound(codec, to_send)).all()), f"{name}, seed {seed}"
         nowhere = torch.zeros(3001)
         adopted = rebase(local, base, nowhere, [sent])

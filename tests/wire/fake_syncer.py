@@ -180,10 +180,6 @@ class FakeSyncer:
     def id_of(header: PushHeader) -> UpdateId:
         return header.site_id, header.fragment, header.sequence
 
-    def state(self) -> object:
-        """Everything that a bad message must leave as it was."""
-        return dict(self.accepted), {key: bytes(held) for key, held in self.spool.items()}, list(self.calls)
-
     def publish(self, *parts: bytes, whole: bool = False, **changes: object) -> None:
         """Offer ``parts`` as the down-links of the newest versions, or one as the whole fragment."""
         total = sum(map(len, parts))
@@ -209,14 +205,13 @@ class FakeSyncer:
         self.calls.append("join")
         if self.join_fails is not None:
             raise self.join_fails
+        settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
         if self.tickets:
             self.confirmed.append(request.ticket)
-            settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
             if request.ticket != self.tickets[-1]:
                 later = next(each for each in self.tickets if each > request.ticket)
                 return JoinReply(2, 0, 7, (), 4096, 1234, None, settings, 2, later)
         standing = FragmentStanding(0, 3, DIGEST, 1, 15, 4096, 0, ((2, 100),), (Fate(0, 1, 2, 4096, DIGEST),))
-        settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
         return JoinReply(self.epoch, 1, 7, (standing,), 4096, 1234, None, settings, self.protocol)
 
     def open_push(self, header: PushHeader) -> FakeSession | PushResult:

@@ -13,7 +13,7 @@ import pytest
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.link import SPAN_MIN_NS, Pace
 from diloco.wire import channel
-from diloco.wire.channel import ADDRESSES_MAX, BYTES_MIN, Arrival, bulk_bytes_per_s
+from diloco.wire.channel import ADDRESSES_MAX, BYTES_MIN, Arrival, bulk_bytes_per_s, split_addresses
 from diloco.wire.client import FAR_S, LOOK_AGAIN, AdminClient, Learned, SyncClient
 from diloco.wire.convert import pack_push_reply
 from diloco.wire.messages import MIB, PullAsk, PushAdmitted, Refusal, Refused, Status, Unreachable, WireError
@@ -32,7 +32,9 @@ def two(start: Callable[..., Wired]) -> tuple[Wired, Wired, SyncClient]:
     return one, other, one.client(address=f"{one.server.address}, {other.server.address}")
 
 
-def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]) -> None:
+def test_everything_goes_where_the_site_was_taken_in_and_what_was_learned_of_one_link_holds_for_no_other(
+    start: Callable[..., Wired],
+) -> None:
     one, other, client = two(start)
     follower = one.client(address=f"{one.server.address}, {other.server.address}")  # As in another process.
     one.syncer.join_fails = AWAY
@@ -51,26 +53,23 @@ def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]
     assert one.syncer.calls == ["join"]
     assert client.bytes_up > 0
     up, down = client.bytes_up, client.bytes_down
+    for way in (client._up, client._down):
+        way.bytes_per_s = 1_000_000
+    client.join(join_ask())
+    assert client._rtt_s > 0
+    assert client._up.bytes_per_s == client._down.bytes_per_s == 1_000_000
     one.syncer.join_fails, other.syncer.join_fails = None, AWAY
     client.join(join_ask())
+    assert client._rtt_s == client._up.bytes_per_s == client._down.bytes_per_s == 0
     client.push(push_header(b"four"), b"four")
     client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
     assert one.syncer.calls == ["join", "join", "open_push", "pull"]
     assert (client.bytes_up, client.bytes_down) == (2 * up, 2 * down), "one count, wherever it goes"
-
-
-def test_what_was_learned_of_one_link_holds_for_no_other(start: Callable[..., Wired]) -> None:
-    one, _, client = two(start)
-    client.join(join_ask())
-    for way in (client._up, client._down):
-        way.bytes_per_s = 1_000_000
-    client.report(report_info())
-    client.join(join_ask())
-    assert client._rtt_s > 0
-    assert client._up.bytes_per_s == client._down.bytes_per_s == 1_000_000
     one.syncer.join_fails = AWAY
-    client.join(join_ask())
-    assert client._rtt_s == client._up.bytes_per_s == client._down.bytes_per_s == 0
+    with pytest.raises(Unreachable, match=r"ask there.*; .*ask there"):
+        client.join(join_ask())
+    client.report(report_info())
+    assert one.syncer.calls[-1] == "report", "what a site has goes nowhere that has not taken it in"
 
 
 SLIP = Refusal(Status.PERMISSION_DENIED, "site site-a is not in the permissions of this run")
@@ -112,18 +111,6 @@ def test_one_that_is_not_there_is_passed_over_and_a_refusal_says_more_than_silen
         client.join(join_ask())
 
 
-def test_what_a_site_has_goes_nowhere_that_has_not_taken_it_in(start: Callable[..., Wired]) -> None:
-    one, other, client = two(start)
-    client.join(join_ask())
-    one.syncer.join_fails = other.syncer.join_fails = AWAY
-    with pytest.raises(Unreachable, match=r"ask there.*; .*ask there"):
-        client.join(join_ask())
-    client.push(push_header(b"four"), b"four")
-    client.report(report_info())
-    assert one.syncer.calls == ["join", "join", "open_push", "report"]
-    assert other.syncer.calls == ["join"]
-
-
 def test_an_older_syncer_does_not_win_a_site_back(start: Callable[..., Wired]) -> None:
     one, other, client = two(start)
     with pytest.raises(Unreachable, match="of lineage 7, epoch 2, and one of epoch 3 has replaced it"):
@@ -138,7 +125,10 @@ def test_addresses_are_checked_at_the_door() -> None:
         ("", "host:port wanted"),
         ("127.0.0.1", "host:port wanted"),
         ("127.0.0.1:7077,", "host:port wanted"),
-        ("127.0.0.1:7077,127.0.0.1:99999", "a port of 1 to 65535"),
+        *(
+            (f"127.0.0.1:7077,{bad}", "a port of 1 to 65535")
+            for bad in ("127.0.0.1:65536", "127.0.0.1:0", "[::1]:70000")
+        ),
         ("127.0.0.1:7077,dns:///x", "host:port wanted"),
         ("127.0.0.1:1,127.0.0.1:2,127.0.0.1:1", r"127\.0\.0\.1:1 is listed twice"),
         (",".join(f"127.0.0.1:{port}" for port in range(1, ADDRESSES_MAX + 2)), f"at most {ADDRESSES_MAX}"),
@@ -147,6 +137,8 @@ def test_addresses_are_checked_at_the_door() -> None:
             SyncClient(address, "site-a", RUN)
     with pytest.raises(ValueError, match=r"address is 'example\.org:7077': the token would travel unencrypted"):
         SyncClient("127.0.0.1:7077,example.org:7077", "site-a", RUN, SecurityOptions(token="token-of-site-a-1"))
+    addresses = ("127.0.0.1:65535", "fra.example:7077", "[::1]:7078", "unix:/run/x")
+    assert split_addresses("127.0.0.1:65535,fra.example:7077, [::1]:7078,unix:/run/x") == addresses
 
 
 class Nonsense(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -182,7 +174,9 @@ def calls(client: SyncClient, admin: AdminClient) -> list[Any]:
     ]
 
 
-def test_noise_and_what_cannot_be_are_unreachable(nonsense: tuple[Nonsense, SyncClient, AdminClient]) -> None:
+def test_noise_and_what_cannot_be_are_unreachable_and_fuzzed_answers_end_in_words(
+    nonsense: tuple[Nonsense, SyncClient, AdminClient],
+) -> None:
     handler, client, admin = nonsense
     for answers in ([b"\xff"], [b""], [b"\x08"]):
         handler.answers = answers
@@ -198,12 +192,8 @@ def test_noise_and_what_cannot_be_are_unreachable(nonsense: tuple[Nonsense, Sync
         handler.answers = answers
         with pytest.raises(Unreachable, match=words):
             ask()
-
-
-def test_fuzzed_answers_end_in_words(nonsense: tuple[Nonsense, SyncClient, AdminClient]) -> None:
     seed = 63
     chance = random.Random(seed)
-    handler, client, admin = nonsense
     raws = [pack(message) for message, pack, _ in everything()]
     failures = 0
     for turn in range(200):
@@ -217,26 +207,21 @@ def test_fuzzed_answers_end_in_words(nonsense: tuple[Nonsense, SyncClient, Admin
     assert failures > 100, f"seed {seed}"
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_ns = 1
-        monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic_ns=lambda: self.now_ns))
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Time that passes when it is told to."""
+    clock = SimpleNamespace(now_ns=1)
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic_ns=lambda: clock.now_ns))
+    return clock
 
 
-def come(arrival: Arrival, clock: Clock, count: int = 8 * BYTES_MIN, took_ns: int = 4 * SPAN_MIN_NS) -> None:
+def come(arrival: Arrival, clock: SimpleNamespace, count: int = 8 * BYTES_MIN, took_ns: int = 4 * SPAN_MIN_NS) -> None:
     for _ in range(8):
         arrival.more(count // 8)
         clock.now_ns += took_ns // 8
 
 
-def test_a_far_link_is_learned_by_what_arrives_and_no_other_unless_it_was_told(clock: Clock) -> None:
+def test_a_far_link_is_learned_by_what_arrives_and_no_other_unless_it_was_told(clock: SimpleNamespace) -> None:
     told = Learned(0.8)
     assert told.begin(10 * FAR_S) is None
     told.forget()
@@ -265,7 +250,9 @@ def test_a_far_link_is_learned_by_what_arrives_and_no_other_unless_it_was_told(c
 RATE = 20_000_000
 
 
-def transfer(way: Learned, clock: Clock, link: int = RATE, share: float = 1.0, count: int = 8 * BYTES_MIN) -> int:
+def transfer(
+    way: Learned, clock: SimpleNamespace, link: int = RATE, share: float = 1.0, count: int = 8 * BYTES_MIN
+) -> int:
     """One transfer over ``link``, of which ``share`` of what was sent arrives in its time; the rate it went at."""
     arrival = way.begin(2 * FAR_S)
     assert arrival is not None
@@ -275,30 +262,25 @@ def transfer(way: Learned, clock: Clock, link: int = RATE, share: float = 1.0, c
     return arrival.sent_at
 
 
-def test_now_and_then_a_transfer_goes_unheld_and_a_faster_link_is_found(clock: Clock) -> None:
+def test_now_and_then_a_transfer_goes_unheld_and_a_faster_link_is_found(clock: SimpleNamespace) -> None:
     way = Learned(0.0)
     rates = [transfer(way, clock) for _ in range(2 * LOOK_AGAIN + 4)]
     assert [at for at, rate in enumerate(rates) if rate == 0] == [0, LOOK_AGAIN + 1, 2 * LOOK_AGAIN + 2]
     for _ in range(LOOK_AGAIN + 2):
         transfer(way, clock, 8 * RATE, count=64 * BYTES_MIN)
     assert way.bytes_per_s >= 0.95 * 8 * RATE
+    for _ in range(LOOK_AGAIN + 1):
+        rate = transfer(way, clock, count=BYTES_MIN // 2)
+    assert rate == way.bytes_per_s == 0, "what is too short to judge by is not held for ever"
 
 
-def test_a_machine_that_sends_late_does_not_bring_the_rate_down_without_end(clock: Clock) -> None:
+def test_a_machine_that_sends_late_does_not_bring_the_rate_down_without_end(clock: SimpleNamespace) -> None:
     """A share of what may go is lost at any rate, because the sender has no time for it."""
     way = Learned(0.0)
     rates = [transfer(way, clock, share=0.8) for _ in range(10 * LOOK_AGAIN)]
     lowest = min(rate for rate in rates if rate)
     assert rates.count(0) >= 9
     assert 0 < lowest == min(rate for rate in rates[: LOOK_AGAIN + 1] if rate), "it begins anew each time"
-
-
-def test_what_is_too_short_to_judge_by_is_not_held_for_ever(clock: Clock) -> None:
-    way = Learned(0.0)
-    transfer(way, clock)
-    for _ in range(LOOK_AGAIN + 1):
-        rate = transfer(way, clock, count=BYTES_MIN // 2)
-    assert rate == way.bytes_per_s == 0
 
 
 def test_a_client_learns_both_ways_of_a_far_link_and_keeps_to_them(

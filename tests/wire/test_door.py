@@ -139,6 +139,7 @@ def test_identity_comes_first_then_role_then_size_then_site_then_run(front: Call
     assert stranger[0] == "UNAUTHENTICATED"
     # Reading is open to operators too, and so it is the message that counts there.
     assert operator[0] == ("INVALID_ARGUMENT" if method == "Pull" else "PERMISSION_DENIED")
+    assert here.status(method, ask("site-a", RUN), ADMIN)[0] == "PERMISSION_DENIED", "it is no site"
     assert long[0] == "INVALID_ARGUMENT"
     assert "bytes long" in long[1]
     assert (foreign[0], "'site-b'" in foreign[1]) == ("PERMISSION_DENIED", True)

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from diloco.sync.events import Outcome, Reason
-from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
+from diloco.wire.channel import PUSHBACK_KEY, SYNC_SERVICE
 from diloco.wire.convert import (
     pack_join,
     pack_pull,
@@ -266,6 +266,12 @@ def test_watch_says_that_it_is_alive_and_ends_when_dropped(start: Callable[..., 
     wired.syncer.feeds[0].events.put(Dropped(Reason.EVICTED))
     assert [event for event in map(unpack_watch_event, stream) if event != Alive()] == [Dropped(Reason.EVICTED)]
     assert wired.syncer.feeds[0].closed.wait(WAIT_S)
+    stream = watch(wired)
+    next(stream)
+    wired.syncer.feeds[1].close()
+    next(stream)
+    next(stream)
+    assert wired.syncer.feeds[1].gets < 20, "a feed that is closed does not spin"
 
 
 def test_a_new_watch_ends_the_old_one_and_an_older_incarnation_is_fenced(wired: Wired) -> None:
@@ -278,16 +284,6 @@ def test_a_new_watch_ends_the_old_one_and_an_older_incarnation_is_fenced(wired: 
     refused(lambda: list(watch(wired, 1)), FENCED)
     new.cancel()
     assert wired.syncer.feeds[1].closed.wait(WAIT_S), "its client is gone"
-
-
-def test_a_feed_that_is_closed_does_not_spin(start: Callable[..., Wired]) -> None:
-    wired = start(alive_s=0.3)
-    stream = watch(wired)
-    next(stream)
-    wired.syncer.feeds[0].close()
-    next(stream)
-    next(stream)
-    assert wired.syncer.feeds[0].gets < 20
 
 
 def pull(wired: Wired, ask: PullAsk) -> list[Any]:
@@ -321,13 +317,6 @@ def test_the_fake_has_the_signatures_of_the_contract() -> None:
                 ), name
 
 
-METHODS = {
-    **{f"/{SYNC_SERVICE}/{name}": name for name in ("Join", "Report", "Leave", "Push", "Watch", "Pull", "Probe")},
-    **{
-        f"/{ADMIN_SERVICE}/{name}": name
-        for name in ("Status", "Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot")
-    },
-}
 SHORT = b"payload" * 100
 
 
@@ -343,49 +332,33 @@ def whole_push(chance: random.Random) -> list[bytes]:
     return [pack_push(part) for part in (header, *pieces, commit(SHORT))]
 
 
-def attack(path: str, raws: list[bytes], chance: random.Random) -> list[bytes]:
-    """What to say to ``path``."""
-    if METHODS[path] != "Push":
-        return [mutated(chance.choice(raws), raws, chance)]
-    messages = whole_push(chance)
-    for _ in range(chance.randint(1, 2)):
-        at = chance.randrange(len(messages))
-        match chance.randrange(4):
-            case 0:
-                del messages[at]
-            case 1:
-                messages.insert(at, messages[chance.randrange(len(messages))])
-            case _:
-                messages[at] = mutated(messages[at], raws, chance)
-        messages = messages or [b""]
-    return messages
-
-
-def test_fuzz_over_loopback(wired: Wired) -> None:
+def test_a_fuzzed_push_changes_nothing_or_is_accepted_whole(wired: Wired) -> None:
     seed = 77
     chance = random.Random(seed)
     raws = [pack(message) for message, pack, _ in everything()]
-    syncer, channel, seen = wired.syncer, wired.channel(), Counter[str]()
-    for turn in range(3000):
-        path = chance.choice(sorted(METHODS))
-        accepted, calls = dict(syncer.accepted), list(syncer.calls)
-        call = channel.stream_stream(path)(iter(attack(path, raws, chance)), timeout=WAIT_S)
+    syncer, push, seen = wired.syncer, wired.channel().stream_stream(f"/{SYNC_SERVICE}/Push"), Counter[str]()
+    for turn in range(1000):
+        accepted, messages = dict(syncer.accepted), whole_push(chance)
+        for _ in range(chance.randint(1, 2)):
+            at = chance.randrange(len(messages))
+            match chance.randrange(4):
+                case 0:
+                    del messages[at]
+                case 1:
+                    messages.insert(at, messages[chance.randrange(len(messages))])
+                case _:
+                    messages[at] = mutated(messages[at], raws, chance)
         status, details = "OK", ""
         try:
-            for _ in call:
-                if METHODS[path] in ("Watch", "Probe"):  # A Watch lasts, and so may a Probe that asks for filler.
-                    call.cancel()
-                    break
+            list(push(iter(messages), timeout=WAIT_S))
         except grpc.RpcError as error:
             status, details = error.code().name, error.details()
         seen[status] += 1
-        where = f"seed {seed}, turn {turn}, {path}: {status} {details}"
-        assert status not in ("UNKNOWN", "INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"), where
+        where = f"seed {seed}, turn {turn}: {status} {details}"
+        assert status in ("OK", "INVALID_ARGUMENT", "DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION"), where
         assert all(held == SHORT for held in syncer.accepted.values()), where
-        if status != "OK":
-            assert syncer.accepted == accepted, where
-            assert syncer.calls == calls or METHODS[path] in ("Push", "Pull"), where
+        assert status == "OK" or syncer.accepted == accepted, where
     assert wired.server.counters().get("internal", 0) == 0
-    assert seen["INVALID_ARGUMENT"] > 1000, f"seed {seed}: {seen}: the fuzz does not reach far"
-    assert seen["OK"] > 100, f"seed {seed}: {seen}: the fuzz never gets through"
+    assert seen["INVALID_ARGUMENT"] > 300, f"seed {seed}: {seen}: the fuzz does not reach far"
+    assert seen["OK"] > 50, f"seed {seed}: {seen}: the fuzz never gets through"
     assert seen["DATA_LOSS"] > 10, f"seed {seed}: {seen}"

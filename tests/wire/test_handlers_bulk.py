@@ -173,10 +173,7 @@ def test_another_asker_another_number_and_another_version_are_other_deals_with_a
         assert second.next(MIB) is None, "it would bring something twice"
         assert first.pacer is second.pacer
         assert (first.pacer.chunk_bytes(MIB) < MIB) == (ask.bytes_per_s > 0)
-
-
-def test_so_many_of_an_asker_are_remembered() -> None:
-    deals = Deals()
+    deals = Deals()  # So many of an asker are remembered.
     for number in range(1, DEALS_KEPT + 2):
         deals.join("site-a", replace(ASK, deal=number), LONG).next(LONG.payload_bytes)
     assert deals.join("site-a", replace(ASK, deal=2), LONG).next(MIB) is None

@@ -44,7 +44,7 @@ def begun(sink: PullSink | None = None, until: int = 1000, **changes: Any) -> Pu
     return feed(sink, 0, until)
 
 
-def test_bytes_are_kept_for_the_same_version_with_newer_fates() -> None:
+def test_bytes_are_kept_for_the_same_version_with_newer_fates_and_dropped_for_another() -> None:
     for stop in (0, 4, 8, 12, 15, 19):
         sink = begun(until=stop)
         with pytest.raises(DamagedChunk):
@@ -53,21 +53,22 @@ def test_bytes_are_kept_for_the_same_version_with_newer_fates() -> None:
         sink.begin(replace(HEADER, fates=()))
         assert sink.offset == stop
         assert tuple(map(bytes, feed(sink, stop).finish().parts)) == PARTS
-
-
-def test_bytes_of_another_version_are_dropped() -> None:
     for changes in ({"version": 10, "part_bytes": (15, 3, 3)}, {"digest": "0" * 64}, {"payload_crc32": 1}):
         sink = begun(until=8)
         sink.begin(replace(HEADER, **changes))
         assert sink.offset == 0
 
 
-def test_the_whole_is_compared_where_its_checksum_is_told_and_dropped_when_it_differs() -> None:
+def test_the_whole_is_compared_where_its_checksum_is_told_and_nothing_comes_before_its_header() -> None:
     sink = begun(payload_crc32=HEADER.payload_crc32 ^ 1)
     with pytest.raises(DamagedChunk, match="whole payload differs"):
         sink.finish()
     assert sink.offset == 0
     assert tuple(map(bytes, begun(payload_crc32=0).finish().parts)) == PARTS
+    with pytest.raises(MalformedMessage, match="before the header"):
+        PullSink().accept(Frame(0, memoryview(b"a")))
+    with pytest.raises(DamagedChunk, match="before the header"):
+        PullSink().finish()
 
 
 def test_nothing_is_held_while_a_payload_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +84,6 @@ def test_nothing_is_held_while_a_payload_begins(monkeypatch: pytest.MonkeyPatch)
     sink.begin(replace(HEADER, version=10))
     assert held == [0, 0]
     assert sink.bytes_held == 0
-
-
-def test_chunks_and_ends_before_a_header_are_noticed() -> None:
-    with pytest.raises(MalformedMessage, match="before the header"):
-        PullSink().accept(Frame(0, memoryview(b"a")))
-    with pytest.raises(DamagedChunk, match="before the header"):
-        PullSink().finish()
 
 
 def test_frames_come_in_any_order_and_each_once_and_a_damaged_one_leaves_its_bytes_missing() -> None:
@@ -128,77 +122,33 @@ def test_parts_come_out_as_declared_and_memory_is_used_again_once_it_is_given_ba
     sink.give_back(PulledVersion(HEADER, ()))
 
 
-@pytest.mark.parametrize("length", [3, 10, 11, 22])
+@pytest.mark.parametrize("length", [10, 11, 22])
 def test_memory_of_about_the_same_length_is_used_again(length: int) -> None:
     sink = begun()
     first = sink.finish()
     memory = first.parts[0].obj
     sink.give_back(first)
     payload = bytes(range(length))
-    for crc32 in (checksum((payload,)) ^ 1, checksum((payload,))):
-        sink.begin(PullHeader(0, 7, 8, False, "int4", 64, length, (length,), DIGEST, crc32, ()))
-        assert sink.missing() == [(0, length)]
-        sink.accept(Frame(0, memoryview(payload)))
-        assert (sink.offset, sink.bytes_held, sink.missing()) == (length, length, [])
-        if crc32 != checksum((payload,)):
-            with pytest.raises(DamagedChunk):
-                sink.finish()
+    sink.begin(PullHeader(0, 7, 8, False, "int4", 64, length, (length,), DIGEST, checksum((payload,)), ()))
+    assert sink.missing() == [(0, length)]
+    sink.accept(Frame(0, memoryview(payload)))
+    assert (sink.offset, sink.bytes_held, sink.missing()) == (length, length, [])
     pulled = sink.finish()
     assert bytes(pulled.parts[0]) == payload
     assert (pulled.parts[0].obj is memory) == (11 <= length <= 21)
 
 
-def test_a_listener_is_told_how_many_bytes_from_the_first_on_are_there() -> None:
-    told: list[tuple[int, bytes]] = []
-    headers: list[PullHeader] = []
-
-    def begin(header: PullHeader, payload: memoryview) -> object:
-        headers.append(header)
-        assert payload.readonly
-        assert len(payload) == len(JOINED)
-        return lambda count: told.append((count, bytes(payload[:count])))
-
-    sink = PullSink(begun=begin)  # type: ignore[arg-type]
-    sink.begin(HEADER)
-    for start, stop in ((8, 12), (0, 4), (12, 21), (4, 8)):
-        sink.accept(Frame(start, memoryview(JOINED)[start:stop]))
-    assert told == [(count, JOINED[:count]) for count in (0, 4, 4, 21)]
-    sink.begin(HEADER)
-    assert headers == [HEADER], "it goes on with what it has"
-    sink.finish()
-    sink.begin(HEADER)
-    assert headers == [HEADER, HEADER]
-
-
-def test_no_listener_is_told_more_after_an_attempt_broke_off() -> None:
-    told: list[object] = []
-    sink = PullSink(begun=lambda header, payload: told.append, broken=lambda: told.append("broken"))
-    sink.begin(HEADER)
-    sink.accept(Frame(0, memoryview(JOINED)[:4]))
-    sink.broke_off()
-    sink.begin(HEADER)
-    assert sink.offset == 4, "what came is kept"
-    sink.accept(Frame(4, memoryview(JOINED)[4:]))
-    assert told == [4, "broken"]
-    assert b"".join(sink.finish().parts) == JOINED
-
-
-@pytest.mark.parametrize("channels", [2, 6])
-def test_one_pull_goes_over_several_streams_and_each_byte_once(wired: Wired, relay: Relay, channels: int) -> None:
-    wired.syncer.publish(PAYLOAD)
-    client = wired.client(address=relay.address, data_channels=channels)
-    pulled = client.pull(ASK, PullSink())
-    assert bytes(pulled.parts[0]) == PAYLOAD
-    assert relay.connections == channels
-    assert wired.server.counters()["payload_bytes_out"] == len(PAYLOAD)
-    assert wired.syncer.calls.count("pull") == channels
-
-
-def test_a_short_pull_takes_one_stream(wired: Wired, relay: Relay) -> None:
-    wired.syncer.publish(b"short")
-    client = wired.client(address=relay.address, data_channels=6)
-    assert bytes(client.pull(ASK, PullSink()).parts[0]) == b"short"
-    assert relay.connections == 1
+def test_one_pull_goes_over_several_streams_and_each_byte_once_and_a_short_one_over_one(
+    wired: Wired, relay: Relay
+) -> None:
+    for payload, connections in ((b"short", 1), (PAYLOAD, 6)):
+        wired.syncer.publish(payload)
+        client = wired.client(address=relay.address, data_channels=6)
+        before, relay.connections = wired.server.counters().get("payload_bytes_out", 0), 0
+        assert bytes(client.pull(ASK, PullSink()).parts[0]) == payload
+        assert relay.connections == connections
+        assert wired.server.counters()["payload_bytes_out"] - before == len(payload)
+    assert wired.syncer.calls.count("pull") == 1 + 6
 
 
 def joined(wired: Wired, relay: Relay, channels: int, **options: Any) -> SyncClient:
@@ -228,14 +178,9 @@ def test_a_version_sets_out_the_moment_it_is_made(
     assert found.header.version == 4
     assert 0.0 < patience.carried_s < 20.0
     assert wired.server.counters()["payload_bytes_out"] == 2 * len(PAYLOAD), "something was sent twice"
-
-
-def test_what_is_not_made_is_waited_for_no_longer_than_said(wired: Wired, relay: Relay) -> None:
-    client = joined(wired, relay, 1)
     wired.syncer.publish(from_version=3, numel=1)
     found = client.pull(replace(ASK, have_version=3), PullSink(), Patience(0.2))
-    assert found.parts == ()
-    assert found.header.version == 3
+    assert (found.parts, found.header.version) == ((), 3), "what is not made is waited for no longer than said"
 
 
 @pytest.mark.slow
@@ -298,41 +243,28 @@ def test_a_path_that_damages_everything_is_given_up_and_keeps_the_rest(wired: Wi
     assert wired.server.counters()["payload_bytes_out"] - before <= 3 * MIB
 
 
-def pull_and_cut(client: SyncClient, relay: Relay, sink: PullSink, aside: Callable[..., Any]) -> int:
-    """A pull that breaks off with some bytes in ``sink``, whose count it gives, and others not."""
+@pytest.mark.parametrize(("channels", "is_gone"), [(1, False), (3, False), (1, True)])
+def test_a_pull_that_was_cut_goes_on_from_where_it_was_and_anew_when_its_version_is_gone(
+    wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int, is_gone: bool
+) -> None:
+    wired.syncer.publish(PAYLOAD)
+    broken: list[int] = []
+    sink = PullSink(broken=lambda: broken.append(sink.bytes_held))
+    client = wired.client(address=relay.address, data_channels=channels)
     relay.hold(MIB)
     pulled = aside(client.pull, ASK, sink)
     assert wait_until(lambda: sink.bytes_held > MIB // 2)
     relay.cut()
     with pytest.raises(Unreachable):
         pulled.result(WAIT_S)
-    assert 0 < sink.bytes_held < len(PAYLOAD)
-    return sink.bytes_held
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_pull_that_was_cut_goes_on_from_where_it_was(
-    wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int
-) -> None:
-    wired.syncer.publish(PAYLOAD)
-    broken: list[int] = []
-    sink = PullSink(broken=lambda: broken.append(sink.bytes_held))
-    client = wired.client(address=relay.address, data_channels=channels)
-    held = pull_and_cut(client, relay, sink, aside)
+    held, before = sink.bytes_held, client.bytes_down
+    assert 0 < held < len(PAYLOAD)
     assert broken == [held]
-    before = client.bytes_down
-    assert bytes(until_reached(lambda: client.pull(ASK, sink)).parts[0]) == PAYLOAD
+    if is_gone:
+        wired.syncer.publish(b"new!" * 100, whole=True, version=4, from_version=0)
+    found = until_reached(lambda: client.pull(ASK, sink))
+    assert bytes(found.parts[0]) == (b"new!" * 100 if is_gone else PAYLOAD)
     assert client.bytes_down - before < len(PAYLOAD) - held + 200_000
-
-
-def test_a_pull_begins_anew_when_its_version_is_gone(wired: Wired, relay: Relay, aside: Callable[..., Any]) -> None:
-    client, sink = wired.client(address=relay.address), PullSink()
-    wired.syncer.publish(PAYLOAD)
-    pull_and_cut(client, relay, sink, aside)
-    wired.syncer.publish(b"new!" * 100, whole=True, version=4, from_version=0)
-    pulled = until_reached(lambda: client.pull(ASK, sink))
-    assert bytes(pulled.parts[0]) == b"new!" * 100
-    assert pulled.header.version == 4
 
 
 def test_a_version_that_was_not_asked_for_is_not_taken(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +315,7 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -
         assert sink.bytes_held == 0
 
 
-def test_streams_that_bring_what_is_missing_share_the_rate(wired: Wired) -> None:
+def test_streams_that_bring_what_is_missing_from_its_beginning_share_the_rate(wired: Wired) -> None:
     asked: list[int] = []
     answer = wired.syncer.pull
     wired.syncer.pull = lambda ask, identity: (asked.append(ask.bytes_per_s), answer(ask, identity))[1]  # type: ignore[method-assign]
@@ -394,9 +326,6 @@ def test_streams_that_bring_what_is_missing_share_the_rate(wired: Wired) -> None
     client = wired.client(data_channels=2, down_mbps=8000.0)
     assert bytes(client.pull(ASK, sink).parts[0]) == PAYLOAD
     assert asked == [bulk_bytes_per_s(8000.0) // 2] * 2
-
-
-def test_pieces_cover_what_is_missing_from_its_beginning() -> None:
     assert pieces([(0, 6 * MIB)], 3, 9 * MIB) == [(0, 2 * MIB), (2 * MIB, 4 * MIB), (4 * MIB, 6 * MIB)]
     assert pieces([(5, 6), (8, 9)], 4, MIB) == [(5, 6), (8, 9)]
     assert pieces([(0, 300 * KIB)], 6, MIB) == [(0, 256 * KIB), (256 * KIB, 300 * KIB)]

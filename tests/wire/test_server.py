@@ -33,13 +33,12 @@ from tests.wire.conftest import Wired
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
 from tests.wire.relay import wait_until
 
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
-def test_two_servers_cannot_have_one_port(wired: Wired) -> None:
+
+def test_an_address_that_cannot_be_or_is_taken_is_refused_in_words(wired: Wired) -> None:
     with pytest.raises(ValueError, match="cannot be bound"):
         serve(FakeSyncer(), ServerOptions(run_id=RUN, address=wired.server.address))
-
-
-def test_an_address_that_cannot_be_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("127.0.0.1:65536", "[::]:99999", "127.0.0.1", "127.0.0.1:-1", "127.0.0.1:http!"):
         with pytest.raises(ValueError, match=r"address is '.*': host:port wanted, with a port of 0 to 65535"):
             serve(FakeSyncer(), ServerOptions(run_id=RUN, address=address))
@@ -51,7 +50,8 @@ def test_an_address_that_cannot_be_is_refused_in_words(monkeypatch: pytest.Monke
         assert "insecure" not in str(caught.value)
 
 
-def test_stop_ends_watches_at_once_and_takes_no_new_calls(start: Callable[..., Wired]) -> None:
+def test_stop_ends_watches_at_once_takes_no_new_calls_and_leaves_no_thread(start: Callable[..., Wired]) -> None:
+    before = set(threading.enumerate())  # Another test of this process may have left some.
     wired = start()
     client = wired.client()
     stream = client.watch(1)
@@ -63,16 +63,7 @@ def test_stop_ends_watches_at_once_and_takes_no_new_calls(start: Callable[..., W
         list(stream)
     with pytest.raises(Unreachable):
         client.join(join_ask())
-
-
-def test_no_thread_is_left_behind(start: Callable[..., Wired]) -> None:
-    before = set(threading.enumerate())  # Another test of this process may have left some.
-    wired = start()
-    client = wired.client()
-    with client.watch(1) as stream:
-        next(stream)
     client.close()
-    wired.server.stop(1.0)
     ours = ("stalls-", "syncer-rpc")
     left = lambda: [each.name for each in {*threading.enumerate()} - before if each.name.startswith(ours)]  # noqa: E731
     assert wait_until(lambda: not left()), left()
@@ -106,9 +97,8 @@ def test_a_call_without_its_message_is_ended_whatever_the_method_is(start: Calla
     assert wired.syncer.calls == []
 
 
-@pytest.mark.parametrize("method", sooner([f"/{SYNC_SERVICE}/Join", f"/{REFLECTION}"], f"/{SYNC_SERVICE}/Join"))
-def test_silent_calls_leave_room_for_those_that_speak(start: Callable[..., Wired], method: str) -> None:
-    wired = start(sites_max=1)
+def test_silent_calls_leave_room_for_those_that_speak(start: Callable[..., Wired]) -> None:
+    wired, method = start(sites_max=1), f"/{SYNC_SERVICE}/Join"
     threads = ServerOptions(run_id=RUN, sites_max=1).calls_max
     calls = silent(wired, *[method] * (2 * threads))
     # Those for whom there is no room are sent away.
@@ -118,17 +108,8 @@ def test_silent_calls_leave_room_for_those_that_speak(start: Callable[..., Wired
     assert wired.client().report(report_info()).known
 
 
-@pytest.mark.parametrize(
-    ("method", "raw"),
-    [
-        (f"/{HEALTH}/Check", b""),
-        (f"/{SYNC_SERVICE}/Report", pack_report(report_info())),
-    ],
-)
-def test_callers_that_take_no_answer_leave_room_for_those_that_do(
-    start: Callable[..., Wired], method: str, raw: bytes
-) -> None:
-    wired = start(sites_max=1)
+def test_callers_that_take_no_answer_leave_room_for_those_that_do(start: Callable[..., Wired]) -> None:
+    wired, method, raw = start(sites_max=1), f"/{SYNC_SERVICE}/Report", pack_report(report_info())
     calls_max = ServerOptions(run_id=RUN, sites_max=1).calls_max
     with contextlib.ExitStack() as opened:
         for _ in range(calls_max // 8):
@@ -156,10 +137,7 @@ def test_streams_of_the_standard_services_are_bounded(wired: Wired) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-def test_health_lists_every_name_and_knows_no_other(wired: Wired) -> None:
+def test_health_lists_every_name_knows_no_other_and_says_when_the_syncer_stops(wired: Wired) -> None:
     stub = health_pb2_grpc.HealthStub(wired.channel())
     found = stub.List(health_pb2.HealthListRequest(), timeout=10).statuses
     names = ("", SYNC_SERVICE, ADMIN_SERVICE, RUN)
@@ -169,18 +147,12 @@ def test_health_lists_every_name_and_knows_no_other(wired: Wired) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             call()
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-def test_health_says_when_the_syncer_stops(start: Callable[..., Wired]) -> None:
-    wired = start()
-    stub = health_pb2_grpc.HealthStub(wired.channel())
-    seen = []
     stream = stub.Watch(health_pb2.HealthCheckRequest(service=RUN), timeout=20)
-    seen.append(next(stream).status)
+    assert next(stream).status == SERVING
     wired.server.stop(1.0)
+    assert next(stream).status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.RpcError):
-        seen.extend(answer.status for answer in stream)
-    assert seen == [SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+        next(stream)
 
 
 def test_reflection_lists_our_services(wired: Wired) -> None:
@@ -194,19 +166,16 @@ def test_reflection_lists_our_services(wired: Wired) -> None:
     assert b"PushHeader" in answer.file_descriptor_response.file_descriptor_proto[0]
 
 
-def test_noise_at_the_standard_services_is_the_senders_fault(wired: Wired) -> None:
+def test_noise_at_the_standard_services_and_compressed_messages_are_the_senders_fault(wired: Wired) -> None:
     for method in (f"/{HEALTH}/Check", f"/{HEALTH}/Watch", f"/{REFLECTION}"):
         call = wired.channel().stream_stream(method)(iter([b"\xff"]), timeout=10)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_a_compressed_message_is_refused_before_it_grows(wired: Wired, compression: grpc.Compression) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        wired.channel().unary_unary(f"/{SYNC_SERVICE}/Join")(bytes(1000), timeout=20, compression=compression)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):  # Refused before it grows.
+        with pytest.raises(grpc.RpcError) as caught:
+            wired.channel().unary_unary(f"/{SYNC_SERVICE}/Join")(bytes(1000), timeout=20, compression=compression)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def refusals() -> list[tuple[str, bytes, dict[str, Any]]]:
