@@ -205,28 +205,6 @@ def test_it_is_patient_as_long_as_something_is_written(tmp_path: Path, monkeypat
     assert looks[0] == 12
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"kind": "csv"}, "kind is 'csv'"),
-        ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'"),
-        ({"shard_tokens": 1}, "shard_tokens is 1"),
-        ({"lock_wait_s": 0.0}, r"lock_wait_s is 0\.0"),
-        ({"path": ""}, "path is ''"),
-        ({"field": ""}, "field is ''"),
-        ({"split": ""}, "split is ''"),
-        ({"validation_split": "train"}, "validation_split is 'train'"),
-        ({"documents_max": -1}, "documents_max is -1"),
-        ({"dtype": "float32"}, "dtype is 'float32'"),
-        ({"kind": "stdlib", "path": "mine.txt"}, r"path is 'mine\.txt': kind=stdlib reads.*kind=text\|jsonl"),
-        ({"kind": "stdlib", "path": "", "pattern": "*.md"}, r"pattern is '\*\.md': kind=stdlib reads"),
-    ],
-)
-def test_a_wrong_option_is_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=f"^{words}"):
-        options(**{"path": "somewhere", **changes})
-
-
 class Counting(ByteTokenizer):
     """Ends the process, as it were, at its ``last`` batch; ``texts`` are all that were handed in."""
 

@@ -99,6 +99,11 @@ def test_a_batch_is_a_pure_function_of_seed_place_and_cursor(manifest: CorpusMan
     # A cursor counts sequences, so overlapping batches overlap.
     assert torch.equal(one.batch(1002)[0][:2], late[0][2:])
     assert one.tokens_per_batch == 64
+    for each in (one, stream(manifest, Source(1))):
+        with pytest.raises(ValueError, match="cursor is -1"):
+            each.batch(-1)
+    with pytest.raises(ValueError, match="unit_sequences is 0"):
+        LeasedStream(manifest, "train", 16, 4, 0, Source(1), alone())
 
 
 def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManifest) -> None:
@@ -113,27 +118,6 @@ def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManife
     again = validation_batches(manifest, 16, 4, num_batches=3)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(some, again, strict=True))
     assert sum(len(inputs) for inputs, _ in validation_batches(manifest, 16, 4, 10**6)) == windows
-
-
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("site_index", {"site_index": 2, "num_sites": 2}),
-        ("rank", {"rank": 1}),
-        ("num_sites", {"num_sites": 10**6}),
-        ("sequence_length", {"sequence_length": 10**7}),
-        ("split", {"split": "test"}),
-        ("world", {"world": 0}),
-    ],
-)
-def test_a_wrong_place_is_named(manifest: CorpusManifest, field: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{field} is "):
-        TokenStream(manifest, **{"split": "train", "sequence_length": 16, "batch_sequences": 4, **changes})
-    for each in (TokenStream(manifest, "train", 16, 4), stream(manifest, Source(1))):
-        with pytest.raises(ValueError, match="cursor is -1"):
-            each.batch(-1)
-    with pytest.raises(ValueError, match="unit_sequences is 0"):
-        LeasedStream(manifest, "train", 16, 4, 0, Source(1), alone())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1000, 4097])

@@ -36,21 +36,6 @@ def test_two_ranks_are_one_process_on_the_double_batch(manifest: CorpusManifest,
         assert torch.allclose(first[name], parameter, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("world", {"world": 0}),
-        ("rank", {"rank": 2, "world": 2}),
-        ("device", {"device": "tpu"}),
-        ("timeout_s", {"timeout_s": 0.0}),
-        ("master_port", {"rank": 1, "world": 2, "device": "cpu"}),
-    ],
-)
-def test_a_wrong_argument_is_named(field: str, changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{field} is "):
-        SiteGroup(**changes)  # type: ignore[arg-type]
-
-
 def test_a_group_is_settled_when_its_threads_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     group, uses, held = SiteGroup(device="cpu"), [2], []
     group.world, group.backend = 2, "gloo"

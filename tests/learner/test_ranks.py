@@ -18,14 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from diloco.inner import GroupError
-from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.learner import ranks as ranks_module
-from diloco.learner.exchange import Follower
 from diloco.learner.ranks import (
     ADOPT,
     GO_ON,
@@ -43,9 +39,7 @@ from diloco.learner.ranks import (
     meet,
     owners_of,
 )
-from diloco.learner.tensors import SiteTensors
-from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
-from tests.layouts import LAYOUTS, SHAPES, Odd, dice, heard, part_of, ranks, same, whole
+from diloco.outer.fragments import plan_layout
 from tests.learner.participant import held
 
 BOUND_S = 20.0
@@ -307,8 +301,6 @@ def test_fragments_are_dealt_the_largest_first_and_not_at_all_where_each_rank_ha
 
 # --- What rank 0 does with the model's values all ranks do, each with its part, and one order is done before the next -
 
-LAYOUT = plan_layout(list(SHAPES.items()), 3)
-
 
 class Said:
     """The process group of rank 0 of two, as far as it is told things."""
@@ -350,94 +342,3 @@ def test_of_what_several_threads_order_one_is_done_before_the_next_is_said() -> 
             group.words.append(["done"])
         second.result(BOUND_S)
     assert group.words == [[SEAL, 0, 0, 0], ["done"], [RETAKE, 1, 1, 0]]
-
-
-# --- four ranks, each rule, each layout -------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def trained(parameters: dict[str, Tensor], step: int) -> None:
-    """The same step, whatever this rank holds."""
-    for name, values in dice("step", step).items():
-        mine = parameters[name]
-        (mine.to_local() if isinstance(mine, DTensor) else mine).add_(part_of(mine, values), alpha=0.01)
-
-
-def rounds(found: SiteTensors, orders: Orders, layout: Layout, train: Callable[[int], None]) -> list[Tensor]:
-    """Rank 0's boundaries: what it measured, in order."""
-    measured: list[Tensor] = []
-    for fragment in layout.fragments:
-        found.arrived(fragment.index, 0, gather(fragment, dice("v0")), "")
-        with orders.all_do(RETAKE, fragment.index):
-            found.retake(fragment.index, 0, [])
-    orders.go_on()
-    for version in (1, 2, 3):
-        train(version)
-        for fragment in layout.fragments:
-            with orders.all_do(SEAL, fragment.index):
-                inputs = found.measure(fragment.index, [])
-            measured.append(inputs.pseudo_gradient())
-            found.sent[fragment.index, version] = measured[-1]
-        orders.go_on()
-        train(10 + version)
-        for fragment in layout.fragments:
-            found.arrived(fragment.index, version, gather(fragment, dice("v", version)), "")
-            with orders.all_do(ADOPT, fragment.index):
-                found.adopt(fragment.index, version, [version])
-        orders.go_on()
-    orders.go_on(stop=True)
-    return measured
-
-
-def lead(name: str, rule: str, group: SiteGroup) -> tuple[list[Tensor], dict[str, Tensor]]:
-    parameters = named_parameters_once(LAYOUTS[name](Odd(), group.world))
-    holding = Holding(parameters, group)
-    measured: list[Tensor] = []
-    if group.is_first:
-        found = SiteTensors(LAYOUT, holding, rule, 0.25)
-        measured = rounds(found, Orders(group), LAYOUT, lambda step: trained(parameters, step))
-    else:
-        boundaries = iter([1, 11, 2, 12, 3, 13])
-        follower = Follower([LAYOUT], holding, rule)
-        while not follower.follow():
-            step = next(boundaries, None)
-            if step is not None:
-                trained(parameters, step)
-    return measured, whole(parameters)
-
-
-PAIRS = [(name, "rebase") for name in ("ddp", "fsdp", "hsdp", "tp", "tp_fsdp")]
-
-PAIRS += [("ddp", "overwrite"), ("tp_fsdp", "overwrite"), ("ddp", "blend"), ("fsdp", "blend")]
-"""Each layout and each rule; what a rule does to a part it does to every part, whole or cut."""
-
-
-def program(group: SiteGroup, tell: Callable[[Any], None]) -> None:
-    for name, rule in PAIRS:
-        measured, values = lead(name, rule, group)
-        tell((name, rule, [value.numpy() for value in measured], {key: v.numpy() for key, v in values.items()}))
-
-
-@pytest.fixture(scope="module")
-def said() -> Iterator[dict[tuple[str, str], list[Any]]]:
-    """What four ranks measured and held at the end, by layout and rule."""
-    with ranks(program, 4) as ends:
-        found: dict[tuple[str, str], list[Any]] = {}
-        for end in ends:
-            for _ in PAIRS:
-                name, rule, *told = heard(end)
-                found.setdefault((name, rule), []).append(told)
-        yield found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), PAIRS)
-def test_the_layout_changes_no_bit(said: dict[tuple[str, str], list[Any]], name: str, rule: str) -> None:
-    parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
-    found = SiteTensors(LAYOUT, held(parameters), rule, 0.25)
-    alone = rounds(found, Orders(SiteGroup(device="cpu")), LAYOUT, lambda step: trained(parameters, step))
-    told = said[name, rule]
-    assert len(told[0][0]) == len(alone) == 9
-    assert all(same(torch.from_numpy(here), there) for here, there in zip(told[0][0], alone, strict=True))
-    for _, values in told:
-        assert all(same(torch.from_numpy(values[each]), value) for each, value in parameters.items()), "on every rank"
