@@ -39,6 +39,11 @@ def some(value: float) -> dict[str, torch.Tensor]:
 def test_what_is_saved_comes_back_with_dtype_shape_and_meta_and_in_boxes(tmp_path: Path) -> None:
     meta = {"step": 3, "lr": 0.1 + 0.2, "names": ["a"], "none": None}
     tensors = {**some(1.5), "model/w": WHOLE, "model/none": torch.zeros(0, 2, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="tensor name is 'weight'"):
+        save(tmp_path, "step-3", {"weight": torch.zeros(1)}, {})
+    with pytest.raises(ValueError, match="Out of range"):
+        save(tmp_path, "step-3", some(1), {"x": float("nan")})
+    assert names(tmp_path) == [], "what cannot be read again is not written"
     save(tmp_path, "step-3", some(1), {})
     path = save(tmp_path, "step-3", tensors, meta)
     assert names(tmp_path) == ["step-3"], "it takes the place of the other one"
@@ -85,14 +90,6 @@ def test_none_is_none_and_all_damaged_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "step-1" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid"):
         latest(tmp_path)
-
-
-def test_what_cannot_be_read_again_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensor name is 'weight'"):
-        save(tmp_path, "step-1", {"weight": torch.zeros(1)}, {})
-    with pytest.raises(ValueError, match="Out of range"):
-        save(tmp_path, "step-1", some(1), {"x": float("nan")})
-    assert names(tmp_path) == []
 
 
 WHOLE = torch.arange(24.0).reshape(4, 6)

@@ -52,38 +52,25 @@ def test_damage_is_told_by_file(tmp_path: Path) -> None:
             load_manifest(made.directory)
 
 
+@pytest.mark.parametrize("epoch", [0, 5])
 @pytest.mark.parametrize("num_sites", [1, 3])
-def test_sites_and_ranks_draw_disjoint_sequences_that_cover_the_split(manifest: CorpusManifest, num_sites: int) -> None:
-    count = (manifest.train.tokens - 1) // 16
+def test_sites_and_ranks_draw_disjoint_sequences_that_cover_the_split(
+    manifest: CorpusManifest, num_sites: int, epoch: int
+) -> None:
+    """Two ranks of 4 draw what one rank of 8 would: rank 0 the first half of each batch, rank 1 the second."""
     seen: list[int] = []
     for site in range(num_sites):
-        share = TokenStream(manifest, "train", 16, 4, site, num_sites).sequences_per_epoch
-        by_rank = [
-            drawn(manifest, -(-share // 8), site_index=site, num_sites=num_sites, rank=rank, world=2, seed=9)
-            for rank in range(2)
-        ]
-        # Two ranks of 4 draw what one rank of 8 would: rank 0 the first half of each batch, rank 1 the second.
-        merged = [
-            index
-            for batch in range(len(by_rank[0]) // 4)
-            for rank in by_rank
-            for index in rank[batch * 4 : batch * 4 + 4]
-        ]
-        assert merged == drawn(manifest, len(merged) // 4, site_index=site, num_sites=num_sites, seed=9)
-        assert len(set(merged[:share])) == share
+        place: dict[str, Any] = {"site_index": site, "num_sites": num_sites, "seed": 9}
+        share = TokenStream(manifest, "train", 16, 4, **place).sequences_per_epoch
+        batches, start = -(-share // 8), epoch * share
+        first, second = (drawn(manifest, batches, start, rank=rank, world=2, **place) for rank in range(2))
+        merged: list[int] = []
+        for at in range(0, len(first), 4):
+            merged += first[at : at + 4] + second[at : at + 4]
+        assert merged == drawn(manifest, len(merged) // 4, start, **place)
+        assert merged != drawn(manifest, len(merged) // 4, (5 - epoch) * share, **place), "epochs differ"
         seen += merged[:share]
-    assert sorted(seen) == list(range(count)), "seed 9"
-
-
-def test_shares_stay_disjoint_in_later_epochs_and_epochs_differ(manifest: CorpusManifest) -> None:
-    epochs = []
-    for site in range(2):
-        share = TokenStream(manifest, "train", 16, 4, site, 2).sequences_per_epoch
-        epochs.append([drawn(manifest, share // 4, epoch * share, site_index=site, num_sites=2) for epoch in (0, 5)])
-    first, later = epochs[0]
-    assert first != later
-    assert set(first).isdisjoint(epochs[1][1])
-    assert set(later).isdisjoint(epochs[1][0])
+    assert sorted(seen) == list(range((manifest.train.tokens - 1) // 16)), "seed 9"
 
 
 def test_a_batch_is_a_pure_function_of_seed_place_and_cursor(manifest: CorpusManifest) -> None:
@@ -126,6 +113,10 @@ def test_every_place_comes_once_and_a_single_one_can_be_asked_for(size: int) -> 
         whole = permuted(np.arange(size), size, key)
         assert sorted(whole.tolist()) == list(range(size)), (size, key)
         assert all(int(permuted(np.array([at]), size, key)[0]) == whole[at] for at in range(0, size, 37))
+    large = 10**15 + 1  # Needs no memory.
+    placed = permuted(np.array([0, 1, large - 1]), large, "big")
+    assert len(set(placed.tolist())) == 3
+    assert ((placed >= 0) & (placed < large)).all()
 
 
 def test_neighbours_are_torn_apart_and_the_key_decides() -> None:
@@ -136,13 +127,6 @@ def test_neighbours_are_torn_apart_and_the_key_decides() -> None:
     assert np.mean(np.abs(np.diff(order)) == 1) < 0.01
     # Neighbours of a shuffled list lie a third of the list apart on average.
     assert float(np.mean(np.abs(np.diff(order)))) == pytest.approx(size / 3, rel=0.05)
-
-
-def test_large_sizes_need_no_memory() -> None:
-    size = 10**15 + 1
-    placed = permuted(np.array([0, 1, size - 1]), size, "big")
-    assert len(set(placed.tolist())) == 3
-    assert ((placed >= 0) & (placed < size)).all()
 
 
 # --- Batches of leased units ------------------------------------------------------------------------------------------
