@@ -199,6 +199,11 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     made.settle()
     assert names(tmp_path) == ["step-1"]
     assert made.is_free
+    made.submit("step-2", part(1.0), {"step": 2})
+    made.writer.wait(20)
+    assert "another rank could not write its part of" in made.heard([0.0, 1.0])
+    made.settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"], "nothing is left of it"
     made.settle()
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -385,22 +386,6 @@ class Ordered(Rank):
         tensor.copy_(self.said.pop(0))
 
 
-class Owned:
-    """What a rank owns of one agent's fragments."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.done, self.closed = name, 0, False
-
-    def do(self) -> None:
-        self.done += 1
-
-    def state(self) -> dict[str, Tensor]:
-        return {self.name: torch.ones(1)}
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent_everything() -> None:
     first, second, third, last = dice("v0", 0), dice("v0", 1), dice("v1", 0), dice("v1", 1)
     group = Ordered([RETAKE, 0, 0, 0], first, [RETAKE, 0, 1, 0], second, [GO_ON], [GO_ON], [ADOPT, 0, 0, 0], third)
@@ -426,12 +411,13 @@ def test_of_several_agents_each_orders_of_its_own_fragments_and_what_a_rank_owns
     values = dice("v0", 0), dice("v0", 1)
     retakes = [word for part in (0, 1) for word in ([RETAKE, part, 0, 0], values[part])]
     group = Ordered(*retakes, *([SEAL, part, 0, 1] for part in owns), [GO_ON], [STOP])
-    owned: Any = [Owned(f"base.{part}") if part in owns else None for part in (0, 1)]
+    states = [{f"base.{part}": torch.ones(1)} for part in (0, 1)]
+    owned: Any = [Mock(**{"state.return_value": states[part]}) if part in owns else None for part in (0, 1)]
     parameters = zeros()
     follower = Follower(PARTS, Holding(parameters, group), "rebase", owned)
     follower.follow()
     assert all(torch.equal(gather(LAYOUT.fragments[part], parameters), values[part]) for part in (0, 1))
     assert sorted(follower.state()[0]) == [f"{part}.base.{part}" for part in owns], "by agent, as rank 0 names its own"
     follower.finish()
-    assert all((owned[part].done, owned[part].closed) == (1, True) for part in owns)
+    assert all((owned[part].do.call_count, owned[part].close.called) == (1, True) for part in owns)
     assert list(Follower([LAYOUT], Holding(zeros(), group), "rebase", owned[1:]).state()[0]) == ["base.1"]

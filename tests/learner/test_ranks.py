@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from diloco.inner import GroupError
-from diloco.inner.parallel import SiteGroup
 from diloco.learner import ranks as ranks_module
 from diloco.learner.ranks import (
     ADOPT,
@@ -277,24 +276,18 @@ def test_what_is_no_door_of_ours_is_not_waited_for(says: bytes, kind: type[Excep
 FIVE = plan_layout([("a", (90,)), ("b", (50,)), ("c", (40,)), ("d", (30,)), ("e", (9,))], 5)
 
 
-class Cut:
+def cut(world: int, copied: bool = False) -> Any:
     """A model that is held in parts by ``world`` ranks."""
-
-    def __init__(self, world: int, copied: bool = False) -> None:
-        self.group, self._copied = SiteGroup(), copied
-        self.group.world = world
-
-    def is_copied(self, pieces: object) -> bool:
-        return self._copied
+    return SimpleNamespace(group=SimpleNamespace(world=world), is_copied=lambda pieces: copied)
 
 
 def test_fragments_are_dealt_the_largest_first_and_not_at_all_where_each_rank_has_everything() -> None:
-    found = owners_of(FIVE, Cut(2))
+    found = owners_of(FIVE, cut(2))
     loads = [sum(FIVE.fragments[each].numel for each in Dealt(found, {}).of(rank)) for rank in (0, 1)]
     assert sorted(loads) == [99, 120]
-    assert len(set(owners_of(FIVE, Cut(4)))) == 4
-    assert set(owners_of(FIVE, Cut(9))) == set(range(5)), "some own nothing"
-    assert owners_of(FIVE, Cut(4, copied=True)) == (0,) * 5
+    assert len(set(owners_of(FIVE, cut(4)))) == 4
+    assert set(owners_of(FIVE, cut(9))) == set(range(5)), "some own nothing"
+    assert owners_of(FIVE, cut(4, copied=True)) == (0,) * 5
     parameters = {name: torch.zeros(shape) for name, shape in FIVE.parameters}
     assert deal(FIVE, held(parameters)) == all_mine(FIVE) == Dealt((0,) * 5, {}), "no rank is met"
 

@@ -467,10 +467,7 @@ def fresh(sealed: SealedUpdate) -> Tensor:
 @pytest.mark.parametrize("codec", ["int4", "e3m0", "int2:8", "sign", "topk:256x4", "topk:256x16+zstd1"])
 @pytest.mark.parametrize("rule", ["overwrite", "blend"])
 def test_invariant_12_what_was_merged_and_the_residual_are_what_was_to_be_sent(codec: str, rule: str) -> None:
-    """With refusals, some while another update is being encoded, and adopts at any time; to rounding, in fp64.
-
-    Seen: the second of two updates between adopts had what the first rounded off in its d and in its residual.
-    """
+    """With refusals, some while another update is being encoded, and adopts at any time; to rounding, in fp64."""
     for seed in range(3):
         dice, model = random.Random(seed), Model(codec, rule)
         theta = torch.zeros(600)
@@ -502,6 +499,17 @@ def test_invariant_12_what_was_merged_and_the_residual_are_what_was_to_be_sent(c
         lost = (merged + model.residual().double() - to_send).abs().max()
         assert lost < 1e-6, f"{codec}, {rule}, seed {seed}: {lost}"
         assert len(model.tensors.sent) <= 2
+
+
+def test_two_updates_between_adopts_send_what_the_first_rounded_off_once() -> None:
+    """Seen: measured less what the first decodes to, the second had the remainder in its d and in its residual."""
+    model = Model("sign")
+    model.train(1)
+    first = model.update()
+    second = model.update()  # Nothing was trained in between.
+    assert bool((fresh(second) == 0).all())
+    total = (values_of(first.encoded.sent) + values_of(second.encoded.sent) + model.residual()).double()
+    assert (total - fresh(first)).abs().max() < 1e-7
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.9])
