@@ -146,20 +146,21 @@ def test_one_drain_or_one_failure_is_enough_and_all_leave_at_the_same_step() -> 
     assert all(part.left for part in parts)
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(("both", "goes_on"), [(False, False), (True, False), (True, True)])
 def test_a_syncer_that_had_finished_before_is_waited_for_only_where_the_run_was_given_more_tokens(
-    goes_on: bool,
+    both: bool, goes_on: bool
 ) -> None:
     parts = [Part(), Part(joins=False)]
-    parts[0].ending = parts[1].ending = Ending.FINISHED
+    parts[0].ending, parts[1].ending = Ending.FINISHED if both else None, Ending.FINISHED
     agents = site_of(*parts, join_timeout_s=600.0)
     agents.start()
-    parts[0].ending = None if goes_on else Ending.FINISHED  # As its syncer answered.
+    if goes_on:
+        parts[0].ending = None  # As its syncer answered.
     assert not agents.after_step(info_of(1)).stop, "fragments of the other syncer go on"
     parts[0].stops()
     assert agents.after_step(info_of(2)).stop == (not goes_on)
     assert agents.finish().ending == ("left" if goes_on else "finished")
-    assert parts[1].left == goes_on, "else no goodbye can be said there"
+    assert [part.left for part in parts] == [True, goes_on], "no goodbye can be said there"
     assert parts[1].closed == (not goes_on)
 
 
