@@ -58,7 +58,7 @@ def test_duplicates_and_what_is_not_text_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_few_documents_still_make_two_splits_and_one_does_not(tmp_path: Path) -> None:
-    for number in range(20):
+    for number in range(10):
         files = write(tmp_path / str(number), a=f"first {number}".encode(), b=f"second {number}".encode())
         corpus = read_corpus("text", files)
         assert [len(corpus.split(name)) for name in ("train", "validation")] == [1, 1], number
@@ -452,29 +452,6 @@ def test_what_another_state_of_the_data_or_release_of_the_library_left_is_thrown
             assert after.texts == TEXTS, cache
 
 
-def test_a_stream_that_breaks_off_says_where_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "BATCH_BYTES", 150)
-    cache, wanted = tmp_path / "cache", options(streamed(tmp_path / "set"), "hf", shard_tokens=1024)
-    whole = prepare_corpus(wanted, tmp_path / "whole")
-    import datasets
-
-    right = datasets.IterableDataset.__iter__
-
-    def breaking(self: Any) -> Any:
-        for number, row in enumerate(right(self)):
-            if number == 70:
-                raise ConnectionError("the hub\nis gone")
-            yield row
-
-    with monkeypatch.context() as broken:
-        broken.setattr(datasets.IterableDataset, "__iter__", breaking)
-        with pytest.raises(DataError, match=r"broke off after 70 documents: the hub is gone; the next start"):
-            prepare_corpus(wanted, cache)
-    after = Counting(monkeypatch)
-    assert prepare_corpus(wanted, cache).identity == whole.identity
-    assert len(after.texts) < 100
-
-
 def test_what_cannot_be_streamed_is_said_in_one_line(tmp_path: Path) -> None:
     root, cache = streamed(tmp_path / "set"), tmp_path / "cache"
     cases: list[tuple[dict[str, Any], str]] = [
@@ -491,8 +468,9 @@ def test_what_cannot_be_streamed_is_said_in_one_line(tmp_path: Path) -> None:
             prepare_corpus(options(**{"kind": "hf", "path": root, **changes}), cache)
         assert "\n" not in str(raised.value)
     (root / "part-1.jsonl").write_text('{"text": "a"}\nnot json\n')
-    with pytest.raises(DataError, match=r"broke off after 40 documents: .*JSON"):
+    with pytest.raises(DataError, match=r"broke off after 40 documents: .*JSON.*; the next start resumes") as raised:
         prepare_corpus(options(root, "hf"), cache)
+    assert "\n" not in str(raised.value)
 
 
 # --- Token ids that lie in files already ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from diloco.inner.data import (
     validation_batches,
 )
 from diloco.inner.parallel import SiteGroup
-from tests.inner.conftest import options, write_text
+from tests.inner.conftest import damage, options, write_text
 
 
 def drawn(manifest: CorpusManifest, batches: int, start: int = 0, **place: int) -> list[int]:
@@ -36,15 +36,12 @@ def test_damage_is_told_by_file(tmp_path: Path) -> None:
     wanted = options(write_text(tmp_path / "text", 6))
     made = prepare_corpus(wanted, tmp_path / "cache")
     shard, manifest = made.directory / "train-00000.bin", made.directory / "manifest.json"
-    content = bytearray(shard.read_bytes())
-    content[10] ^= 1
-    shard.write_bytes(content)
+    damage(shard)
     with pytest.raises(DataError, match=r"train-00000\.bin is damaged"):
         made.verify()
-    shard.write_bytes(content[:-2])
+    damage(shard, "cut")
     with pytest.raises(DataError, match=r"train-00000\.bin has \d+ bytes and the manifest says"):
         prepare_corpus(wanted, tmp_path / "cache")
-    shard.write_bytes(content)
     told = json.dumps({**json.loads(manifest.read_text()), "corpus_sha256": "0" * 64})
     for text, words in ((told, "its identity does not match"), ("{", r"manifest\.json is damaged")):
         manifest.write_text(text)

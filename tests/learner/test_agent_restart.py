@@ -21,14 +21,13 @@ from diloco.learner.agent import restored_machine
 from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.effects import Retake
 from diloco.sync.events import (
     BoundaryReached,
     FragmentStanding,
     JoinAnswered,
     LearnerEvent,
-    LineageBegan,
     Outcome,
     PushAnswered,
     Reason,
@@ -41,8 +40,8 @@ from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.sync.progress import Ledger, SentState, site_ledger
 from diloco.syncer.replaying import Rules
+from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.server import Syncer
-from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import JoinAsk, JoinReply
 from tests.learner.direct import ALONE, TOKENS, DirectClient, Site, started, undecided, versions
@@ -104,14 +103,12 @@ def test_a_cold_restart_counts_what_its_processes_did_as_lost_or_merged(tmp_path
 # --- A syncer that comes back from a backup, in a new lineage --------------------------------------------------------
 
 
-def begin_lineage(folder: Path) -> None:
-    """What an operator's restore leaves in a syncer's folder: the newest values again, as versions of a new lineage."""
+def restored(lost: Path, folder: Path) -> None:
+    """What an operator's restore of a copy leaves: the newest values again, as versions of a new lineage."""
+    shutil.copytree(lost, folder)
     store = Store(folder, RunCard(RUN, LAYOUT.fingerprint, "shared"))
     found = store.recover(Rules(OuterOptions(**NO_WAIT), OuterRule(OuterOptimizerOptions()), "fp32"))
-    values = found.holdings.values
-    found.machine.handle(LineageBegan(2, tuple(each.digest for each in values), "a test"), found.machine.state.now_ns)
-    again = [FragmentValues(each.version + 1, each.published, each.published, NOTHING, each.digest) for each in values]
-    store.snapshot_writer(found.machine, again)()
+    begin_lineage(store, found.machine, found.holdings.values, None, "a test", 2)
     store.journal.close()
 
 
@@ -139,8 +136,7 @@ def cut_off(tmp_path: Path) -> Iterator[tuple[Site, Path]]:
         site.start()
         site.train_until(lambda: min(versions(syncer)) >= 2, "two versions")
         cut(site)
-    shutil.copytree(lost, kept)
-    begin_lineage(kept)
+    restored(lost, kept)
     yield site, kept
     site.close()
 
