@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,28 +38,23 @@ from diloco.sync.effects import Seal
 from diloco.sync.events import (
     SealFailed,
 )
+from tests.forked import forkserver
 from tests.learner.participant import Elsewhere, Recorder
 from tests.syncer.building import dice, update
 
-PROGRAM = """
-import sys, time
-from pathlib import Path
-from diloco.learner.seal import Odometer
-odometer = Odometer(Path(sys.argv[1]))
-for step in range(1, 1001):
-    odometer.write(step << 54, step << 54)
-print("there", flush=True)
-time.sleep(60)
-"""
+
+def write_and_die(path: Path) -> None:
+    odometer = Odometer(path)
+    for step in range(1, 1001):
+        odometer.write(step << 54, step << 54)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_it_survives_sigkill(tmp_path: Path) -> None:
-    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "odometer")]
-    with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"there\n"
-        process.kill()
-        assert process.wait(10.0) == -9
+    process = forkserver().Process(target=write_and_die, args=(tmp_path / "odometer",))
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == -signal.SIGKILL
     assert Odometer(tmp_path / "odometer").reading == (1000 << 54, 1000 << 54)
 
 
