@@ -276,7 +276,7 @@ def test_of_a_checkpoint_only_what_is_owned_is_read() -> None:
     assert sorted(again.tensors()) == ["base.1", "sent.1.5"]
 
 
-# --- Streaming DiLoCo by torchft's numbers: its six recorded runs of mocked updates -----------------------------------
+# --- Streaming DiLoCo by torchft's numbers: two of its recorded runs of mocked updates --------------------------------
 
 PERIOD, STEPS = 6, 15
 
