@@ -46,8 +46,9 @@ from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import JoinAsk, JoinReply
 from tests.learner.direct import ALONE, TOKENS, DirectClient, Site, started, undecided, versions
 from tests.learner.participant import held
-from tests.syncer.building import LAYOUT, NO_WAIT, RUN, eventually, serving
+from tests.syncer.building import LAYOUT, NO_WAIT, RUN, dice, eventually, serving
 from tests.wire.fake_syncer import push_header
+from tests.wire.samples import PULL
 
 
 def parts_of(site: Site) -> Any:
@@ -191,6 +192,9 @@ def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(
         site.train_until(lambda: site.agent.machine.state.lineage == 2, "it has joined the new lineage")
         site.client.before.clear()  # A push at the end would ask a syncer that has stopped.
         assert [answer.reason for answer in answers] == [Reason.NOT_JOINED]
+        site.agent.keep_fetched(dice("late", 0), VersionFetched(0, 99, ()), 1, PULL)
+        latest = site.agent.tensors.latest[0]
+        assert latest is None or latest[0] < 99, "what was asked for in the old lineage is not taken"
         began = versions(syncer)
         site.train_until(lambda: min(versions(syncer)) > max(began), "it is merged again")
         assert site_ledger(site.agent.machine.state).balanced()
