@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.durable import PLAIN_DISK, Disk
+from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.inner import memory
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.memory import Machines
@@ -23,7 +23,7 @@ from diloco.inner.parallel import SiteGroup, local
 from diloco.inner.trainer import StepInfo, Trainer, capture_state
 from tests.inner import spread_program
 from tests.inner.conftest import damage
-from tests.inner.spread_program import CASES, Full, build
+from tests.inner.spread_program import CASES, build
 
 Facts = list[tuple[str, dict[str, object]]]
 DIES, END = 5, 6
@@ -97,6 +97,15 @@ class Life:
         assert all(torch.equal(mine[name], self.whole[name]) for name in mine)
         self.group.barrier()
         assert not self.memory.exists(), "nothing is left in memory at the end"
+
+
+class Full(Disk):
+    """Memory without room for the parts of checkpoints."""
+
+    def make(self, path: Path, write: Any, step: Step) -> None:
+        if path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        super().make(path, write, step)
 
 
 def lose_a_machine(life: Life, out: list[Path], lost: int) -> None:

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from diloco.durable import PLAIN_DISK, Disk, Step
+from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner import checkpoint, precision
-from diloco.inner.checkpoint import CheckpointError, names
+from diloco.inner.checkpoint import names
 from diloco.inner.data import TokenStream, load_manifest, validation_batches
 from diloco.inner.evaluate import evaluate
 from diloco.inner.holding import ParallelOptions, Spread
@@ -64,9 +64,7 @@ CASES = {
         {"parallel": "tp+fsdp", "tensor_ranks": 2}, {"optimizer": "muon", "muon_weight_decay": 0.1}, EVEN, FULL
     ),
     "tp+fsdp-tied": Case(
-        {"parallel": "tp+fsdp", "tensor_ranks": 2},
-        {"optimizer": "sgd", "clip": 0.01, "lr": 0.5},
-        {**EVEN, "tied": True},
+        {"parallel": "tp+fsdp", "tensor_ranks": 2}, {"optimizer": "sgd", "clip": 0.01, "lr": 0.5}, TIED
     ),
 }
 
@@ -88,23 +86,13 @@ def build(
         prepare(model, ComputeOptions(**case.compute), group.device)
     spread = Spread(model, group, ParallelOptions(**case.parallel) if group.world > 1 else None)
     inner = InnerOptions(batch_sequences=SEQUENCES // spread.data_world, warmup_steps=2, **case.inner)
-    stream = TokenStream(
-        load_manifest(corpus), "train", 16, inner.batch_sequences, rank=spread.data_rank, world=spread.data_world
-    )
+    place = {"rank": spread.data_rank, "world": spread.data_world}
+    stream = TokenStream(load_manifest(corpus), "train", 16, inner.batch_sequences, **place)
     steps = {"checkpoint_steps": 2 if folder else 0, "memory_checkpoint_every_steps": 2 if memory else 0}
     options = TrainerOptions(precision="fp32", **steps)
-    return Trainer(
-        model,
-        build_optimizers(model, inner),
-        stream,
-        options,
-        group,
-        checkpoint_dir=folder,
-        memory_dir=memory,
-        progress=lambda: 0.5 if group.is_first else 0.0,
-        disk=disk,
-        spread=spread,
-    )
+    where: dict[str, Any] = {"checkpoint_dir": folder, "memory_dir": memory, "disk": disk, "spread": spread}
+    progress = lambda: 0.5 if group.is_first else 0.0  # noqa: E731
+    return Trainer(model, build_optimizers(model, inner), stream, options, group, progress=progress, **where)
 
 
 def trained(
@@ -226,45 +214,8 @@ def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) ->
         (out / f"resumed {name} by {group.world}.json").write_text(json.dumps(told))
 
 
-class Full(Disk):
-    """A disk, or memory, without room for the parts of checkpoints."""
-
-    def make(self, path: Path, write: Any, step: Step) -> None:
-        if path.suffix == ".safetensors":
-            raise OSError(28, "No space left on device")
-        super().make(path, write, step)
-
-
-def lose_and_damage(corpus: Path, group: SiteGroup, out: Path) -> None:
-    """One rank's full disk costs a checkpoint, not the training; of a damaged one, the checkpoint before is taken."""
-    folder, notes = out / "full", []
-    trainer = build(CASES["fsdp"], corpus, group, folder)
-    assert trainer.saving._parts is not None
-    trainer.saving._log = lambda what, fields: notes.append((what, fields))
-    if group.rank == 2:
-        trainer.saving._parts._disk = Full()
-    told: list[StepInfo] = []
-
-    def after_step(info: StepInfo) -> Verdict:
-        told.append(info)
-        assert trainer.saving.writer is not None
-        assert trainer.saving._parts is not None
-        with contextlib.suppress(CheckpointError):
-            trainer.saving.writer.wait(60)
-            return Verdict()
-        trainer.saving._parts._why = "full"  # what the next step would have found by itself
-        return Verdict()
-
-    try:
-        trainer.run(until_step=4, after_step=after_step)
-    except CheckpointError as error:
-        said = str(error)
-    assert len(told) == 4
-    assert "step-0000000004-end" in said
-    assert ("No space" in said) == (group.rank == 2)
-    assert [fields["note"] for what, fields in notes if what == "note"] == ["checkpoint not written"] * 2
-    assert not list(folder.iterdir())
-
+def damage_one(corpus: Path, group: SiteGroup, out: Path) -> None:
+    """Of a damaged checkpoint, the one before is taken by all ranks, in words."""
     folder = out / "damaged"
     trained(build(CASES["fsdp"], corpus, group, folder), SAVED)
     if group.is_first:
@@ -302,5 +253,5 @@ def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path)
         tell(name)
     save_and_resume(corpus, group, out)
     tell("saved")
-    lose_and_damage(corpus, group, out)
+    damage_one(corpus, group, out)
     tell("done")

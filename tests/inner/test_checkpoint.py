@@ -36,25 +36,27 @@ def some(value: float) -> dict[str, torch.Tensor]:
     }
 
 
-def test_what_is_saved_comes_back_with_dtype_shape_and_meta(tmp_path: Path) -> None:
+def test_what_is_saved_comes_back_with_dtype_shape_and_meta_and_in_boxes(tmp_path: Path) -> None:
     meta = {"step": 3, "lr": 0.1 + 0.2, "names": ["a"], "none": None}
-    path = save(tmp_path, "step-3", some(1.5), meta)
+    tensors = {**some(1.5), "model/w": WHOLE, "model/none": torch.zeros(0, 2, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="tensor name is 'weight'"):
+        save(tmp_path, "step-3", {"weight": torch.zeros(1)}, {})
+    with pytest.raises(ValueError, match="Out of range"):
+        save(tmp_path, "step-3", some(1), {"x": float("nan")})
+    assert names(tmp_path) == [], "what cannot be read again is not written"
+    save(tmp_path, "step-3", some(1), {})
+    path = save(tmp_path, "step-3", tensors, meta)
+    assert names(tmp_path) == ["step-3"], "it takes the place of the other one"
     found = load(path)
     assert found.meta == meta
-    assert found.tensors.keys() == some(0).keys()
-    for name, tensor in some(1.5).items():
-        assert found.tensors[name].dtype == tensor.dtype
+    assert found.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found.tensors[name].dtype, found.tensors[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found.tensors[name], tensor)
-    assert found.part("model").keys() == {"a.weight", "b"}
+    assert found.part("model").keys() == {"a.weight", "b", "w", "none"}
     assert found.part("random/0").keys() == {"cpu"}
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "model.safetensors", "random.safetensors"]
-
-
-def test_saving_under_a_name_again_replaces_it(tmp_path: Path) -> None:
-    save(tmp_path, "step-1", some(1), {})
-    save(tmp_path, "step-1", some(2), {})
-    assert float(load(tmp_path / "step-1").tensors["model/b"]) == 2.0
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
+    assert torch.equal(Checkpoint(path).read("model/w", QUARTERS[3]), WHOLE[2:, 3:])
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "random.safetensors"])
@@ -90,14 +92,6 @@ def test_none_is_none_and_all_damaged_is_an_error(tmp_path: Path) -> None:
         latest(tmp_path)
 
 
-def test_what_cannot_be_read_again_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensor name is 'weight'"):
-        save(tmp_path, "step-1", {"weight": torch.zeros(1)}, {})
-    with pytest.raises(ValueError, match="Out of range"):
-        save(tmp_path, "step-1", some(1), {"x": float("nan")})
-    assert names(tmp_path) == []
-
-
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
 
@@ -131,14 +125,6 @@ def test_any_box_of_what_many_ranks_wrote_is_read(tmp_path: Path, boxes: list[Bo
     assert "w" in found.part("model")
     with pytest.raises(KeyError):
         found.part("model")["v"]
-
-
-def test_what_one_rank_wrote_is_read_in_boxes_as_well(tmp_path: Path) -> None:
-    tensors = {"model/w": WHOLE, "model/n": torch.tensor(3.0), "model/none": torch.zeros(0, 2, dtype=torch.int32)}
-    found = Checkpoint(save(tmp_path, "step-1", tensors, {}))
-    assert torch.equal(found.read("model/w", QUARTERS[3]), WHOLE[2:, 3:])
-    assert found.read("model/n").item() == 3.0
-    assert (found.read("model/none").shape, found.read("model/none").dtype) == ((0, 2), torch.int32)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00001.json", "rank-00001.safetensors"])
@@ -213,6 +199,11 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     made.settle()
     assert names(tmp_path) == ["step-1"]
     assert made.is_free
+    made.submit("step-2", part(1.0), {"step": 2})
+    made.writer.wait(20)
+    assert "another rank could not write its part of" in made.heard([0.0, 1.0])
+    made.settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"], "nothing is left of it"
     made.settle()
 
 
@@ -262,9 +253,6 @@ def test_what_a_dead_attempt_left_is_removed_and_only_the_newest_are_kept(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
     save(tmp_path, "step-5", some(5), {}, keep=0)
     assert names(tmp_path) == ["step-2", "step-3", "step-5"]
-
-
-def test_a_folder_that_cannot_be_one_is_told_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*file"):
         writer(tmp_path / "file").begin()

@@ -23,7 +23,7 @@ from diloco.inner.data import (
     validation_batches,
 )
 from diloco.inner.parallel import SiteGroup
-from tests.inner.conftest import options, write_text
+from tests.inner.conftest import damage, options, write_text
 
 
 def drawn(manifest: CorpusManifest, batches: int, start: int = 0, **place: int) -> list[int]:
@@ -36,15 +36,12 @@ def test_damage_is_told_by_file(tmp_path: Path) -> None:
     wanted = options(write_text(tmp_path / "text", 6))
     made = prepare_corpus(wanted, tmp_path / "cache")
     shard, manifest = made.directory / "train-00000.bin", made.directory / "manifest.json"
-    content = bytearray(shard.read_bytes())
-    content[10] ^= 1
-    shard.write_bytes(content)
+    damage(shard)
     with pytest.raises(DataError, match=r"train-00000\.bin is damaged"):
         made.verify()
-    shard.write_bytes(content[:-2])
+    damage(shard, "cut")
     with pytest.raises(DataError, match=r"train-00000\.bin has \d+ bytes and the manifest says"):
         prepare_corpus(wanted, tmp_path / "cache")
-    shard.write_bytes(content)
     told = json.dumps({**json.loads(manifest.read_text()), "corpus_sha256": "0" * 64})
     for text, words in ((told, "its identity does not match"), ("{", r"manifest\.json is damaged")):
         manifest.write_text(text)
@@ -52,38 +49,25 @@ def test_damage_is_told_by_file(tmp_path: Path) -> None:
             load_manifest(made.directory)
 
 
+@pytest.mark.parametrize("epoch", [0, 5])
 @pytest.mark.parametrize("num_sites", [1, 3])
-def test_sites_and_ranks_draw_disjoint_sequences_that_cover_the_split(manifest: CorpusManifest, num_sites: int) -> None:
-    count = (manifest.train.tokens - 1) // 16
+def test_sites_and_ranks_draw_disjoint_sequences_that_cover_the_split(
+    manifest: CorpusManifest, num_sites: int, epoch: int
+) -> None:
+    """Two ranks of 4 draw what one rank of 8 would: rank 0 the first half of each batch, rank 1 the second."""
     seen: list[int] = []
     for site in range(num_sites):
-        share = TokenStream(manifest, "train", 16, 4, site, num_sites).sequences_per_epoch
-        by_rank = [
-            drawn(manifest, -(-share // 8), site_index=site, num_sites=num_sites, rank=rank, world=2, seed=9)
-            for rank in range(2)
-        ]
-        # Two ranks of 4 draw what one rank of 8 would: rank 0 the first half of each batch, rank 1 the second.
-        merged = [
-            index
-            for batch in range(len(by_rank[0]) // 4)
-            for rank in by_rank
-            for index in rank[batch * 4 : batch * 4 + 4]
-        ]
-        assert merged == drawn(manifest, len(merged) // 4, site_index=site, num_sites=num_sites, seed=9)
-        assert len(set(merged[:share])) == share
+        place: dict[str, Any] = {"site_index": site, "num_sites": num_sites, "seed": 9}
+        share = TokenStream(manifest, "train", 16, 4, **place).sequences_per_epoch
+        batches, start = -(-share // 8), epoch * share
+        first, second = (drawn(manifest, batches, start, rank=rank, world=2, **place) for rank in range(2))
+        merged: list[int] = []
+        for at in range(0, len(first), 4):
+            merged += first[at : at + 4] + second[at : at + 4]
+        assert merged == drawn(manifest, len(merged) // 4, start, **place)
+        assert merged != drawn(manifest, len(merged) // 4, (5 - epoch) * share, **place), "epochs differ"
         seen += merged[:share]
-    assert sorted(seen) == list(range(count)), "seed 9"
-
-
-def test_shares_stay_disjoint_in_later_epochs_and_epochs_differ(manifest: CorpusManifest) -> None:
-    epochs = []
-    for site in range(2):
-        share = TokenStream(manifest, "train", 16, 4, site, 2).sequences_per_epoch
-        epochs.append([drawn(manifest, share // 4, epoch * share, site_index=site, num_sites=2) for epoch in (0, 5)])
-    first, later = epochs[0]
-    assert first != later
-    assert set(first).isdisjoint(epochs[1][1])
-    assert set(later).isdisjoint(epochs[1][0])
+    assert sorted(seen) == list(range((manifest.train.tokens - 1) // 16)), "seed 9"
 
 
 def test_a_batch_is_a_pure_function_of_seed_place_and_cursor(manifest: CorpusManifest) -> None:
@@ -99,6 +83,11 @@ def test_a_batch_is_a_pure_function_of_seed_place_and_cursor(manifest: CorpusMan
     # A cursor counts sequences, so overlapping batches overlap.
     assert torch.equal(one.batch(1002)[0][:2], late[0][2:])
     assert one.tokens_per_batch == 64
+    for each in (one, stream(manifest, Source(1))):
+        with pytest.raises(ValueError, match="cursor is -1"):
+            each.batch(-1)
+    with pytest.raises(ValueError, match="unit_sequences is 0"):
+        LeasedStream(manifest, "train", 16, 4, 0, Source(1), alone())
 
 
 def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManifest) -> None:
@@ -115,33 +104,16 @@ def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManife
     assert sum(len(inputs) for inputs, _ in validation_batches(manifest, 16, 4, 10**6)) == windows
 
 
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("site_index", {"site_index": 2, "num_sites": 2}),
-        ("rank", {"rank": 1}),
-        ("num_sites", {"num_sites": 10**6}),
-        ("sequence_length", {"sequence_length": 10**7}),
-        ("split", {"split": "test"}),
-        ("world", {"world": 0}),
-    ],
-)
-def test_a_wrong_place_is_named(manifest: CorpusManifest, field: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{field} is "):
-        TokenStream(manifest, **{"split": "train", "sequence_length": 16, "batch_sequences": 4, **changes})
-    for each in (TokenStream(manifest, "train", 16, 4), stream(manifest, Source(1))):
-        with pytest.raises(ValueError, match="cursor is -1"):
-            each.batch(-1)
-    with pytest.raises(ValueError, match="unit_sequences is 0"):
-        LeasedStream(manifest, "train", 16, 4, 0, Source(1), alone())
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1000, 4097])
 def test_every_place_comes_once_and_a_single_one_can_be_asked_for(size: int) -> None:
     for key in ("a", "b"):
         whole = permuted(np.arange(size), size, key)
         assert sorted(whole.tolist()) == list(range(size)), (size, key)
         assert all(int(permuted(np.array([at]), size, key)[0]) == whole[at] for at in range(0, size, 37))
+    large = 10**15 + 1  # Needs no memory.
+    placed = permuted(np.array([0, 1, large - 1]), large, "big")
+    assert len(set(placed.tolist())) == 3
+    assert ((placed >= 0) & (placed < large)).all()
 
 
 def test_neighbours_are_torn_apart_and_the_key_decides() -> None:
@@ -152,13 +124,6 @@ def test_neighbours_are_torn_apart_and_the_key_decides() -> None:
     assert np.mean(np.abs(np.diff(order)) == 1) < 0.01
     # Neighbours of a shuffled list lie a third of the list apart on average.
     assert float(np.mean(np.abs(np.diff(order)))) == pytest.approx(size / 3, rel=0.05)
-
-
-def test_large_sizes_need_no_memory() -> None:
-    size = 10**15 + 1
-    placed = permuted(np.array([0, 1, size - 1]), size, "big")
-    assert len(set(placed.tolist())) == 3
-    assert ((placed >= 0) & (placed < size)).all()
 
 
 # --- Batches of leased units ------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from diloco.durable import PLAIN_DISK
 from diloco.inner import memory
 from diloco.inner.checkpoint import names
 from diloco.inner.data import CorpusManifest
@@ -35,31 +34,21 @@ def test_two_ranks_on_one_machine_and_on_two(manifest: CorpusManifest, tmp_path:
     assert {name: tensor.tolist() for name, tensor in found.tensors.items()} == {"mine.0": [4, 4], "mine.1": [4, 4]}
 
 
-def test_a_site_goes_on_from_memory_to_the_bit(life: Life) -> None:
-    trained(life.begin(), DIES, dies=True)
-    assert names(life.memory) == NEWEST
-    assert life.memory.stat().st_mode & 0o077 == 0
-    life.goes_on(4, dies=False)
-
-
 def test_the_newer_of_memory_and_disk_is_taken(life: Life, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     trained(life.begin(folder=disk), DIES, dies=True)
     (disk / names(disk)[-1]).rename(disk / "step-0000000003")
-    trainer = life.begin(folder=disk)
     damage(disk / "step-0000000003" / "model.safetensors")
-    found = trainer.resume()
+    found = life.begin(folder=disk).resume()
     assert found is not None
     assert (found.step, found.skipped) == (4, ())  # Nothing of the disk was read.
     (disk / "step-0000000003").rename(disk / "step-0000000009")
-    trainer = life.begin(folder=disk)
-    found = trainer.resume()
+    found = life.begin(folder=disk).resume()
     assert found is not None
     assert found.step == 4
     assert "step-0000000009/model.safetensors is damaged" in found.skipped[0]
     damage(disk / "step-0000000009" / "model.safetensors")  # Which makes it whole.
-    trainer = life.begin(folder=disk)
-    assert trainer.resume() is not None
+    assert life.begin(folder=disk).resume() is not None
     assert str(disk) in str(life.said("resumed")[0]["path"])
 
 
@@ -68,9 +57,7 @@ def test_what_is_damaged_in_memory_is_said_and_the_disk_or_nothing_is_taken(life
     trained(life.begin(folder=disk), DIES, dies=True)
     for name, file in zip(NEWEST, ("manifest.json", "rank-00000.json"), strict=True):
         damage(life.memory / name / file)
-    trainer = life.begin(folder=disk)
-    found = trainer.resume()
-    assert found is not None
+    assert life.begin(folder=disk).resume() is not None
     assert str(disk) in str(life.said("resumed")[0]["path"])
     whys = " ".join(str(each["why"]) for each in life.said("note"))
     assert f"{NEWEST[0]}/manifest.json is damaged" in whys or f"{NEWEST[0]}/manifest.json cannot be read" in whys
@@ -79,26 +66,23 @@ def test_what_is_damaged_in_memory_is_said_and_the_disk_or_nothing_is_taken(life
     assert len(life.said("note")) == 2
 
 
-def nearly_full(path: Path) -> SimpleNamespace:
-    return SimpleNamespace(f_bavail=1, f_frsize=4096)
-
-
-def gone(path: Path) -> None:
-    """As the system does with what users who logged out have in /dev/shm."""
-    raise FileNotFoundError(2, "No such file or directory", str(path))
-
-
 @pytest.mark.parametrize(
     ("statvfs", "words"),
     [
-        (nearly_full, "4,096 are free and a tenth must stay free"),
-        (gone, f"{NEWEST[0]} could not be written: [Errno 2] No such file or directory"),
+        ([SimpleNamespace(f_bavail=1, f_frsize=4096)], "4,096 are free and a tenth must stay free"),
+        # As the system does with what users who logged out have in /dev/shm.
+        ([], f"{NEWEST[0]} could not be written: [Errno 2] No such file or directory"),
     ],
 )
 def test_a_folder_without_room_or_removed_meanwhile_costs_checkpoints_in_memory_and_no_training(
-    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statvfs: object, words: str
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statvfs: list[object], words: str
 ) -> None:
-    monkeypatch.setattr(os, "statvfs", statvfs)
+    def told(path: Path) -> object:
+        if not statvfs:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return statvfs[0]
+
+    monkeypatch.setattr(os, "statvfs", told)
     disk = tmp_path / "disk"
     trained(life.begin(folder=disk), DIES, dies=True)
     whys = [str(each["why"]) for each in life.said("note")]
@@ -108,7 +92,11 @@ def test_a_folder_without_room_or_removed_meanwhile_costs_checkpoints_in_memory_
     assert names(disk)[-1] == NEWEST[1]
 
 
-def test_what_lies_there_of_another_history_is_removed(life: Life) -> None:
+def test_a_site_goes_on_from_memory_to_the_bit_and_removes_what_lies_there_of_another_history(life: Life) -> None:
+    trained(life.begin(), DIES, dies=True)
+    assert names(life.memory) == NEWEST
+    assert life.memory.stat().st_mode & 0o077 == 0
+    life.goes_on(4, dies=False)
     trained(life.begin(), DIES, dies=True)
     trained(life.begin(), 2, dies=True)
     assert names(life.memory) == []
@@ -135,13 +123,9 @@ def test_every_part_has_a_second_copy_on_the_next_machine(tmp_path: Path, monkey
     assert [found.firsts_of(rank) for rank in range(6)] == [[5], [], [], [0, 2], [1], [3, 4]]
     assert found.is_first_here
     assert not among(told, 4, tmp_path, monkeypatch).is_first_here
-
-
-def test_ranks_that_see_one_folder_are_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert among(["x", "x"], 0, tmp_path, monkeypatch).second_of(0) is None
     alone = Machines(SiteGroup(device="cpu"), tmp_path)
     assert (alone.ranks, alone.here, alone.second_of(0), alone.firsts_of(0)) == ([[0]], 0, None, [])
-    alone.exchange({}, {}, PLAIN_DISK)
-    assert among(["x", "x"], 0, tmp_path, monkeypatch).second_of(0) is None
     (tmp_path / "other").mkdir()
     assert memory._identity(tmp_path) == memory._identity(tmp_path / "other" / "..")
     assert memory._identity(tmp_path) != memory._identity(tmp_path / "other")

@@ -56,30 +56,6 @@ def test_schedules_warm_up_by_own_steps_and_anneal_by_progress() -> None:
         lr_factor(constant, math.nan, 0)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("optimizer", "adam"),
-        ("schedule", "linear"),
-        ("lr", 0.0),
-        ("muon_lr", -1.0),
-        ("muon_momentum", 1.0),
-        ("betas", [0.9]),
-        ("betas", [0.9, 1.0]),
-        ("weight_decay", -0.1),
-        ("clip", math.inf),
-        ("batch_sequences", 0),
-        ("accumulation", 0),
-        ("warmup_steps", -1),
-        ("decay_share", 0.0),
-        ("lr_floor", 1.5),
-    ],
-)
-def test_a_wrong_option_is_named(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{field} is "):
-        InnerOptions(**{field: value})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("group", [None, SiteGroup(device="cpu")])
 def test_gradients_are_clipped_as_torch_does_and_one_that_is_not_finite_is_told(group: SiteGroup | None) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))]

@@ -44,14 +44,11 @@ def test_sizes_and_ends_of_files() -> None:
     assert make_tokenizer("bpe1024", False).end_of_file is None
 
 
-def test_the_shipped_merges_shorten_python_sources() -> None:
+def test_the_shipped_merges_shorten_python_sources_and_training_gives_the_same_twice() -> None:
     source = "def handle(self, event: Event) -> None:\n    return self.value\n" * 20
     (ids,) = make_tokenizer("bpe1024").encode_batch([source])
     assert len(source) / len(ids) > 2.2
     assert int(ids.max()) < 1023
-
-
-def test_training_gives_the_same_merges_twice() -> None:
     texts = [f"value_{number} = compute(number, {number})\n" * 5 for number in range(300)]
     assert '"vocab"' in train_bpe1024(texts) == train_bpe1024(texts)
 
@@ -92,18 +89,16 @@ def test_the_end_is_what_the_files_beside_say(beside: dict[str, object], tmp_pat
     assert make_tokenizer(path, False).end_of_file is None
 
 
-def test_the_name_is_that_of_the_content(tmp_path: Path) -> None:
+def test_the_name_is_that_of_the_content_and_text_is_prepared_with_it(tmp_path: Path) -> None:
     for folder in ("here", "there", "other"):
         (tmp_path / folder).mkdir()
     one, same = (make_tokenizer(file_of(tmp_path / folder), False) for folder in ("here", "there"))
     other = make_tokenizer(file_of(tmp_path / "other", "bytes"), False)
     assert one.name == same.name != other.name
-    assert one.digest != make_tokenizer(file_of(tmp_path / "here", config={"eos_token_id": 1023})).digest
-
-
-def test_text_is_prepared_with_it(tmp_path: Path) -> None:
-    text, path = write_text(tmp_path / "text", 4), file_of(tmp_path, tokenizer_config={"eos_token": END})
-    theirs, ours = (prepare_corpus(options(text, tokenizer=each), tmp_path / "cache") for each in (path, "bpe1024"))
+    path = file_of(tmp_path / "here", config={"eos_token_id": 1023})
+    assert one.digest != make_tokenizer(path).digest
+    text, cache = write_text(tmp_path / "text", 4), tmp_path / "cache"
+    theirs, ours = (prepare_corpus(options(text, tokenizer=each), cache) for each in (path, "bpe1024"))
     assert theirs.directory != ours.directory
     assert [shard.sha256 for shard in theirs.train.shards] == [shard.sha256 for shard in ours.train.shards]
 

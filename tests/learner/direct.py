@@ -64,7 +64,6 @@ class DirectClient:
         self.reports: list[ReportInfo] = []
         self.bytes_up = self.bytes_down = 0
         self.before: dict[str, Callable[[], object]] = {}
-        self.before_push: Callable[[PushHeader, memoryview], tuple[PushHeader, memoryview]] = lambda *update: update
         self.after_pull: Callable[[PulledVersion], PulledVersion] = lambda pulled: pulled
         self.streams: list[DirectStream] = []
         self.has_choice = False
@@ -103,8 +102,6 @@ class DirectClient:
         return self.streams[-1]
 
     def push(self, header: PushHeader, payload: memoryview) -> PushResult:
-        header, payload = self.before_push(header, payload)
-
         def send() -> PushResult:
             opened = self.syncer.api.open_push(header)
             if isinstance(opened, PushResult):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import builtins
 import io
 import os
-import re
 import threading
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +71,7 @@ def test_a_first_fetch_that_takes_longer_than_a_heartbeat_ends_no_site(tmp_path:
         ("silent", "unreachable", "timed out waiting for the first versions"),
         ("other", "mismatch", "run_id is 'other' at the site"),
         ("evicted", "refused", "an operator evicted site"),
-        ("not permitted", "refused", "not in the permissions"),
+        ("not permitted", "refused", "held"),
     ],
 )
 def test_a_join_that_fails_says_which_way_and_leaves_no_thread(
@@ -91,25 +89,13 @@ def test_a_join_that_fails_says_which_way_and_leaves_no_thread(
             pass
         syncer.api.evict("a")
     else:
-        client.before["join"] = not_permitted
+        client.before["join"] = lambda: away(refused="not in the permissions")
     site = Site(tmp_path / "a", client, agreed=agreed, join_timeout_s=0.7)
     with pytest.raises(JoinFailed, match=words) as raised:
         site.start()
     assert raised.value.kind == kind
     assert agent_threads() == []
     site.close()
-
-
-def not_permitted() -> None:
-    raise Unreachable("not in the permissions; no other answers", refused="not in the permissions")
-
-
-def test_a_first_join_that_one_address_refuses_waits_for_the_other_and_says_so_once(
-    tmp_path: Path, syncer: Syncer
-) -> None:
-    refusals = iter([not_permitted, not_permitted])
-    with started(tmp_path / "a", syncer, before={"join": lambda: next(refusals, int)()}) as site:
-        assert [note["why"] for note in site.events.of("note")] == ["not in the permissions; no other answers"]
 
 
 def test_a_site_that_comes_in_the_last_round_has_a_base_for_the_step_it_ends_with(tmp_path: Path) -> None:
@@ -167,21 +153,6 @@ def test_nan_in_the_parameters_is_discarded_and_the_published_values_taken(synce
     site.train_until(lambda: min(versions(syncer)) > reached, "and it takes part again")
     assert site.finish().ledger["refused"] > 0
     assert all(bool(torch.isfinite(values.theta).all()) for values in syncer.holdings.values)
-
-
-def test_a_site_whose_training_stays_broken_stops_in_words(tmp_path: Path, syncer: Syncer) -> None:
-    with started(tmp_path / "a", syncer, learner={"discards_max": 3}) as site:
-        until = time.monotonic() + 15
-        stop = False
-        while not stop:
-            assert time.monotonic() < until, site.events.all[-5:]
-            for values in site.parameters.values():
-                values.fill_(float("inf"))
-            stop = site.step().stop
-        done = site.finish()
-    assert done.ending == "failed"
-    assert re.search("3 updates of fragment . in a row were non_finite", done.why)
-    assert versions(syncer) == [0, 0]
 
 
 # --- ending ----------------------------------------------------------------------------------------------------------
@@ -278,15 +249,14 @@ ATTEMPTS = 400
 def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_or_refused_and_then_as_if_nothing_had_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spread: list[float] = []
+    delays: list[float] = []
 
     class Hurried(Backoff):
         """The same delays, a thousand times shorter."""
 
         def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
-            delay_s = Backoff.next_s(self, chance, at_least_s)
-            spread.append(delay_s)
-            return delay_s / 1000
+            delays.append(Backoff.next_s(self, chance, at_least_s))
+            return delays[-1] / 1000
 
     def refuse() -> None:
         raise Refused(Status.PERMISSION_DENIED, "site a is not in the permissions of this run")
@@ -294,7 +264,7 @@ def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_or_refused_and_then_as_if
     monkeypatch.setattr(transfer, "Backoff", Hurried)
     alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
     with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
-        attempts = lambda: Counter(site.client.calls)  # noqa: E731
+        calls = site.client.calls
 
         def merges() -> None:
             was = versions(syncer)
@@ -302,30 +272,28 @@ def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_or_refused_and_then_as_if
 
         merges()
         site.client.down.set()
-        before, held = attempts(), len(site.agent.tensors.sent)
-        site.train_until(lambda: (attempts() - before)["join"] >= ATTEMPTS, "so many attempts to join", 60.0)
-        site.train_until(lambda: (attempts() - before)["report"] >= 3, "heartbeats into the void", 60.0)
+        calls.clear()
+        held = len(site.agent.tensors.sent)
+        site.train_until(lambda: calls.count("join") >= ATTEMPTS, "so many attempts to join", 60.0)
+        site.train_until(lambda: calls.count("report") >= 3, "heartbeats into the void", 60.0)
         assert len(site.agent.tensors.sent) <= held + 2 * 2, "memory is as it was: two updates for each fragment"
         assert len(agent_threads()) == 5, "every thread lives"
         assert site.events.of("disconnected")
         assert site.events.of("note") == []
-        capped = [delay for delay in spread if delay > 1.4]
-        assert len(capped) > ATTEMPTS / 2
-        assert max(capped) <= 3.0
-        assert len({round(delay, 6) for delay in capped}) > len(capped) / 2, "delays that are drawn"
+        assert sum(1.4 < delay <= 3.0 for delay in delays) > ATTEMPTS / 2
+        assert max(delays) <= 3.0
         site.client.down.clear()
         merges()
         site.client.before |= {"join": refuse, "push": refuse}
-        before = attempts()
-        refused = lambda: attempts() - before  # noqa: E731
-        site.train_until(lambda: refused()["push"] >= 4 and refused()["join"] >= 2, "refused again and again", 60.0)
+        calls.clear()
+        site.train_until(lambda: calls.count("push") >= 4 and calls.count("join") >= 2, "refused again", 60.0)
         site.client.before.clear()
         merges()
-        said = Counter(note["note"] for note in site.events.of("note"))
-        assert said.keys() == {"rejoin", "join_refused"}
-        assert said["join_refused"] == 1, "however often it is met"
+        said = [note["note"] for note in site.events.of("note")]
+        assert set(said) == {"rejoin", "join_refused"}
+        assert said.count("join_refused") == 1, "however often it is met"
         # On a slow machine the syncer may give the site up once more.
-        assert said["rejoin"] < len(site.events.of("joined")), "once for each join"
+        assert said.count("rejoin") < len(site.events.of("joined")), "once for each join"
         ledger = site_ledger(site.agent.machine.state)
         assert ledger.balanced()
         assert (ledger.lost, ledger.refused) == (0, 0)
@@ -360,11 +328,10 @@ def test_a_version_of_a_syncer_whose_place_another_has_taken_is_fetched_again(tm
 MS = 1_000_000
 
 
-def test_totals_and_percentiles_of_a_short_run_are_exact() -> None:
+def test_totals_and_percentiles_of_a_short_run_are_exact_and_a_long_one_is_sampled_evenly() -> None:
     meter = Meter()
     new = meter.read()
-    assert (new.inner_steps, new.tokens, new.train_s, new.loss, new.tokens_per_s) == (0, 0, 0, None, 0)
-    assert (new.step_s_p50, new.step_s_p95, new.step_s_max) == (0, 0, 0)
+    assert (new.inner_steps, new.train_s, new.loss, new.tokens_per_s, new.step_s_p50) == (0, 0, None, 0, 0)
     for number, loss in enumerate((4.0, float("nan"), *[2.0] * 98), 1):
         meter.step(number * MS, 7, loss)
         meter.stalled(number * 1000, number * 10)
@@ -378,17 +345,13 @@ def test_totals_and_percentiles_of_a_short_run_are_exact() -> None:
     time.sleep(0.02)
     meter.end()
     assert meter.read() == reading, "the time of training ends with the loop"
-
-
-def test_a_long_run_is_counted_to_the_end_and_sampled_evenly() -> None:
     meter, count = Meter(), 5 * SAMPLES_MAX + 17
     for number in range(count):
         meter.step(2 * MS if number < count // 2 else 4 * MS, 1, 1.0)
     meter.step(9 * MS, 1, 1.0)
     reading = meter.read()
-    assert (reading.inner_steps, reading.tokens) == (count + 1, count + 1)
+    assert (reading.inner_steps, reading.step_s_p95) == (count + 1, 0.004)
     assert reading.step_s_max == 0.009, "the slowest step is remembered whether or not it was sampled"
-    assert reading.step_s_p95 == 0.004
     assert len(meter._samples_ns) < SAMPLES_MAX
     late = sum(sample == 4 * MS for sample in meter._samples_ns) / len(meter._samples_ns)
     assert 0.45 < late < 0.55, late
@@ -441,7 +404,7 @@ def test_a_syncer_that_answers_no_heartbeat_is_left_where_there_is_another(tmp_p
         beats = lambda: site.client.calls.count("report")  # noqa: E731
         for has_choice in (False, True):
             site.client.has_choice = has_choice
-            site.client.before["report"] = unheard
+            site.client.before["report"] = away
             before = beats()
             eventually(lambda before=before: beats() > before + UNHEARD_MAX, "heartbeats")
             notes = [event for event in site.events.of("note") if event["note"] == "rejoin"]
@@ -451,8 +414,8 @@ def test_a_syncer_that_answers_no_heartbeat_is_left_where_there_is_another(tmp_p
             eventually(lambda answered=answered: beats() > answered + 1, "an answer")
 
 
-def unheard() -> None:
-    raise Unreachable("held")
+def away(**why: str) -> None:
+    raise Unreachable("held", **why)
 
 
 def test_a_bit_that_flips_in_a_base_is_found_and_the_fragment_taken_whole(tmp_path: Path) -> None:

@@ -21,14 +21,13 @@ from diloco.learner.agent import restored_machine
 from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.effects import Retake
 from diloco.sync.events import (
     BoundaryReached,
     FragmentStanding,
     JoinAnswered,
     LearnerEvent,
-    LineageBegan,
     Outcome,
     PushAnswered,
     Reason,
@@ -41,14 +40,15 @@ from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.sync.progress import Ledger, SentState, site_ledger
 from diloco.syncer.replaying import Rules
+from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.server import Syncer
-from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import JoinAsk, JoinReply
 from tests.learner.direct import ALONE, TOKENS, DirectClient, Site, started, undecided, versions
 from tests.learner.participant import held
-from tests.syncer.building import LAYOUT, NO_WAIT, RUN, eventually, serving
+from tests.syncer.building import LAYOUT, NO_WAIT, RUN, dice, eventually, serving
 from tests.wire.fake_syncer import push_header
+from tests.wire.samples import PULL
 
 
 def parts_of(site: Site) -> Any:
@@ -104,14 +104,12 @@ def test_a_cold_restart_counts_what_its_processes_did_as_lost_or_merged(tmp_path
 # --- A syncer that comes back from a backup, in a new lineage --------------------------------------------------------
 
 
-def begin_lineage(folder: Path) -> None:
-    """What an operator's restore leaves in a syncer's folder: the newest values again, as versions of a new lineage."""
+def restored(lost: Path, folder: Path) -> None:
+    """What an operator's restore of a copy leaves: the newest values again, as versions of a new lineage."""
+    shutil.copytree(lost, folder)
     store = Store(folder, RunCard(RUN, LAYOUT.fingerprint, "shared"))
     found = store.recover(Rules(OuterOptions(**NO_WAIT), OuterRule(OuterOptimizerOptions()), "fp32"))
-    values = found.holdings.values
-    found.machine.handle(LineageBegan(2, tuple(each.digest for each in values), "a test"), found.machine.state.now_ns)
-    again = [FragmentValues(each.version + 1, each.published, each.published, NOTHING, each.digest) for each in values]
-    store.snapshot_writer(found.machine, again)()
+    begin_lineage(store, found.machine, found.holdings.values, None, "a test", 2)
     store.journal.close()
 
 
@@ -139,8 +137,7 @@ def cut_off(tmp_path: Path) -> Iterator[tuple[Site, Path]]:
         site.start()
         site.train_until(lambda: min(versions(syncer)) >= 2, "two versions")
         cut(site)
-    shutil.copytree(lost, kept)
-    begin_lineage(kept)
+    restored(lost, kept)
     yield site, kept
     site.close()
 
@@ -195,6 +192,9 @@ def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(
         site.train_until(lambda: site.agent.machine.state.lineage == 2, "it has joined the new lineage")
         site.client.before.clear()  # A push at the end would ask a syncer that has stopped.
         assert [answer.reason for answer in answers] == [Reason.NOT_JOINED]
+        site.agent.keep_fetched(dice("late", 0), VersionFetched(0, 99, ()), 1, PULL)
+        latest = site.agent.tensors.latest[0]
+        assert latest is None or latest[0] < 99, "what was asked for in the old lineage is not taken"
         began = versions(syncer)
         site.train_until(lambda: min(versions(syncer)) > max(began), "it is merged again")
         assert site_ledger(site.agent.machine.state).balanced()
@@ -204,34 +204,28 @@ def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(
 
 SYNCER = {**ALONE, "up_codecs": ["int2:8"], "optimizer": {"kind": "sgd", "lr": 1.0, "momentum": 0.0}}
 
-SITE = {"up_codec": "int2:8", "feedback": 1.0, "learner": {"adopt": "overwrite"}}
+SITE = {"up_codec": "int2:8", "learner": {"adopt": "overwrite"}}
 
 
-@pytest.mark.parametrize("comes_back", ["as it was", "without feedback", "outrun by a later process"])
-def test_a_residual_goes_through_a_crash_or_is_dropped_and_said(tmp_path: Path, comes_back: str) -> None:
+def test_a_residual_goes_through_a_crash_or_is_dropped_and_said(tmp_path: Path) -> None:
     with serving(tmp_path / "syncer", **SYNCER) as syncer:
-        with started(tmp_path / "a", syncer, **SITE) as first:
+        with started(tmp_path / "a", syncer, **SITE, feedback=1.0) as first:
             first.train_until(lambda: min(versions(syncer)) >= 3, "it takes part")
             settled(first)
             assert all(event["residual"] > 0 for event in first.events.of("sealed"))
-            kept = first.checkpoint()
-            if comes_back == "outrun by a later process":
-                accepted = min(versions(syncer))
-                first.train_until(lambda: min(versions(syncer)) >= accepted + 3, "it sends what no checkpoint has")
-        more = {**SITE, "feedback": 0.0} if comes_back == "without feedback" else SITE
-        again = Site(tmp_path / "a", DirectClient(syncer), **kept, **more)
-        if comes_back == "as it was":
-            for name in ("residual.0", "residual.1"):
-                assert torch.equal(again.agent.state()[0][name], kept["restored"][0][name])
-        again.start()
-        if comes_back == "without feedback":
-            assert again.events.of("resumed")[0]["residual_dropped"] > 0
-        retaken = again.events.of("retaken")
-        assert {event["fragment"] for event in retaken} == ({0, 1} if comes_back.startswith("outrun") else set())
-        assert all(event["residual_dropped"] > 0 for event in retaken)
-        again.train_until(lambda: len(again.events.of("sealed")) >= 4, "it goes on")
-        again.finish()
-        again.close()
+        kept = first.checkpoint()
+        with started(tmp_path / "a", syncer, **kept, **SITE, feedback=1.0) as again:
+            assert again.events.of("resumed") == [{"what": "resumed", "step": kept["steps"], "tokens_lost": 0}]
+            assert again.events.of("retaken") == []
+            before = kept["restored"][0]["residual.0"]
+            assert torch.equal(again.agent.state()[0]["residual.0"], before)
+            accepted = min(versions(syncer))
+            again.train_until(lambda: min(versions(syncer)) >= accepted + 3, "it sends what no checkpoint has")
+        with started(tmp_path / "a", syncer, **kept, **SITE, feedback=1.0) as outrun:
+            retaken = outrun.events.of("retaken")
+            assert {event["fragment"] for event in retaken if event["residual_dropped"] > 0} == {0, 1}
+        with started(tmp_path / "a", syncer, **kept, **SITE, feedback=0.0) as without:
+            assert without.events.of("resumed")[0]["residual_dropped"] > 0
 
 
 # --- The machine of a new process ------------------------------------------------------------------------------------

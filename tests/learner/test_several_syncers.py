@@ -22,7 +22,7 @@ from diloco.learner.transfer import JoinFailed
 from diloco.outer.fragments import gather, part_of
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.effects import StopTraining
-from diloco.sync.events import Ending, FinalAnnounced
+from diloco.sync.events import Ending
 from diloco.sync.options import PROTOCOL, Agreement, HealthOptions, LearnerOptions, OuterOptions
 from diloco.sync.progress import Ledger
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -35,6 +35,10 @@ from tests.syncer.building import LAYOUT, NO_WAIT, RUN, SHARED, Events, eventual
 FINISHED = StopTraining(Ending.FINISHED, "the run is finished")
 
 
+DRAINED = StopTraining(Ending.DRAINED, "the run is drained")
+EVICTED = StopTraining(None, "evicted", failed=True)
+
+
 def info_of(step: int) -> StepInfo:
     return StepInfo(step, 1.0, TOKENS, 0, 2_000_000, step, 1.0, 0.1, applied=True)
 
@@ -42,8 +46,8 @@ def info_of(step: int) -> StepInfo:
 class Part:
     """An agent that does as it is told."""
 
-    def __init__(self, cursor: int = 0, joins: bool | str = True, progress: float = 0.0) -> None:
-        self.cursor, self.joins, self.told_progress = cursor, joins, progress
+    def __init__(self, cursor: int = 0, joins: bool | str = True) -> None:
+        self.cursor, self.joins = cursor, joins
         self.has_joined = joins is True
         self.stop: StopTraining | None = None
         self.ending: Ending | None = None
@@ -55,14 +59,13 @@ class Part:
     def stops(self, stop: StopTraining = FINISHED, ending: Ending | None = Ending.FINISHED) -> None:
         self.stop, self.ending = stop, ending
 
-    def start(self, away_s: float | None = None) -> int:
+    def start(self, away_s: float) -> int:
         if isinstance(self.joins, str):
             raise JoinFailed(self.joins, "no")
         return self.cursor
 
-    def after_step(self, info: StepInfo) -> Verdict:
+    def after_step(self, info: StepInfo) -> None:
         self.steps.append(info.step)
-        return Verdict(self.stop is not None)
 
     def next_turn(self) -> None:
         return None
@@ -72,7 +75,7 @@ class Part:
         self.stop = self.stop or StopTraining(None, "asked to leave")
 
     def progress(self) -> float:
-        return self.told_progress
+        return self.cursor / 10
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         return {"base.0": torch.full((1,), float(self.cursor))}, {"machine": self.cursor}
@@ -80,7 +83,7 @@ class Part:
     def ledgers(self) -> list[Ledger]:
         return [self.ledger]
 
-    def finish(self, *, final: bool = False) -> Finished:
+    def finish(self, *, final: bool) -> Finished:
         self.leave()
         return Finished("failed" if self.stop and self.stop.failed else "finished", "it is over", {}, final)
 
@@ -97,8 +100,8 @@ def site_of(*parts: Part, events: Events | None = None, join_timeout_s: float = 
 
 
 def test_it_begins_where_the_furthest_is_when_one_syncer_answers_and_not_when_none_does() -> None:
-    agents = site_of(Part(cursor=4, progress=0.5), Part(cursor=9, progress=0.2), Part(joins=False))
-    assert (agents.start(), agents.progress()) == (9, 0.5)
+    agents = site_of(Part(cursor=4), Part(cursor=9), Part(joins=False))
+    assert (agents.start(), agents.progress()) == (9, 0.9)
     parts = [Part(joins=False), Part(joins=False)]
     with pytest.raises(JoinFailed, match="none of the syncers answers") as caught:
         site_of(*parts).start()
@@ -111,8 +114,8 @@ def test_it_begins_where_the_furthest_is_when_one_syncer_answers_and_not_when_no
 
 
 def test_every_agent_hears_of_every_step_and_all_ends_make_the_end() -> None:
-    parts = [Part(), Part()]
-    agents = site_of(*parts, join_timeout_s=0.0)
+    parts, events = [Part(), Part()], Events()
+    agents = site_of(*parts, events=events, join_timeout_s=0.0)
     agents.start()
     assert not agents.after_step(info_of(1)).stop
     parts[0].stops()
@@ -120,46 +123,45 @@ def test_every_agent_hears_of_every_step_and_all_ends_make_the_end() -> None:
     parts[1].stops()
     assert agents.after_step(info_of(4)) == Verdict(True, "the run is finished")
     assert [part.steps for part in parts] == [[1, 2, 3, 4]] * 2
+    parts[1].ledger = Ledger(50, 40, 0, 0, 0, 0, 10)
+    parts[1].stop = EVICTED
+    finished = agents.finish()
+    assert (finished.ending, finished.why) == ("failed", "it is over"), "as the part that failed meanwhile says it"
+    zero = dict.fromkeys(finished.ledger, 0)
+    mean = {**zero, "processed": 50, "merged": 35, "unsent": 10, "lost": 5}
+    assert finished.ledger == mean, "what an ended part did not hear of is unsent"
+    assert events.of("site_done")[0]["ledger"] == {f"tokens_{name}": tokens for name, tokens in mean.items()}
 
 
-def test_a_syncer_that_had_finished_before_is_not_waited_for() -> None:
-    parts = [Part(), Part(joins=False)]
-    parts[1].ending = Ending.FINISHED
-    agents = site_of(*parts, join_timeout_s=600.0)
-    agents.start()
-    assert not agents.after_step(info_of(1)).stop, "the other syncer's fragments go on"
-    parts[0].stops()
-    assert agents.after_step(info_of(2)) == Verdict(True, "the run is finished")
-    assert agents.finish().ending == "finished"
-    assert [part.left for part in parts] == [True, False], "no goodbye can be said there"
-    assert parts[1].closed
-
-
-def test_an_earlier_end_says_nothing_of_a_run_that_was_given_more_tokens() -> None:
-    parts = [Part(), Part(joins=False)]
-    parts[0].ending = parts[1].ending = Ending.FINISHED
-    agents = site_of(*parts, join_timeout_s=600.0)
-    agents.start()
-    parts[0].ending = None  # As its syncer answered.
-    assert not agents.after_step(info_of(1)).stop
-    parts[0].stops()
-    assert not agents.after_step(info_of(2)).stop, "syncer 1 may have as much to merge as syncer 0 had"
-    assert agents.finish().ending == "left", "what it would have merged is unsent"
-    assert parts[1].left
-
-
-@pytest.mark.parametrize(
-    ("stop", "ending"),
-    [
-        (StopTraining(Ending.DRAINED, "the run is drained"), Ending.DRAINED),
-        (StopTraining(None, "evicted", failed=True), None),
-    ],
-)
-def test_one_drain_or_one_failure_is_enough(stop: StopTraining, ending: Ending | None) -> None:
+def test_one_drain_or_one_failure_is_enough_and_all_leave_at_the_same_step() -> None:
+    for stop, ending in ((DRAINED, Ending.DRAINED), (EVICTED, None)):
+        parts = [Part(), Part()]
+        agents = site_of(*parts)
+        parts[1].stops(stop, ending)
+        assert agents.after_step(info_of(1)) == Verdict(True, f"{stop.why} (syncer 1)")
     parts = [Part(), Part()]
     agents = site_of(*parts)
-    parts[1].stop, parts[1].ending = stop, ending
-    assert agents.after_step(info_of(1)) == Verdict(True, f"{stop.why} (syncer 1)")
+    agents.leave_soon()
+    assert agents.after_step(info_of(1)).stop
+    assert all(part.left for part in parts)
+
+
+@pytest.mark.parametrize(("both", "goes_on"), [(False, False), (True, False), (True, True)])
+def test_a_syncer_that_had_finished_before_is_waited_for_only_where_the_run_was_given_more_tokens(
+    both: bool, goes_on: bool
+) -> None:
+    parts = [Part(), Part(joins=False)]
+    parts[0].ending, parts[1].ending = Ending.FINISHED if both else None, Ending.FINISHED
+    agents = site_of(*parts, join_timeout_s=600.0)
+    agents.start()
+    if goes_on:
+        parts[0].ending = None  # As its syncer answered.
+    assert not agents.after_step(info_of(1)).stop, "fragments of the other syncer go on"
+    parts[0].stops()
+    assert agents.after_step(info_of(2)).stop == (not goes_on)
+    assert agents.finish().ending == ("left" if goes_on else "finished")
+    assert [part.left for part in parts] == [True, goes_on], "no goodbye can be said there"
+    assert parts[1].closed == (not goes_on)
 
 
 def test_a_syncer_that_never_answers_is_waited_for_with_a_bound_once_the_run_is_finished() -> None:
@@ -172,35 +174,6 @@ def test_a_syncer_that_never_answers_is_waited_for_with_a_bound_once_the_run_is_
     assert not agents.after_step(info_of(2)).stop
     threading.Event().wait(0.3)
     assert agents.after_step(info_of(3)) == Verdict(True, "the run is finished, and syncer 1 did not answer for 0.2 s")
-
-
-def test_a_site_that_is_asked_to_leave_leaves_all_at_the_same_step() -> None:
-    parts = [Part(), Part()]
-    agents = site_of(*parts)
-    agents.leave_soon()
-    assert agents.after_step(info_of(1)).stop
-    assert all(part.left for part in parts)
-
-
-def test_the_ledger_is_the_mean_and_what_an_ended_part_did_not_hear_of_is_unsent() -> None:
-    events, parts = Events(), [Part(), Part()]
-    parts[1].ledger = Ledger(50, 40, 0, 0, 0, 0, 10)
-    finished = site_of(*parts, events=events).finish()
-    zero = dict.fromkeys(finished.ledger, 0)
-    assert finished.ledger == {**zero, "processed": 50, "merged": 35, "unsent": 10, "lost": 5}
-    (done,) = events.of("site_done")
-    assert done["ledger"]["tokens_unsent"] == 10
-
-
-def test_a_failure_while_it_ends_is_not_hidden_behind_a_good_end() -> None:
-    parts = [Part(), Part()]
-    agents = site_of(*parts)
-    for part in parts:
-        part.stops()
-    assert agents.after_step(info_of(1)) == Verdict(True, "the run is finished")
-    parts[1].stop = StopTraining(None, "evicted", failed=True)
-    finished = agents.finish()
-    assert (finished.ending, finished.why) == ("failed", "it is over"), "as the part that failed says it"
 
 
 def test_a_checkpoint_holds_each_part_and_gives_it_back() -> None:
@@ -275,13 +248,6 @@ class TwoSyncers:
             self.train_until(agents, fragment, 1)
         return agents
 
-    def back(self, agents: Agents) -> Agents:
-        """The site in another process."""
-        tensors, meta = agents.state()
-        tensors = cloned(tensors)
-        agents.close()
-        return self.site((tensors, meta))
-
     def train(self, agents: Agents, steps: int) -> None:
         for _ in range(steps):
             self.steps += 1
@@ -318,12 +284,7 @@ def two(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TwoSyncers]:
 
 
 def test_one_syncer_away_costs_the_others_fragments_nothing(two: TwoSyncers) -> None:
-    agents = two.site()
-    agents.start()
-    for index, zero in enumerate(version_zero()):
-        assert torch.equal(gather(LAYOUT.fragments[index], two.parameters), zero), "fragments found their place"
-    two.train_until(agents, 0, 2)
-    two.train_until(agents, 1, 1)
+    agents = two.begun()
     two.clients[0].down.set()
     before = two.version(0)
     two.train_until(agents, 0, 4)
@@ -345,6 +306,8 @@ def test_in_lock_step_a_site_that_comes_later_exchanges_what_the_others_do(two: 
     """Its steps are others than theirs, and each site once waited for the other at another syncer."""
     early = two.site()
     early.start()
+    for index, zero in enumerate(version_zero()):
+        assert torch.equal(gather(LAYOUT.fragments[index], two.parameters), zero), "fragments found their place"
     two.train(early, 6)
     late = two.site(name="b")
     late.start()
@@ -388,7 +351,10 @@ def test_a_site_that_is_closed_while_it_comes_back_does_not_train_on(
 ) -> None:
     """It once went on without the syncer that it was waiting for, as an agent whose threads end at once."""
     monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 60.0)
-    again = two.back(two.begun())
+    agents = two.begun()
+    saved = agents.state()
+    agents.close()
+    again = two.site(saved)
     two.clients[0].down.set()
     closing = threading.Timer(0.3, again.close)
     closing.start()
@@ -396,24 +362,6 @@ def test_a_site_that_is_closed_while_it_comes_back_does_not_train_on(
         again.start()
     closing.join(10.0)
     assert "trains_on_without" not in two.notes()
-
-
-def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
-    two: TwoSyncers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 0.1)
-    agents = two.begun()
-    agents._agents[1].tell(FinalAnnounced(Ending.FINISHED))
-    two.train(agents, 1)
-    again = two.back(agents)
-    two.clients[1].down.set()
-    again.start()
-    two.train_until(again, PLACEMENT[0][0], 2)
-    again._agents[0].tell(FinalAnnounced(Ending.FINISHED))
-    assert again.after_step(info_of(two.steps + 1)) == Verdict(True, "the run is finished")
-    finished = again.finish()
-    assert finished.ending == "finished"
-    assert finished.ledger["unsent"] > 0, "what was trained since of the finished part"
 
 
 @pytest.mark.parametrize("two", [{"quorum": "all"}], indirect=True)
