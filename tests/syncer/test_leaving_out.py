@@ -94,10 +94,8 @@ def assert_bits(mine: FragmentValues, theirs: tuple[Tensor, Tensor, Tensor | Non
 
 
 def replayer(told: Told, chosen: Sequence[Selection] = (), **how: Any) -> ReplayerWithout:
-    desk = told.desk
-    machine = OuterSync.restore(desk.machine.options, told.first.state)
-    store = desk.store
-    return ReplayerWithout(machine, told.first.fragments, store.spool, desk.rules, store.lineages, chosen, **how)
+    machine, store = OuterSync.restore(told.desk.machine.options, told.first.state), told.desk.store
+    return ReplayerWithout(machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, **how)
 
 
 def without(told: Told, *chosen: Selection, **how: Any) -> ReplayerWithout:
