@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from diloco.outer.optimizer import OuterRule
 from diloco.sync.events import JoinRequested, SiteEvicted
 from diloco.sync.journal import JournalError, Record, digest_effects
 from diloco.sync.options import OuterOptions
-from diloco.syncer import snapshots as snapshots_module
 from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.restoring import Kept, begin_lineage
-from diloco.syncer.snapshots import Facts, Retention, SnapshotError, same_values
+from diloco.syncer.snapshots import Retention, SnapshotError, same_values
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store, StoreError, payloads_in, verify
 from tests.sooner import sooner
@@ -329,21 +327,6 @@ def test_a_record_without_a_payload_takes_no_payload_along(tmp_path: Path) -> No
     assert waiting, "something is undecided"
     for reference, digest in waiting.items():
         stored(story.desk.store.spool, reference, digest)
-
-
-def test_nothing_that_is_not_needed_is_read_at_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the snapshot in use is read whole; for the payloads of the others their state is enough."""
-    told(tmp_path)
-    read: list[str] = []
-    real = snapshots_module.read_verified
-
-    def noted(folder: Path, facts: Facts, names: Sequence[str]) -> list[Tensor]:
-        read.extend(names)
-        return real(folder, facts, names)
-
-    monkeypatch.setattr(snapshots_module, "read_verified", noted)
-    Desk(tmp_path).close()
-    assert [name for name in read if name != "state.json"] == ["fragment-0.safetensors", "fragment-1.safetensors"]
 
 
 def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(tmp_path: Path) -> None:
