@@ -13,13 +13,11 @@ import pytest
 
 from diloco.codec.base import digest, digest_of
 from diloco.codec.registry import make_codec
-from diloco.outer.optimizer import NOTHING
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
 from diloco.sync.options import PROTOCOL, PROTOCOL_OLDEST
 from diloco.syncer import publish
 from diloco.syncer.publish import EVENTS_MAX, EarlierDigests, Feed, Feeds
 from diloco.syncer.server import Syncer
-from diloco.syncer.snapshots import FragmentValues
 from diloco.wire import convert
 from diloco.wire.handlers import PullSource
 from diloco.wire.messages import (
@@ -166,19 +164,6 @@ def test_every_digest_that_a_site_of_protocol_2_is_told_is_one_that_it_can_read(
     assert tuple(unchanged) == said[4:]
     assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply
     assert all(publish.as_known(each, PROTOCOL) == each for each in said)
-
-
-def test_the_earlier_digest_of_a_version_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, passes = dice("x", 0), []
-    real = publish.digest_of
-    monkeypatch.setattr(publish, "digest_of", lambda *args, **more: (passes.append(1), real(*args, **more))[1])
-    earlier, held = EarlierDigests(1), FragmentValues(3, values, values, NOTHING, digest(values))
-    assert earlier.known(0, 3) is None
-    assert [earlier.of(0, held) for _ in range(3)] == [digest(values, LIKE_2)] * 3
-    assert (passes, earlier.known(0, 3), earlier.known(0, 2)) == ([1], digest(values, LIKE_2), None)
-    old = replace(held, version=4, digest=digest(values, LIKE_2))
-    assert earlier.of(0, old) == old.digest
-    assert passes == [1], "what a snapshot of an earlier version says needs no pass"
 
 
 def joined(syncer: Syncer) -> None:

@@ -266,39 +266,25 @@ def test_an_update_like_no_other_is_refused_and_counted_or_held_and_shown(tmp_pa
         assert (status["payloads_decoded"], status["sites"]["a"]["updates_refused"]) == (0, {"outlier": 1})
 
 
-# --- What is measured of an update -----------------------------------------------------------------------------------
+def test_the_largest_values_do_not_overflow_larger_ones_say_nothing_and_nothing_has_no_direction() -> None:
+    """``test_api`` has what is measured of an update that arrives piece by piece."""
 
+    def measured(values: torch.Tensor, *momentum: torch.Tensor | None) -> Vitals:
+        """Of a block against each."""
+        measuring = Measuring()
+        for against in momentum:
+            measuring.add(sums_of(values, against))
+        return measuring.vitals()
 
-def measured(values: torch.Tensor, momentum: torch.Tensor | None, block: int = 8) -> Vitals:
-    measuring = Measuring()
-    for start in range(0, values.numel(), block):
-        against = momentum[start : start + block] if momentum is not None else None
-        measuring.add(sums_of(values[start : start + block], against))
-    return measuring.vitals()
-
-
-@pytest.mark.parametrize("count", [1, 8, 1000])
-def test_a_norm_and_a_cosine_are_the_same_whatever_the_blocks(count: int) -> None:
-    dice = torch.Generator().manual_seed(count)
-    values, momentum = torch.randn(count, generator=dice), torch.randn(count, generator=dice)
-    found = measured(values, momentum)
-    assert found.finite
-    assert found.norm == pytest.approx(float(torch.linalg.vector_norm(values)), rel=1e-6)
-    assert found.cosine == pytest.approx(float(torch.cosine_similarity(values, momentum, dim=0)), abs=1e-6)
-    largest = measured(torch.full((count,), LARGEST), torch.full((count,), -LARGEST))
-    assert largest.norm == pytest.approx(LARGEST * math.sqrt(count))
-    assert largest.cosine == pytest.approx(-1.0)
-
-
-def test_of_what_is_not_finite_nothing_is_said_and_nothing_has_no_direction() -> None:
-    for place, bad in ((0, math.nan), (11, -math.inf), (19, LARGEST * 1.01), (19, -LARGEST * 1.01)):
-        values = torch.ones(20)
-        values[place] = bad
-        assert measured(values, torch.ones(20)) == Vitals(False, 0.0, None)
+    largest = measured(torch.full((8,), LARGEST), *[torch.full((8,), -LARGEST)] * 2)
+    assert (largest.norm, largest.cosine) == (pytest.approx(LARGEST * 4), pytest.approx(-1.0))
+    for bad in (math.nan, -math.inf, LARGEST * 1.01, -LARGEST * 1.01):
+        assert measured(torch.tensor([1.0, bad]), torch.ones(2), torch.ones(2)) == Vitals(False, 0.0, None)
     assert measured(torch.zeros(5), torch.ones(5)) == Vitals(True, 0.0, None)
     assert measured(torch.ones(5), torch.zeros(5)).cosine is None
     assert measured(torch.ones(5), None).cosine is None
-    measuring = Measuring()  # What came before there was a momentum has no part in the cosine.
-    measuring.add(sums_of(torch.tensor([0.0, 0.0, 3.0]), None))
-    measuring.add(sums_of(torch.tensor([4.0]), torch.tensor([0.5])))
-    assert (measuring.vitals().norm, measuring.vitals().cosine) == (5.0, pytest.approx(0.8))
+    late = measured(torch.tensor([3.0, 0.0]), None, torch.tensor([0.5, 0.0]))
+    assert late.cosine == pytest.approx(0.5**0.5), "what came before there was a momentum is in the norm alone"
+
+
+# --- What is measured of an update -----------------------------------------------------------------------------------
