@@ -29,10 +29,10 @@ class Backed:
         self.desk = run(self.source)
         self.events, self.story = Events(), Story(self.desk, 12)
         self.vault = Vault(str(folder / "vault"))
-        self.kept()
+        self.configure()
 
-    def kept(self, keep: int = 1, every_s: float = 0.02) -> None:
-        """With other options."""
+    def configure(self, keep: int = 1, every_s: float = 0.02) -> None:
+        """What backs it up from now on has these options."""
         options = BackupOptions(url=self.vault.url, keep=keep, every_s=every_s)
         self.backups = Backups(options, self.source, RUN, self.events.emit)
 
@@ -136,7 +136,7 @@ def test_a_damaged_payload_is_no_backup_and_the_last_good_one_stays(backed: Back
 
 
 def test_they_are_made_kept_and_dropped(backed: Backed) -> None:
-    backed.kept(keep=2)
+    backed.configure(keep=2)
     events, backups = backed.events, backed.backups
     backed.place("00-died").mkdir(parents=True)
     backups._began_s -= 7200
@@ -171,7 +171,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, year: int, second: int) -> None:
 
 def test_the_newest_survives_whatever_the_clock_says(backed: Backed, monkeypatch: pytest.MonkeyPatch) -> None:
     """With names of wall time each was dropped as soon as it was made once the clock had been ahead for three."""
-    backed.kept(keep=3)
+    backed.configure(keep=3)
     made: list[str] = []
     for second, year in enumerate((2031, 2031, 2031, 2026, 1999, 2044)):
         set_clock(monkeypatch, year, second)
@@ -195,7 +195,7 @@ def test_the_last_one_is_made_again_when_it_is_gone(backed: Backed) -> None:
 
 def test_those_of_the_release_before_are_ordered_by_how_far_they_go(backed: Backed) -> None:
     """They are named by wall time, and have no digest of their marker."""
-    backed.kept(keep=2)
+    backed.configure(keep=2)
     named = ["20310101T000000.000000Z", "20260101T000000.000000Z", "20280101T000000.000000Z"]
     for at in named:
         backed.go_on()
@@ -221,7 +221,7 @@ def test_a_syncer_that_is_started_again_after_a_standby_has_taken_over_learns_it
     assert backed.vault.leftovers(RUN) == [under_way], "a later syncer has made no backup yet, and is writing one"
     backed.vault.drop(RUN, backed.last)
     backed.vault.put(RUN, "further", {"run.json": b"{}"}, BackupFacts(1, RUN, 1, 9, (4, 5), 1000, "", {}))
-    backed.kept(every_s=600.0)
+    backed.configure(every_s=600.0)
     backed.backups.start(1, 2)
     ((kind, why),) = [(note["note"], note["why"]) for note in backed.events.wait_for("note")]
     backed.backups.stop(last=False)

@@ -433,7 +433,7 @@ def test_a_start_with_less_room_serves_the_sites_that_are_there(tmp_path: Path) 
         (changed,) = events.of("settings_changed")
         assert changed["why"] == "outer.sites_max is 1 and was 3"
         assert push(syncer, *update("c")).outcome is Outcome.ACCEPTED
-        with pytest.raises(Refusal, match="until a site leaves or is evicted, or the syncer starts again with a large"):
+        with refused(Status.RESOURCE_EXHAUSTED, "until a site leaves or .* starts again with a large", Reason.FULL):
             join(syncer, "d")
 
 

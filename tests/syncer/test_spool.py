@@ -53,7 +53,7 @@ def test_a_push_is_resumed_at_every_offset(tmp_path: Path) -> None:
 def test_a_site_of_any_name_that_the_wire_permits_leaves_at_most_one_update_of_a_fragment_half_way(
     tmp_path: Path,
 ) -> None:
-    spool, sites = Spool(tmp_path), ("a", "a-0", "partial", "lock", "x.update")  # One may begin as another does.
+    spool, sites = Spool(tmp_path), ("a-0", "a", "partial", "lock", "x.update")  # One may begin as another does.
     for sequence in range(1, 4):
         for fragment in (0, 1):
             for site in sites:
