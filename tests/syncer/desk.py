@@ -104,7 +104,6 @@ class Desk:
         """The outer step that is under way is done."""
         command = self.under_way.pop(fragment)
         result = run_outer_step(command, self.values[fragment], self.store.spool, RULE, self.codec)
-        assert result is not None
         self.computed[fragment] = result
         return self.handle(OuterStepDone(fragment, command.version, result.values.digest, result.downlink_digest))
 

@@ -22,7 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco.durable import PLAIN_DISK, DiskFullError, locked
-from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, OuterEffect, StartOuterStep
+from diloco.sync.effects import AnswerJoin, AnswerPush, OuterEffect, StartOuterStep
 from diloco.sync.events import (
     JoinRequested,
     Outcome,
@@ -242,7 +242,6 @@ def test_a_call_that_is_given_up_is_decided_and_a_question_is_not(desk: Desk, mo
     desk.disk.gate.set()
     eventually(lambda: late, "the answer comes after all")
     (answer,) = late
-    assert isinstance(answer, AnswerPush)
     assert answer.outcome is Outcome.ACCEPTED
     desk.core.ask(lambda machine: asked.append("in time"))
     assert asked == ["in time"]
@@ -375,7 +374,7 @@ def test_heartbeats_and_refusals_write_nothing(desk: Desk) -> None:
     assert desk.push("a", 5).reason is Reason.GAP
     assert desk.push("b", 1).reason is Reason.NOT_JOINED
     answer = desk.core.call(lambda call: SiteEvicted(call, "nobody"))
-    assert isinstance(answer, AnswerDone)
+    assert answer.reason is Reason.NOT_JOINED
     assert len(desk.disk.events) == written
 
 
@@ -413,7 +412,6 @@ def test_a_full_disk_holds_everything_back_but_early_questions_fills_no_inbox_an
         with pytest.raises(CoreHeld, match="disk full: No space left on device") as raised:
             desk.push()
         assert raised.value.status is WireStatus.UNAVAILABLE
-        assert desk.core.held is not None
         assert desk.core.held.text == raised.value.text
         waiting = desk.core._inbox.qsize()
         for _ in range(20):

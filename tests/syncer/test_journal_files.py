@@ -52,9 +52,7 @@ def gone_on(folder: Path) -> list[str]:
 
 
 def framed(path: Path) -> Segment:
-    found = read_file(path).found
-    assert found is not None
-    return found
+    return read_file(path).found
 
 
 def written(folder: Path, segments: int, each: int) -> tuple[list[Record], list[Position]]:

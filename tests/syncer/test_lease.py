@@ -232,9 +232,7 @@ def data(tmp_path: Path) -> Path:
 def led(path: Path | None, folder: Path, epoch: int = 0, ttl_s: float = 60.0) -> LeaseHolder:
     lease = FileLease(path, "run", ttl_s) if path is not None else None
     state = OuterState([FragmentState()], epoch=epoch)
-    guard = lead(lease, folder, PLAIN_DISK, state, lambda what, facts: None, wait_s=0.0)
-    assert guard is not None
-    return guard
+    return lead(lease, folder, PLAIN_DISK, state, lambda what, facts: None, wait_s=0.0)
 
 
 def test_a_folder_has_one_name_for_ever_and_no_two_have_the_same(tmp_path: Path, data: Path) -> None:
@@ -266,7 +264,6 @@ def test_it_is_given_back_and_its_folder_led_under_no_other_or_none(tmp_path: Pa
     assert guard.status()["valid"]
     guard.stop(release=True)
     standing, _ = lease.read()
-    assert standing is not None
     assert standing.released
     claim = claim_of(lease, data, PLAIN_DISK, state)
     assert (claim.name, claim.anew) == (standing.holder, False)

@@ -42,7 +42,6 @@ def rounds_of(told: Told) -> dict[tuple[int, int], Round]:
     for record in told.records:
         for effect in machine.handle(record.event, record.at_ns):
             if isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED:
-                assert isinstance(record.event, UpdateArrived)
                 accepted[record.event.site, record.event.fragment, record.event.sequence] = record.event
             elif isinstance(effect, StartOuterStep):
                 commands[effect.fragment] = effect

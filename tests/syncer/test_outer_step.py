@@ -74,12 +74,6 @@ def sent_by(spool: Spool, values: Tensor, encoding: str = "fp32", sites: str = "
     return [Contribution(site, 1.0, 4, (stored(spool, site, 1, values, encoding),)) for site in sites]
 
 
-def made(*given: Any, **how: Any) -> OuterResult:
-    result = step(*given, **how)
-    assert result is not None
-    return result
-
-
 def holding(theta: Tensor, published: Tensor | None = None, momentum: Tensor | None = None) -> FragmentValues:
     published = theta.clone() if published is None else published
     remembered = NOTHING if momentum is None else OuterState(4, {"momentum": momentum})
@@ -94,7 +88,7 @@ def test_it_is_the_definition_bit_for_bit_and_says_what_its_stages_took(tmp_path
         Contribution("b", 0.75, 4, (stored(spool, "b", 7, d[2]),)),
     ]
     old = holding(dice("theta", 0), dice("published", 0), dice("momentum", 0))
-    result = made(spool, parts, old, codec, NESTEROV)
+    result = step(spool, parts, old, codec, NESTEROV)
     second = make_codec("int8").decode(make_codec("int8").encode(d[1]), d[1].numel())
     merged = merge_mean([(0.25, [d[0], second]), (0.75, [d[2]])])
     theta, following = outer_step(old.theta, merged, old.optimizer, NESTEROV.optimizer)
@@ -123,7 +117,6 @@ def test_a_version_of_buffers_lies_between_the_sites_values_whatever_the_rule_an
     command = StartOuterStep(0, 5, tuple(parts), share)
     gated = replace(NESTEROV, gate=Gate(alpha=1.0), averaged=frozenset({0}))
     result = run_outer_step(command, old, spool, gated, "int4:32")
-    assert result is not None
     mean = 0.25 * second + 0.75 * other  # The first update of site a is the older of two readings.
     assert torch.allclose(result.values.theta, share * mean + (1 - share) * old.theta, atol=1e-6)
     assert result.values.published is result.values.theta
@@ -144,7 +137,7 @@ def test_invariant_7_no_range_or_thread_changes_a_bit(
     old, found = holding(theta, published, momentum), []
     for values, threads in ((1024, 1), (2048, 3), (1 << 17, 1), (1 << 17, 4)):
         monkeypatch.setattr(merging, "RANGE_VALUES", values)
-        result = made(spool, parts, old, codec, NESTEROV, threads=threads)
+        result = step(spool, parts, old, codec, NESTEROV, threads=threads)
         tensors = (result.values.theta, result.values.published, result.values.optimizer.tensors["momentum"])
         bits = [bytes_of(each) for each in tensors]
         found.append((bits, bytes(result.downlink), result.values.digest, result.downlink_digest, result.norm))
@@ -161,7 +154,7 @@ def test_two_threads_work_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
         return opened(*given)
 
     monkeypatch.setattr(spool, "opened", together)
-    assert made(spool, parts, holding(values), threads=2).values.version == 5
+    assert step(spool, parts, holding(values), threads=2).values.version == 5
 
 
 def test_invariant_7_gate_and_correction_are_those_of_the_whole(
@@ -177,7 +170,7 @@ def test_invariant_7_gate_and_correction_are_those_of_the_whole(
     old, d[0] = holding(theta, None, momentum), momentum + 0.1 * d[0]
     d[1][3000:].sub_(2 * momentum[3000:])
     parts = [*sent_by(spool, d[0]), Contribution("b", 1.0, 2, (stored(spool, "b", 1, d[1]),))]
-    found = [made(spool, parts, old, "fp32", rule, threads=threads).values.theta for threads in (1, 4)]
+    found = [step(spool, parts, old, "fp32", rule, threads=threads).values.theta for threads in (1, 4)]
     changed = []
     for part in (slice(0, 3000), slice(3000, 5000)):
         sent, ahead = d[1][part], momentum[part]
@@ -208,7 +201,6 @@ def test_19_a_buffer_update_by_update_is_fedbuff_s_sum_over_its_size(tmp_path: P
             effects = machine.push(site, sent[site], base_version=base, payload=kept.payload, digest=kept.digest)
             theta -= 0.7 / size * (1 + version - base) ** -0.5 * d.double()
         result = run_outer_step(only(StartOuterStep, effects), held, spool, rule, "fp32")
-        assert result is not None
         held = result.values
         machine.done()
     torch.testing.assert_close(held.theta.double(), theta, rtol=0, atol=1e-6)
@@ -234,7 +226,7 @@ def test_what_overflows_is_no_version(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_without_momentum_a_version_that_is_sent_whole_is_one_tensor(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    result = made(spool, sent_by(spool, dice("d", 0)), holding(dice("theta", 0)))
+    result = step(spool, sent_by(spool, dice("d", 0)), holding(dice("theta", 0)))
     values = result.values
     assert values.published.data_ptr() == values.theta.data_ptr()
     assert not values.optimizer.tensors
@@ -247,8 +239,8 @@ def test_a_version_is_made_in_the_memory_of_one_that_nobody_reads_any_more(tmp_p
     held = holding(dice("theta", 0), dice("published", 0), dice("momentum", 0))
     seen, wanted = [], []
     for _ in range(7):
-        alone = made(spool, parts, held, "int8", NESTEROV)
-        result = made(spool, parts, held, "int8", NESTEROV, buffers=buffers)
+        alone = step(spool, parts, held, "int8", NESTEROV)
+        result = step(spool, parts, held, "int8", NESTEROV, buffers=buffers)
         assert (result.values.digest, result.downlink_digest) == (alone.values.digest, alone.downlink_digest)
         seen.append(result.values.theta.data_ptr())
         wanted.append((result.values.published[3:], result.values.published[3:].clone()))

@@ -138,7 +138,6 @@ def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_pa
         assert torch.equal(reference, dice("above", header.fragment))
         assert torch.equal(values, syncer.holdings.values[header.fragment].theta)
         standing, mean = above.below.standing(), header.tokens // 2  # Over two fragments.
-        assert standing is not None
         assert (standing.versions, standing.ledger.processed) == ((4, 4), mean)
         told: Any = syncer.status()["upstream"]
         assert (told["site"], told["base_versions"]) == ("region-a", [4, 4])
@@ -199,7 +198,6 @@ def sealed(folder: Path, above: SomebodyAbove, sequence: int) -> Path:
 
 def a_standby(folder: Path, syncer: Syncer) -> tuple[Standby, Events]:
     """One that follows ``syncer``."""
-    assert syncer._server is not None
     events, client = Events(), FollowClient(syncer._server.address)
     standby = Standby("standby", replace(syncer.options, folder=str(folder)), syncer.plan, client, events.emit)
     standby.start()
@@ -311,7 +309,6 @@ def test_it_is_the_blend_and_all_who_follow_hold_what_is_published(tmp_path: Pat
         7, theta, published, OuterState(3, {"momentum": momentum}), digest(published), reference=reference
     )
     found = take(tmp_path, above, 0.25, codec, values)
-    assert found is not None
     made = found.values
     assert torch.equal(made.theta, blend(theta, above, 0.75))
     assert torch.allclose(made.theta, 0.75 * theta + 0.25 * above)
@@ -323,7 +320,6 @@ def test_it_is_the_blend_and_all_who_follow_hold_what_is_published(tmp_path: Pat
     assert made.optimizer is values.optimizer, "the momentum is kept"
     assert made.reference is made.theta
     whole = take(tmp_path, above, 1.0, codec, values)
-    assert whole is not None
     assert torch.equal(whole.values.theta, above), "all of it is taken to the bit"
 
 

@@ -181,7 +181,6 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(
             said = operators.submit(operator.promote, lossy=True)
             warm = standing.wait(BOUND_S)
             said.result(BOUND_S)
-        assert warm is not None
         promoted = toy.syncer(Log().emit, folder="standby", port=port)
         assert promoted.start(warm) == address
         standing.stop()
@@ -222,7 +221,6 @@ def test_without_a_lease_an_operator_hears_why_it_is_not_promoted_or_gives_up_wh
                     operator.promote()
             operator.promote(lossy=bool(stale))
         warm = standing.wait(BOUND_S)
-        assert warm is not None
         with warm.taken:
             assert (warm.machine.state.lineage > 1) is bool(stale)
 
