@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
+from diloco.sync.events import Reason
 from diloco.sync.options import PROTOCOL, Agreement, HealthOptions, OuterOptions
 from diloco.sync.region import Above
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -32,6 +33,8 @@ NUMEL = tuple(fragment.numel for fragment in LAYOUT.fragments)
 RUN = "small"
 SHARED = {"model.dim": "4"}
 ANYONE = Identity(site=None, anyone=True)
+QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
+"""No round closes while one site pushes."""
 NO_WAIT = {"num_fragments": 2, "grace": "fixed", "grace_ns": 0, "quorum": 1}
 
 
@@ -185,10 +188,16 @@ def push(syncer: Syncer, header: PushHeader, payload: bytes) -> PushResult:
 
 
 @contextmanager
-def refused(status: Status, words: str | None = None) -> Iterator[None]:
+def refused(status: Status, words: str | None = None, reason: Reason | None = None) -> Iterator[None]:
     with pytest.raises(Refusal, match=words) as raised:
         yield
-    assert raised.value.status is status
+    assert (raised.value.status, raised.value.reason) == (status, reason)
+
+
+def memory(syncer: Syncer) -> object:
+    """The machine's state; its clock, which every question moves on, stands still."""
+    plain = syncer.core.ask(lambda machine: machine.snapshot())
+    return {**plain, "now_ns": 0}
 
 
 def files(folder: Path) -> dict[str, bytes]:

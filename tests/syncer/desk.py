@@ -7,7 +7,9 @@ is one that a syncer that was killed at that point leaves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk
@@ -30,6 +32,13 @@ OUTER = OuterOptions(**NO_WAIT)  # type: ignore[arg-type]
 OPTIMIZER = OuterOptimizerOptions()
 RULE = OuterRule(OPTIMIZER)
 CARD = RunCard(RUN, LAYOUT.fingerprint, "shared")
+
+
+def arrived(site: str = "a", sequence: int = 1, **changes: Any) -> UpdateArrived:
+    """An update of fragment 0 as the machine hears of it."""
+    named = (f"{site}{sequence}", f"{site}/{sequence}", "fp32")
+    event = UpdateArrived(1, site, 1, 0, sequence, 0, 100, 10, 1_000_000, 10, *named, finite=True, final=False)
+    return replace(event, **changes)
 
 
 class Desk:
@@ -95,7 +104,6 @@ class Desk:
         """The outer step that is under way is done."""
         command = self.under_way.pop(fragment)
         result = run_outer_step(command, self.values[fragment], self.store.spool, RULE, self.codec)
-        assert result is not None
         self.computed[fragment] = result
         return self.handle(OuterStepDone(fragment, command.version, result.values.digest, result.downlink_digest))
 

@@ -20,7 +20,7 @@ from diloco.syncer.snapshots import Choice, Snapshot, same_values
 from diloco.wire.messages import PullAsk
 from tests.syncer.building import RUN, files
 from tests.syncer.desk import OPTIMIZER, OUTER, RULE, Desk
-from tests.syncer.test_store import Story, assert_same
+from tests.syncer.test_store import Story, assert_same, telling
 
 RULES = Rules(OUTER, RULE, "int8")
 
@@ -33,11 +33,9 @@ def run(folder: Path, seed: int = 4, snapshots: int = 3, keep: int = 100) -> Des
     desk.begin()
     story = Story(desk, seed)
     for _ in range(snapshots):
-        for _ in range(25):
-            story.tell()
+        story.tell(25)
         desk.snapshot()
-    for _ in range(15):
-        story.tell()
+    story.tell(15)
     return desk
 
 
@@ -137,13 +135,10 @@ class Told:
     """A run of ``length`` events with the records since its first snapshot."""
 
     def __init__(self, folder: Path, seed: int, codec: str = "int8", length: int = 40) -> None:
-        self.desk = Desk(folder, codec)
-        self.first: Snapshot = self.desk.store.snapshots.load(1)
-        self.desk.begin()
-        story = Story(self.desk, seed)
-        for _ in range(length):
-            story.tell()
-        self.desk.close()
+        with telling(folder, seed, codec=codec) as story:
+            self.desk = story.desk
+            self.first: Snapshot = self.desk.store.snapshots.load(1)
+            story.tell(length)
         self.records = self.desk.store.journal.read(self.first.journal_segment)
 
     def replay(self, replayer: Replayer) -> Replayer:
@@ -166,10 +161,7 @@ def test_record_by_record_it_becomes_what_the_process_was(tmp_path: Path, codec:
         versions = [fragment.version for fragment in replayer.machine.state.fragments]
         assert [values.version for values in replayer.values] == versions, "memory and values are of one instant"
     assert sum(versions) > 3, "no outer step: the dice prove nothing"
-    again = Desk(tmp_path, codec)
-    again.machine, again.values = replayer.machine, replayer.values
-    assert_same(again, told.desk, codec)
-    again.close()
+    assert_same(replayer, told.desk, codec)
     held = replayer.values[0]
     assert held.version > 1
     header = replayer.holdings.choose(PullAsk(RUN, "a", 0, held.version - 1, 0, 0), (), replayer.machine.state).header

@@ -115,17 +115,17 @@ def succeeds(call: Callable[[], object]) -> bool:
 
 def test_an_endpoint_that_is_dead_or_frozen_is_passed_over_and_all_of_them_are_named(etcd: Etcd) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
-    assert EtcdLease([dead, etcd.endpoint], "another", 2).read()[0] is None
-    alone = EtcdLease([dead, etcd.endpoint], "another", 2)
+    lease = EtcdLease([dead, etcd.endpoint], "another", 2)
+    assert lease.read()[0] is None
     etcd.send(signal.SIGSTOP)
     try:
         began = time.monotonic()
         with pytest.raises(LeaseError, match=rf"{dead}.*{etcd.endpoint}"):
-            alone.read()
+            lease.read()
         assert time.monotonic() - began < BOUND_S / 2
     finally:
         etcd.send(signal.SIGCONT)
-    eventually(lambda: succeeds(alone.read), BOUND_S, "it answers again")
+    eventually(lambda: succeeds(lease.read), BOUND_S, "it answers again")
 
 
 PASSWORD = "a-word-that-nothing-repeats"
@@ -217,9 +217,14 @@ def test_the_lease_outlives_the_member_that_it_was_taken_at(guarded: Guarded, tm
         assert EtcdLease([second.endpoint], "guarded", TTL_S, guarded.access).read()[0] == Standing(1, 1, "first")
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "ttl_s", "given", "words"),
-    [
+def test_what_cannot_work_is_refused_at_the_door_without_saying_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, mode in (("word", 0o600), ("open", 0o644)):
+        Path(name).write_text(PASSWORD)
+        Path(name).chmod(mode)
+    for endpoint, ttl_s, given, words in (
         ("", 10, {}, "endpoints"),
         ("fra:2379", 10, {}, "fra:2379"),
         ("http://fra:2379/v3", 10, {}, "/v3"),
@@ -233,15 +238,7 @@ def test_the_lease_outlives_the_member_that_it_was_taken_at(guarded: Guarded, tm
         ("https://etcd:2379", 2, {"tls_ca": "nowhere.pem"}, "tls_ca nowhere.pem: No such file"),
         ("https://etcd:2379", 2, {"user": "diloco", "password_file": "nowhere"}, "password_file nowhere: "),
         ("https://etcd:2379", 2, {"user": "diloco", "password_file": "open"}, "can be read by others"),
-    ],
-)
-def test_what_cannot_work_is_refused_at_the_door_without_saying_a_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, ttl_s: float, given: dict[str, str], words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, mode in (("word", 0o600), ("open", 0o644)):
-        Path(name).write_text(PASSWORD)
-        Path(name).chmod(mode)
-    with pytest.raises(ValueError, match=words) as caught:
-        EtcdLease(endpoint.split(), "run", ttl_s, EtcdAccess(**given))
-    assert PASSWORD not in str(caught.value)
+    ):
+        with pytest.raises(ValueError, match=words) as caught:
+            EtcdLease(endpoint.split(), "run", ttl_s, EtcdAccess(**given))
+        assert PASSWORD not in str(caught.value)

@@ -42,7 +42,6 @@ def rounds_of(told: Told) -> dict[tuple[int, int], Round]:
     for record in told.records:
         for effect in machine.handle(record.event, record.at_ns):
             if isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED:
-                assert isinstance(record.event, UpdateArrived)
                 accepted[record.event.site, record.event.fragment, record.event.sequence] = record.event
             elif isinstance(effect, StartOuterStep):
                 commands[effect.fragment] = effect
@@ -94,10 +93,8 @@ def assert_bits(mine: FragmentValues, theirs: tuple[Tensor, Tensor, Tensor | Non
 
 
 def replayer(told: Told, chosen: Sequence[Selection] = (), **how: Any) -> ReplayerWithout:
-    desk = told.desk
-    machine = OuterSync.restore(desk.machine.options, told.first.state)
-    store = desk.store
-    return ReplayerWithout(machine, told.first.fragments, store.spool, desk.rules, store.lineages, chosen, **how)
+    machine, store = OuterSync.restore(told.desk.machine.options, told.first.state), told.desk.store
+    return ReplayerWithout(machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, **how)
 
 
 def without(told: Told, *chosen: Selection, **how: Any) -> ReplayerWithout:

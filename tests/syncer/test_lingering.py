@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from diloco.sync.events import Ending, FateTold, Outcome
+from diloco.syncer.publish import Feed
 from diloco.syncer.server import Syncer
 from tests.syncer.building import eventually, join, push, report, serving, update
 
@@ -47,18 +48,17 @@ def lingering(syncer: Syncer) -> Iterator[None]:
     assert not thread.is_alive()
 
 
+def said(feed: Feed) -> list[int]:
+    """The fates that a stream still has to say; it ends when its site knows enough."""
+    events = [feed.get(1.0) for _ in range(6)]
+    feed.close()
+    return [event.fate.fragment for event in events if isinstance(event, FateTold)]
+
+
 def took_s(syncer: Syncer) -> float:
     began = time.monotonic()
     syncer.linger()
     return time.monotonic() - began
-
-
-def heard(syncer: Syncer) -> list[int]:
-    """What a site hears that comes back to its stream and ends it when it knows enough."""
-    feed = syncer.api.watch("a", 1)
-    events = [feed.get(1.0) for _ in range(6)]
-    feed.close()
-    return [event.fate.fragment for event in events if isinstance(event, FateTold)]
 
 
 def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) -> None:
@@ -79,37 +79,26 @@ def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate(syncer: Syn
     end(syncer)
     feed.close()
     with lingering(syncer):
-        assert heard(syncer) == [0, 1]
+        assert said(syncer.api.watch("a", 1)) == [0, 1]
 
 
-@pytest.mark.parametrize("lacks", [0, 100])
-def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(syncer: Syncer, lacks: int) -> None:
+def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(syncer: Syncer) -> None:
     feed = syncer.api.watch("a", 1)
-    end(syncer)
-    if lacks:  # Everything was written, and was lost on the way.
+    syncer.api.report(report(tokens_in_flight=100))
+    end(syncer)  # What it said before goodbye, or says as another process, holds nobody up.
+    syncer.api.report(report(incarnation=2, tokens_in_flight=100))
+    with lingering(syncer):  # For a stream to end that has said everything.
         eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
-    syncer.api.report(report(tokens_in_flight=lacks))
-    feed.close()
-    if lacks:
-        with lingering(syncer):
-            syncer.api.report(report(tokens_in_flight=0))
-    assert took_s(syncer) < 10, "it has heard by a version what its stream still had to say"
+        feed.close()
+    syncer.api.report(report(tokens_in_flight=100))  # Everything was written, and was lost on the way.
+    with lingering(syncer):
+        syncer.api.report(report(tokens_in_flight=0))
 
 
-def test_it_waits_for_a_stream_to_end_that_has_said_everything(syncer: Syncer) -> None:
+def test_a_site_that_says_that_nothing_is_in_flight_has_heard_what_its_stream_still_had_to_say(syncer: Syncer) -> None:
     feed = syncer.api.watch("a", 1)
     end(syncer)
     syncer.api.report(report(tokens_in_flight=0))
-    with lingering(syncer):
-        feed.close()
-
-
-def test_what_a_site_says_before_goodbye_or_as_another_process_holds_nobody_up(syncer: Syncer) -> None:
-    feed = syncer.api.watch("a", 1)
-    syncer.api.report(report(tokens_in_flight=100))
-    end(syncer)
-    syncer.api.report(report(incarnation=2, tokens_in_flight=100))
-    eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
     feed.close()
     assert took_s(syncer) < 10
 
@@ -123,7 +112,7 @@ def test_who_goes_on_after_a_death_in_the_last_round_waits_for_its_sites(tmp_pat
     with serving(tmp_path / "two", linger_s=20.0, outer=LAST_ROUND) as syncer:
         assert syncer.wait(20.0) is Ending.FINISHED
         with lingering(syncer):
-            assert heard(syncer) == [0, 1]
+            assert said(syncer.api.watch("a", 1)) == [0, 1]
     with serving(tmp_path / "one", linger_s=20.0, outer=LAST_ROUND) as syncer:
         assert syncer.wait(20.0) is Ending.FINISHED
         assert took_s(syncer) < 10

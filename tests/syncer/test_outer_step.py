@@ -58,10 +58,6 @@ def stored(spool: Spool, site: str, sequence: int, values: Tensor, encoding: str
     return UpdateRef(sequence, reference, encoding, header.digest)
 
 
-def one(spool: Spool, values: Tensor, encoding: str = "fp32") -> list[Contribution]:
-    return [Contribution("a", 1.0, 4, (stored(spool, "a", 1, values, encoding),))]
-
-
 def step(
     spool: Spool,
     parts: list[Contribution],
@@ -74,10 +70,8 @@ def step(
     return run_outer_step(command, values, spool, rule, codec, **how)
 
 
-def made(*given: Any, **how: Any) -> OuterResult:
-    result = step(*given, **how)
-    assert result is not None
-    return result
+def sent_by(spool: Spool, values: Tensor, encoding: str = "fp32", sites: str = "a") -> list[Contribution]:
+    return [Contribution(site, 1.0, 4, (stored(spool, site, 1, values, encoding),)) for site in sites]
 
 
 def holding(theta: Tensor, published: Tensor | None = None, momentum: Tensor | None = None) -> FragmentValues:
@@ -94,7 +88,7 @@ def test_it_is_the_definition_bit_for_bit_and_says_what_its_stages_took(tmp_path
         Contribution("b", 0.75, 4, (stored(spool, "b", 7, d[2]),)),
     ]
     old = holding(dice("theta", 0), dice("published", 0), dice("momentum", 0))
-    result = made(spool, parts, old, codec, NESTEROV)
+    result = step(spool, parts, old, codec, NESTEROV)
     second = make_codec("int8").decode(make_codec("int8").encode(d[1]), d[1].numel())
     merged = merge_mean([(0.25, [d[0], second]), (0.75, [d[2]])])
     theta, following = outer_step(old.theta, merged, old.optimizer, NESTEROV.optimizer)
@@ -123,7 +117,6 @@ def test_a_version_of_buffers_lies_between_the_sites_values_whatever_the_rule_an
     command = StartOuterStep(0, 5, tuple(parts), share)
     gated = replace(NESTEROV, gate=Gate(alpha=1.0), averaged=frozenset({0}))
     result = run_outer_step(command, old, spool, gated, "int4:32")
-    assert result is not None
     mean = 0.25 * second + 0.75 * other  # The first update of site a is the older of two readings.
     assert torch.allclose(result.values.theta, share * mean + (1 - share) * old.theta, atol=1e-6)
     assert result.values.published is result.values.theta
@@ -144,7 +137,7 @@ def test_invariant_7_no_range_or_thread_changes_a_bit(
     old, found = holding(theta, published, momentum), []
     for values, threads in ((1024, 1), (2048, 3), (1 << 17, 1), (1 << 17, 4)):
         monkeypatch.setattr(merging, "RANGE_VALUES", values)
-        result = made(spool, parts, old, codec, NESTEROV, threads=threads)
+        result = step(spool, parts, old, codec, NESTEROV, threads=threads)
         tensors = (result.values.theta, result.values.published, result.values.optimizer.tensors["momentum"])
         bits = [bytes_of(each) for each in tensors]
         found.append((bits, bytes(result.downlink), result.values.digest, result.downlink_digest, result.norm))
@@ -153,7 +146,7 @@ def test_invariant_7_no_range_or_thread_changes_a_bit(
 
 def test_two_threads_work_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool, values = Spool(tmp_path), dice("theta", 0)
-    parts = [Contribution(site, 0.5, 4, (stored(spool, site, 1, values),)) for site in "ab"]
+    parts = sent_by(spool, values, sites="ab")
     opened, both = spool.opened, threading.Barrier(2, timeout=10.0)
 
     def together(*given: Any) -> Any:
@@ -161,7 +154,7 @@ def test_two_threads_work_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
         return opened(*given)
 
     monkeypatch.setattr(spool, "opened", together)
-    assert made(spool, parts, holding(values), threads=2).values.version == 5
+    assert step(spool, parts, holding(values), threads=2).values.version == 5
 
 
 def test_invariant_7_gate_and_correction_are_those_of_the_whole(
@@ -176,8 +169,8 @@ def test_invariant_7_gate_and_correction_are_those_of_the_whole(
     theta, momentum, *d = torch.randn(4, 5000, generator=torch.Generator().manual_seed(5)).unbind()
     old, d[0] = holding(theta, None, momentum), momentum + 0.1 * d[0]
     d[1][3000:].sub_(2 * momentum[3000:])
-    parts = [*one(spool, d[0]), Contribution("b", 1.0, 2, (stored(spool, "b", 1, d[1]),))]
-    found = [made(spool, parts, old, "fp32", rule, threads=threads).values.theta for threads in (1, 4)]
+    parts = [*sent_by(spool, d[0]), Contribution("b", 1.0, 2, (stored(spool, "b", 1, d[1]),))]
+    found = [step(spool, parts, old, "fp32", rule, threads=threads).values.theta for threads in (1, 4)]
     changed = []
     for part in (slice(0, 3000), slice(3000, 5000)):
         sent, ahead = d[1][part], momentum[part]
@@ -189,7 +182,7 @@ def test_invariant_7_gate_and_correction_are_those_of_the_whole(
     assert torch.allclose(found[0], wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("senders", ["abc", "aab", "aaa", "cbcaab"])
+@pytest.mark.parametrize("senders", ["abc", "aaa", "cbcaab"])
 def test_19_a_buffer_update_by_update_is_fedbuff_s_sum_over_its_size(tmp_path: Path, senders: str) -> None:
     """theta <- theta - lr/K sum of (1 + staleness)^-1/2 d, whoever sent which of the K: twelve versions of a run with
     dice for updates and their bases."""
@@ -205,42 +198,35 @@ def test_19_a_buffer_update_by_update_is_fedbuff_s_sum_over_its_size(tmp_path: P
             base = max(0, version - draw.randrange(8))
             d = dice((site, sent[site]), 0)
             kept = stored(spool, site, sent[site], d)
-            where = {"payload": kept.payload, "digest": kept.digest}
-            effects = machine.push(site, sent[site], base_version=base, **where)
+            effects = machine.push(site, sent[site], base_version=base, payload=kept.payload, digest=kept.digest)
             theta -= 0.7 / size * (1 + version - base) ** -0.5 * d.double()
         result = run_outer_step(only(StartOuterStep, effects), held, spool, rule, "fp32")
-        assert result is not None
         held = result.values
         machine.done()
     torch.testing.assert_close(held.theta.double(), theta, rtol=0, atol=1e-6)
 
 
-TWO = torch.full((dice("x", 0).numel(),), 2e38)
-LONG = torch.where(torch.arange(50_000) == 30_000, 3e38, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("sent", "held", "codec", "threads"),
-    [
-        (1.5 * TWO, holding(-1.5 * TWO), "fp32", 1),
-        (LONG, holding(-LONG), "fp32", 1),
-        (LONG, holding(-LONG), "fp32", 3),
-        (-TWO, holding(0 * TWO, -TWO), "bf16", 1),
-        (-TWO, holding(0 * TWO, -TWO), "int8", 1),
-    ],
-)
-def test_what_overflows_is_no_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Tensor, held: FragmentValues, codec: str, threads: int
-) -> None:
+def test_what_overflows_is_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Θ and Θ̂ are finite and their difference is not, the codec refuses it: the syncer must not die of that."""
     monkeypatch.setattr(merging, "RANGE_VALUES", 1024)
-    spool = Spool(tmp_path)
-    assert step(spool, one(spool, sent), held, codec, threads=threads) is None
+    two = torch.full((dice("x", 0).numel(),), 2e38)
+    long = torch.where(torch.arange(50_000) == 30_000, 3e38, 0.0)
+    for number, (sent, held, codec, threads) in enumerate(
+        (
+            (1.5 * two, holding(-1.5 * two), "fp32", 1),
+            (long, holding(-long), "fp32", 1),
+            (long, holding(-long), "fp32", 3),
+            (-two, holding(0 * two, -two), "bf16", 1),
+            (-two, holding(0 * two, -two), "int8", 1),
+        )
+    ):
+        spool = Spool(tmp_path / str(number))
+        assert step(spool, sent_by(spool, sent), held, codec, threads=threads) is None, number
 
 
 def test_without_momentum_a_version_that_is_sent_whole_is_one_tensor(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    result = made(spool, one(spool, dice("d", 0)), holding(dice("theta", 0)))
+    result = step(spool, sent_by(spool, dice("d", 0)), holding(dice("theta", 0)))
     values = result.values
     assert values.published.data_ptr() == values.theta.data_ptr()
     assert not values.optimizer.tensors
@@ -249,12 +235,12 @@ def test_without_momentum_a_version_that_is_sent_whole_is_one_tensor(tmp_path: P
 
 def test_a_version_is_made_in_the_memory_of_one_that_nobody_reads_any_more(tmp_path: Path) -> None:
     spool, buffers = Spool(tmp_path), Buffers(4)
-    parts = one(spool, dice("d", 0), "int8")
+    parts = sent_by(spool, dice("d", 0), "int8")
     held = holding(dice("theta", 0), dice("published", 0), dice("momentum", 0))
     seen, wanted = [], []
     for _ in range(7):
-        alone = made(spool, parts, held, "int8", NESTEROV)
-        result = made(spool, parts, held, "int8", NESTEROV, buffers=buffers)
+        alone = step(spool, parts, held, "int8", NESTEROV)
+        result = step(spool, parts, held, "int8", NESTEROV, buffers=buffers)
         assert (result.values.digest, result.downlink_digest) == (alone.values.digest, alone.downlink_digest)
         seen.append(result.values.theta.data_ptr())
         wanted.append((result.values.published[3:], result.values.published[3:].clone()))
@@ -268,7 +254,7 @@ def test_a_version_is_made_in_the_memory_of_one_that_nobody_reads_any_more(tmp_p
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_payload_that_changed_is_named(tmp_path: Path, threads: int) -> None:
     spool = Spool(tmp_path)
-    parts = [Contribution(site, 0.5, 3, (stored(spool, site, 1, dice("d", 0)),)) for site in ("a", "b", "c")]
+    parts = sent_by(spool, dice("d", 0), sites="abc")
     path = tmp_path / parts[1].updates[0].payload
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with pytest.raises(SpoolError, match=str(path)):
@@ -323,57 +309,47 @@ def test_a_version_is_of_the_sites_whose_updates_it_holds() -> None:
 # --- What a round costs: added up over its updates, from the first byte to what everybody is told --------------------
 
 
-STAGES = {"receive_s", "read_s", "fused_s", "digest_s", "publish_s"}
-
-
-def command(*payloads: str) -> StartOuterStep:
-    parts = [Contribution(name, 1.0, 0, (UpdateRef(1, name, "fp32", "d"),)) for name in payloads]
-    return StartOuterStep(2, 7, tuple(parts))
-
-
-def result() -> OuterResult:
-    values = FragmentValues(7, torch.zeros(1), torch.zeros(1), NOTHING, "d")
-    return OuterResult(values, b"", "d", 1.0, 0.6, Costs(0.1, 0.2, 0.3))
-
-
 def test_a_round_costs_what_its_updates_and_its_stages_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [10.0]
     costs = RoundCosts(lambda: now_s[0])
+    values = FragmentValues(7, torch.zeros(1), torch.zeros(1), NOTHING, "d")
+    result = OuterResult(values, b"", "d", 1.0, 0.6, Costs(0.1, 0.2, 0.3))
+
+    def stepped(*payloads: str) -> dict[str, Any]:
+        parts = [Contribution(name, 1.0, 0, (UpdateRef(1, name, "fp32", "d"),)) for name in payloads]
+        return costs.stepped(StartOuterStep(2, 7, tuple(parts)), result)
+
     assert costs.latest(2) is None
     for name, seconds in (("a", 1.0), ("a", 0.5), ("b", 2.0), ("other", 40.0)):
         costs.received(name, seconds, 2 * seconds)
     stages = {"receive_s": 3.5, "read_s": 0.1, "fused_s": 0.2, "digest_s": 0.3}
-    made = costs.stepped(command("a", "b", "of an earlier process"), result())
-    assert [(site, sequence, whole_s) for site, sequence, _, whole_s in made.pop("received")] == [
-        ("a", 1, 1.0),
-        ("b", 1, 4.0),
-    ]
+    made = stepped("a", "b", "of an earlier process")
+    received = [(site, sequence, whole_s) for site, sequence, _, whole_s in made.pop("received")]
+    assert received == [("a", 1, 1.0), ("b", 1, 4.0)]
     assert made == stages
     now_s[0] += 0.25
     assert costs.published(2) == {"publish_s": 0.25}
     assert costs.latest(2) == {**stages, "publish_s": 0.25}
-    assert costs.stepped(command("a"), result())["receive_s"] == 0.0, "an update is in one round"
+    assert stepped("a")["receive_s"] == 0.0, "an update is in one round"
     assert costs.latest(0) is None
     monkeypatch.setattr(module, "UPDATES_MAX", 2)
     for name in ("a", "b", "c"):
         costs.received(name, 1.0, 1.0)
-    assert costs.stepped(command("a", "b", "c"), result())["receive_s"] == 2.0, "what is never merged is forgotten"
+    assert stepped("a", "b", "c")["receive_s"] == 2.0, "what is never merged is forgotten"
 
 
 def test_the_stages_of_a_round_are_in_events_and_status(tmp_path: Path) -> None:
     events, began_s = Events(), time.perf_counter()
     with serving(tmp_path, events) as syncer:
         join(syncer)
-        status: dict[str, Any] = syncer.api.status()
-        assert [each["costs"] for each in status["fragments"]] == [None, None]
         push(syncer, *update())
         (told,) = events.wait_for("published")
         (made,) = events.of("outer_step")
         eventually(lambda: "publish_s" in (syncer.tally.costs.latest(0) or {}), "it is told")
-        status = syncer.api.status()
-    found = status["fragments"][0]["costs"]
-    assert set(found) == STAGES
+        status: dict[str, Any] = syncer.api.status()
+    found, none = (each["costs"] for each in status["fragments"])
+    assert none is None
     assert min(found.values()) > 0
     assert sum(found.values()) < time.perf_counter() - began_s
-    assert found == {name: made[name] for name in STAGES - {"publish_s"}} | {"publish_s": told["publish_s"]}
-    assert status["fragments"][1]["costs"] is None
+    stages = {name: made[name] for name in ("receive_s", "read_s", "fused_s", "digest_s")}
+    assert found == {**stages, "publish_s": told["publish_s"]}

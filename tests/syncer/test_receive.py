@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,21 +26,13 @@ from diloco.syncer.api import LARGEST, Measuring, Reception, Vitals
 from diloco.syncer.server import Syncer
 from diloco.syncer.spool import PartialUpdate
 from diloco.syncer.store import verify
-from diloco.wire.messages import PushHeader, PushResult, Refusal, Status
-from tests.syncer.building import Events, dice, eventually, files, join, push, serving, update
+from diloco.wire.messages import PushHeader, PushResult, Status
+from tests.syncer.building import QUIET, Events, dice, eventually, files, join, memory, push, refused, serving, update
 
-QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
 """No round closes while one site pushes."""
 
 
 HEADER, PAYLOAD = update()
-
-
-@pytest.fixture
-def syncer(tmp_path: Path) -> Iterator[Syncer]:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        yield syncer
 
 
 def reception(syncer: Syncer, header: PushHeader) -> Reception:
@@ -76,39 +66,29 @@ def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
         assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
 
 
-def open_below(folder: Path) -> list[str]:
-    found = []
-    for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(each))
-    return [name for name in found if name.startswith(f"{folder}/")]
-
-
-def bytes_up(syncer: Syncer) -> object:
-    sites: Any = syncer.api.status()["sites"]
-    return sites["a"]["payload_bytes_up"]
-
-
 def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is_counted(tmp_path: Path) -> None:
+    def files_open() -> int:
+        return sum(os.readlink(each).startswith(str(tmp_path / "spool")) for each in handles() if each.is_symlink())
+
+    def handles() -> list[Path]:
+        return list(Path("/proc/self/fd").iterdir())
+
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         for end in (10, 11, 60):
-            session = syncer.api.open_push(HEADER)
-            assert isinstance(session, Reception)
+            session = reception(syncer, HEADER)
             session.write(session.offset, memoryview(PAYLOAD)[session.offset : end])
-            assert open_below(tmp_path / "spool")
+            assert files_open() > 0
             session.close()
-            assert open_below(tmp_path / "spool") == []
-        assert bytes_up(syncer) == 60
+            assert files_open() == 0
+        assert syncer.tally.sites()["a"].payload_bytes_up == 60
     with serving(tmp_path, **QUIET) as syncer:
-        session = syncer.api.open_push(HEADER)
-        assert isinstance(session, Reception)
+        session = reception(syncer, HEADER)
         assert session.offset == 60
-        session.close()
-        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
+        assert finish(session, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
         assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
-        assert open_below(tmp_path / "spool") == []
-        assert bytes_up(syncer) == len(PAYLOAD) - 60
+        assert files_open() == 0
+        assert syncer.tally.sites()["a"].payload_bytes_up == len(PAYLOAD) - 60
 
 
 def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_path: Path) -> None:
@@ -118,31 +98,28 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
     events = Events()
     with serving(tmp_path, events, up_codecs=["fp32", "int8"], **QUIET) as syncer:
         join(syncer)
-        before, state = files(tmp_path), syncer.core.ask(lambda machine: machine.snapshot())
-        with pytest.raises(Refusal, match="digest of the payload is not the declared one; send it again") as raised:
+        before, state = files(tmp_path), memory(syncer)
+        with refused(Status.DATA_LOSS, "digest of the payload is not the declared one; send it again"):
             push(syncer, HEADER, PAYLOAD[:-1] + b"!")
-        assert (raised.value.status, files(tmp_path)) == (Status.DATA_LOSS, before)
-        with pytest.raises(Refusal, match="payload is no int8") as raised:
+        assert files(tmp_path) == before
+        with refused(Status.INVALID_ARGUMENT, "payload is no int8"):
             push(syncer, replace(small, digest=hashlib.sha256(broken).hexdigest()), broken)
-        assert (raised.value.status, files(tmp_path)) == (Status.INVALID_ARGUMENT, before)
-        for bad in ("nan", "inf", "-inf"):
-            values = dice("bad", 0)
-            values[7] = float(bad)
-            refused = push(syncer, *update(values=values))
-            assert (refused, files(tmp_path)) == (PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1), before)
-        for whole, sent in ((HEADER, PAYLOAD), (small, encoded)):
-            refused = push(syncer, replace(whole, values_digest=others), sent)
-            assert (refused, files(tmp_path)) == (PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1), before)
-        after = syncer.core.ask(lambda machine: machine.snapshot())
-        assert isinstance(state, dict)
-        assert isinstance(after, dict)
-        assert {**state, "now_ns": 0} == {**after, "now_ns": 0}
+        assert files(tmp_path) == before
+        bad = dice("bad", 0)
+        bad[7] = float("nan")
+        for header, payload, reason in (
+            (*update(values=bad), Reason.NON_FINITE),
+            (replace(HEADER, values_digest=others), PAYLOAD, Reason.CORRUPT),
+            (replace(small, values_digest=others), encoded, Reason.CORRUPT),
+        ):
+            assert push(syncer, header, payload) == PushResult(Outcome.REFUSED, 0, reason, epoch=1)
+            assert files(tmp_path) == before
+        assert memory(syncer) == state
         note, _ = events.of("note")
         assert (note["note"], note["site"]) == ("update_corrupt", "a")
         assert "update 1 of fragment 0 decodes to other values than at the site" in note["why"]
-        status: Any = syncer.api.status()
-        assert status["refused_at_the_door"] == {"non_finite": 3, "corrupt": 2}
-        assert status["sites"]["a"]["updates_corrupt"] == 2
+        assert syncer.tally.refusals() == {"non_finite": 1, "corrupt": 2}
+        assert syncer.tally.sites()["a"].updates_corrupt == 2
         meant = digest(make_codec("int8").decode(encoded, HEADER.numel))
         assert push(syncer, replace(small, values_digest=meant), encoded).outcome is Outcome.ACCEPTED
 
@@ -152,10 +129,7 @@ def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> N
     first, (header, payload) = update(sequence=1), update(sequence=2)
     with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "updates_in_flight_max": 1}) as syncer:
         join(syncer)
-        session = syncer.api.open_push(first[0])
-        assert isinstance(session, Reception)
-        assert syncer.api.open_push(header) == PushResult(Outcome.RETRY, 0, Reason.GAP, epoch=1)
-        assert finish(session, *first).outcome is Outcome.ACCEPTED
+        assert push(syncer, *first).outcome is Outcome.ACCEPTED
         assert finish(reception(syncer, header), header, payload) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
         again = reception(syncer, header)
         assert again.offset == len(payload)
@@ -184,16 +158,14 @@ def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        session = syncer.api.open_push(HEADER)
-        assert isinstance(session, Reception)
+        session = reception(syncer, HEADER)
         session.write(0, memoryview(PAYLOAD)[:10])
         patch.setattr(PartialUpdate, "close", full)
         session.close()
         assert spooled(tmp_path) == []
         patch.setattr(syncer.store.disk, "sync_file", full)
-        with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
+        with refused(Status.UNAVAILABLE, "disk full: No space left on device"):
             push(syncer, HEADER, PAYLOAD)
-        assert raised.value.status is Status.UNAVAILABLE
     assert spooled(tmp_path) == [], "pages whose fsync failed count as written: every byte is sent again"
     assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
     assert syncer.failed is None
@@ -249,19 +221,16 @@ def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
     syncer: Syncer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site hears of the full disk, and sends it again while the first attempt is still to be written."""
-    append = syncer.store.journal.append
+
+    def full(records: object) -> None:
+        raise DiskFullError(28, "No space left on device")
+
     with monkeypatch.context() as patch:
-
-        def full(records: object) -> None:
-            raise DiskFullError(28, "No space left on device")
-
         patch.setattr(syncer.store.journal, "append", full)
-        with pytest.raises(Refusal, match="disk full: No space left on device"):
-            push(syncer, HEADER, PAYLOAD)
-        eventually(lambda: syncer.core.held, "the loop waits")
-        with pytest.raises(Refusal, match="disk full: No space left on device"):
-            finish(reception(syncer, HEADER), HEADER, PAYLOAD)
-    assert syncer.store.journal.append == append
+        for _ in range(2):
+            with refused(Status.UNAVAILABLE, "disk full: No space left on device"):
+                finish(reception(syncer, HEADER), HEADER, PAYLOAD)
+            eventually(lambda: syncer.core.held, "the loop waits")
     eventually(lambda: syncer.core.held is None, "there is room again")
     assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
     eventually(lambda: not syncer.store.spool._claims, "every attempt is over")
@@ -273,23 +242,22 @@ def test_an_update_like_no_other_is_refused_and_counted_or_held_and_shown(tmp_pa
     with serving(tmp_path, health={"policies": {"b": "hold"}}) as syncer:
         for site in ("a", "b"):
             join(syncer, site)
+        base = 0
         for sequence in range(1, 6):
             for site in ("a", "b"):
-                base = syncer.core.ask(lambda machine: machine.state.fragments[0].version)
-                header = update(site, sequence, values=dice((site, sequence), 0), base_version=base)
-                assert push(syncer, *header).outcome is Outcome.ACCEPTED
-                eventually(lambda was=base: syncer.core.ask(lambda m: m.state.fragments[0].version) > was, "merged")
-        base = syncer.core.ask(lambda machine: machine.state.fragments[0].version)
+                assert push(syncer, *update(site, sequence, base_version=base)).outcome is Outcome.ACCEPTED
+                base += 1
+                eventually(lambda base=base: syncer.holdings.values[0].version == base, "it is merged")
         large = {"values": 1e6 * dice("large", 0), "base_version": base}
         assert push(syncer, *update("a", 6, **large)).reason is Reason.OUTLIER
         assert push(syncer, *update("b", 6, **large)).outcome is Outcome.ACCEPTED
         status: dict[str, Any] = syncer.api.status()
         assert status["refused_at_the_door"]["outlier"] == 1
+        assert status["sites"]["a"]["held"] == []
         (held,) = status["sites"]["b"]["held"]
         assert (held["fragment"], held["sequence"]) == (0, 6)
         assert held["ratio"] > 1e4
         assert "norm" in held["why"]
-        assert status["sites"]["a"]["held"] == []
     verify(tmp_path)  # The journal names no payload of the one that was refused.
     with serving(tmp_path, health={"policy": "admit"}) as syncer:
         join(syncer)
@@ -298,45 +266,25 @@ def test_an_update_like_no_other_is_refused_and_counted_or_held_and_shown(tmp_pa
         assert (status["payloads_decoded"], status["sites"]["a"]["updates_refused"]) == (0, {"outlier": 1})
 
 
-# --- What is measured of an update -----------------------------------------------------------------------------------
+def test_the_largest_values_do_not_overflow_larger_ones_say_nothing_and_nothing_has_no_direction() -> None:
+    """``test_api`` has what is measured of an update that arrives piece by piece."""
 
+    def measured(values: torch.Tensor, *momentum: torch.Tensor | None) -> Vitals:
+        """Of a block against each."""
+        measuring = Measuring()
+        for against in momentum:
+            measuring.add(sums_of(values, against))
+        return measuring.vitals()
 
-def measured(values: torch.Tensor, momentum: torch.Tensor | None, block: int = 8) -> Vitals:
-    measuring = Measuring()
-    for start in range(0, values.numel(), block):
-        against = momentum[start : start + block] if momentum is not None else None
-        measuring.add(sums_of(values[start : start + block], against))
-    return measuring.vitals()
-
-
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
-def test_a_norm_and_a_cosine_are_the_same_whatever_the_blocks(count: int) -> None:
-    dice = torch.Generator().manual_seed(count)
-    values, momentum = torch.randn(count, generator=dice), torch.randn(count, generator=dice)
-    found = measured(values, momentum)
-    assert found.finite
-    assert found.norm == pytest.approx(float(torch.linalg.vector_norm(values)), rel=1e-6)
-    assert found.cosine == pytest.approx(float(torch.cosine_similarity(values, momentum, dim=0)), abs=1e-6)
-    largest = measured(torch.full((count,), LARGEST), torch.full((count,), -LARGEST))
-    assert largest.norm == pytest.approx(LARGEST * math.sqrt(count))
-    assert largest.cosine == pytest.approx(-1.0)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST * 1.01, -LARGEST * 1.01])
-def test_of_what_is_not_finite_nothing_else_is_said(bad: float) -> None:
-    for place in (0, 11, 19):
-        values = torch.ones(20)
-        values[place] = bad
-        assert measured(values, torch.ones(20)) == Vitals(False, 0.0, None)
-
-
-def test_nothing_has_no_direction_and_what_came_before_there_was_a_momentum_no_part_in_the_cosine() -> None:
+    largest = measured(torch.full((8,), LARGEST), *[torch.full((8,), -LARGEST)] * 2)
+    assert (largest.norm, largest.cosine) == (pytest.approx(LARGEST * 4), pytest.approx(-1.0))
+    for bad in (math.nan, -math.inf, LARGEST * 1.01, -LARGEST * 1.01):
+        assert measured(torch.tensor([1.0, bad]), torch.ones(2), torch.ones(2)) == Vitals(False, 0.0, None)
     assert measured(torch.zeros(5), torch.ones(5)) == Vitals(True, 0.0, None)
     assert measured(torch.ones(5), torch.zeros(5)).cosine is None
     assert measured(torch.ones(5), None).cosine is None
-    measuring = Measuring()
-    measuring.add(sums_of(torch.tensor([0.0, 0.0, 3.0]), None))
-    measuring.add(sums_of(torch.tensor([4.0]), torch.tensor([0.5])))
-    found = measuring.vitals()
-    assert found.norm == 5.0
-    assert found.cosine == pytest.approx(0.8)
+    late = measured(torch.tensor([3.0, 0.0]), None, torch.tensor([0.5, 0.0]))
+    assert late.cosine == pytest.approx(0.5**0.5), "what came before there was a momentum is in the norm alone"
+
+
+# --- What is measured of an update -----------------------------------------------------------------------------------

@@ -33,14 +33,12 @@ from diloco.sync.events import (
 from diloco.sync.region import Below, outbox_file
 from diloco.sync.rounds import Selection
 from diloco.sync.state import Part
-from diloco.sync.syncer import OuterSync
-from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.options import memory_bytes_max
 from diloco.syncer.outer_step import OuterResult, run_outer_step
-from diloco.syncer.replaying import Replayer, ReplayerWithout
 from diloco.syncer.replicator import ReplicationOptions
+from diloco.syncer.restoring import Kept
 from diloco.syncer.server import Syncer, UpstreamRefusedError
-from diloco.syncer.snapshots import FragmentValues, Lineages, Snapshots
+from diloco.syncer.snapshots import FragmentValues, same_values
 from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.standby import Standby, begun_anew
 from diloco.wire.client import AdminClient, FollowClient
@@ -139,14 +137,11 @@ def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_pa
         assert (effect.fragment, effect.tokens, effect.base_version) == (header.fragment, header.tokens, 4)
         assert torch.equal(reference, dice("above", header.fragment))
         assert torch.equal(values, syncer.holdings.values[header.fragment].theta)
-        standing = above.below.standing()
-        assert standing is not None
-        assert standing.versions == (4, 4)
-        assert standing.ledger.processed == header.tokens // 2, "the mean of two fragments"
-        told = syncer.status()["upstream"]
-        assert isinstance(told, dict)
+        standing, mean = above.below.standing(), header.tokens // 2  # Over two fragments.
+        assert (standing.versions, standing.ledger.processed) == ((4, 4), mean)
+        told: Any = syncer.status()["upstream"]
         assert (told["site"], told["base_versions"]) == ("region-a", [4, 4])
-        assert (told["tokens_processed"], told["tokens_in_flight"]) == (header.tokens // 2, header.tokens // 2)
+        assert (told["tokens_processed"], told["tokens_in_flight"]) == (mean, mean)
         sealed(tmp_path, above, 1)
         before = syncer.holdings.values[0].theta
         above.takes(1, 5)
@@ -159,18 +154,9 @@ def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_pa
     assert above.life == ["start", "finish", "close"]
     assert above.below.standing() is None, "nothing is decided any more"
     # Without the update what came from above is taken all the same: that holds what the update has brought it.
-    first, journal = Snapshots(tmp_path / "snapshots").load(1), JournalFiles(tmp_path / "journal")
-    journal.close()
-    machine = OuterSync.restore(syncer.plan.outer, first.state)
-    rules, lineages = syncer.plan.rules(syncer.options), Lineages(tmp_path / "lineages")
-    spool, chosen = Spool(tmp_path / "spool"), [Selection("a", "sequences", 1, 1)]
-    with_all = Replayer(machine, first.fragments, spool, rules, lineages)
-    machine = OuterSync.restore(syncer.plan.outer, first.state)
-    without = ReplayerWithout(machine, first.fragments, spool, rules, lineages, chosen)
-    for record in journal.read(first.journal_segment):
-        with_all.apply(record)
-        without.apply(record)
-    assert torch.equal(with_all.values[0].theta, held)
+    kept, rules = Kept(tmp_path), syncer.plan.rules(syncer.options)
+    without = kept.replay(rules, [Selection("a", "sequences", 1, 1)])
+    assert torch.equal(kept.replay(rules, verify=True).values[0].theta, held)
     assert torch.equal(without.values[0].theta, blend(dice("above", 0), torch.zeros(NUMEL[0]), 0.75))
     assert not torch.equal(without.values[0].theta, held)
 
@@ -189,12 +175,8 @@ def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> N
         syncer, _ = a_region(tmp_path, again)
         syncer.start()
         try:
-            for before, now in zip(held, syncer.holdings.values, strict=True):
-                assert now.digest == before.digest
-                assert torch.equal(now.theta, before.theta)
-                assert before.reference is not None
-                assert now.reference is not None
-                assert torch.equal(now.reference, before.reference)
+            assert all(same_values(before, now) for before, now in zip(held, syncer.holdings.values, strict=True))
+            assert all(each.reference is not None for each in held)
             assert [each.progress.base_version for each in again.known] == [4, 5]
             assert (tmp_path / "spool" / waits).exists(), "it is what fragment 1 rests on"
             again.answer()
@@ -216,7 +198,6 @@ def sealed(folder: Path, above: SomebodyAbove, sequence: int) -> Path:
 
 def a_standby(folder: Path, syncer: Syncer) -> tuple[Standby, Events]:
     """One that follows ``syncer``."""
-    assert syncer._server is not None
     events, client = Events(), FollowClient(syncer._server.address)
     standby = Standby("standby", replace(syncer.options, folder=str(folder)), syncer.plan, client, events.emit)
     standby.start()
@@ -328,7 +309,6 @@ def test_it_is_the_blend_and_all_who_follow_hold_what_is_published(tmp_path: Pat
         7, theta, published, OuterState(3, {"momentum": momentum}), digest(published), reference=reference
     )
     found = take(tmp_path, above, 0.25, codec, values)
-    assert found is not None
     made = found.values
     assert torch.equal(made.theta, blend(theta, above, 0.75))
     assert torch.allclose(made.theta, 0.75 * theta + 0.25 * above)
@@ -340,7 +320,6 @@ def test_it_is_the_blend_and_all_who_follow_hold_what_is_published(tmp_path: Pat
     assert made.optimizer is values.optimizer, "the momentum is kept"
     assert made.reference is made.theta
     whole = take(tmp_path, above, 1.0, codec, values)
-    assert whole is not None
     assert torch.equal(whole.values.theta, above), "all of it is taken to the bit"
 
 

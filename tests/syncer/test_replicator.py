@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.durable import PLAIN_DISK
-from diloco.sync.events import DeadlinePassed, UpdateArrived
+from diloco.sync.events import DeadlinePassed, OuterEvent
 from diloco.sync.journal import Record
 from diloco.sync.leadership import Place
 from diloco.syncer.replicator import ReplicationOptions, Replicator
@@ -21,6 +21,8 @@ from diloco.wire.messages import Alive, FollowAck, Follows, FollowStart, Item, R
 from tests.loopback.audit import version_zero
 from tests.loopback.cluster import Log
 from tests.loopback.toy import Toy
+from tests.syncer.building import refused
+from tests.syncer.desk import arrived
 
 Replicating = Callable[..., tuple[Replicator, Log]]
 PRINT, SHARED, EARLIER = "a" * 64, "b" * 64, "e" * 64
@@ -50,6 +52,34 @@ def replicating(tmp_path: Path) -> Iterator[Replicating]:
         yield a_replicator
 
 
+def journalled(replicator: Replicator, event: OuterEvent) -> None:
+    """A turn with that event."""
+    journal = replicator.store.journal
+    end = journal.append([Record(5, event, "e" * 16)])
+    journal.flush()
+    replicator.replicated(end)
+
+
+def test_sync_waits_for_the_standby_async_for_one_that_follows_and_off_for_none(replicating: Replicating) -> None:
+    for mode, nobody, away in (("sync", "no standby has followed", "the standby is away: nothing"), ("async", "", "")):
+        replicator, _ = replicating(mode)
+        assert replicator.acks_first == (mode == "async")
+        turn = a_turn(replicator)
+        assert nobody in (replicator.replicated(turn) or "")
+        assert bool(replicator.replicated(turn)) == bool(nobody)
+        follower = replicator.follow(start())
+        assert replicator.replicated(turn) == "the standby s is behind"
+        follower.acknowledged(FollowAck(turn[0], turn[1] - 1))
+        assert replicator.replicated(turn) is not None
+        follower.acknowledged(FollowAck(*turn))
+        assert replicator.replicated(turn) is None
+        follower.close()
+        said = replicator.replicated(a_turn(replicator))
+        assert (bool(said), away in (said or "")) == (bool(away), True)
+    replicator, _ = replicating("off")
+    assert replicator.replicated(a_turn(replicator)) is None, "it waits for none"
+
+
 def start(**changes: Any) -> FollowStart:
     fields = {"run_id": "toy", "standby": "s", "layout_fingerprint": PRINT, "shared_digest": SHARED}
     return FollowStart(**{**fields, "segment": 0, "chain": "", **changes})
@@ -58,33 +88,6 @@ def start(**changes: Any) -> FollowStart:
 def a_turn(replicator: Replicator) -> Place:
     segment, end = replicator.machine.durable
     return segment, end + 10
-
-
-def test_sync_waits_for_the_standby_and_says_for_whom(replicating: Replicating) -> None:
-    replicator, _ = replicating()
-    turn = a_turn(replicator)
-    assert "no standby has followed" in str(replicator.replicated(turn))
-    follower = replicator.follow(start())
-    assert replicator.replicated(turn) == "the standby s is behind"
-    follower.acknowledged(FollowAck(turn[0], turn[1] - 1))
-    assert replicator.replicated(turn) is not None
-    follower.acknowledged(FollowAck(*turn))
-    assert replicator.replicated(turn) is None
-    follower.close()
-    assert "the standby is away: nothing" in str(replicator.replicated(a_turn(replicator)))
-    replicator, _ = replicating("off")
-    assert replicator.replicated(a_turn(replicator)) is None, "it waits for none"
-
-
-def test_async_waits_only_for_one_that_follows(replicating: Replicating) -> None:
-    replicator, _ = replicating("async")
-    assert replicator.acks_first
-    turn = a_turn(replicator)
-    assert replicator.replicated(turn) is None
-    follower = replicator.follow(start())
-    assert replicator.replicated(turn) == "the standby s is behind"
-    follower.close()
-    assert replicator.replicated(turn) is None
 
 
 def test_async_stops_waiting_for_one_that_is_too_slow_until_it_is_near_again(
@@ -160,8 +163,8 @@ def test_a_segment_that_no_turn_has_come_to_yet_is_followed_into(replicating: Re
     """A snapshot of an idle run: the segment that the standby has whole may go at once."""
     replicator, _ = replicating()
     journal = replicator.store.journal
-    chain = journal.chain.hex()
-    follower = replicator.follow(start(segment=1, chain=chain))
+    from_here = start(segment=1, chain=journal.chain.hex())
+    follower = replicator.follow(from_here)
     parts = follower.parts()
     assert units_of(parts) == []
     journal.rotate()
@@ -171,10 +174,10 @@ def test_a_segment_that_no_turn_has_come_to_yet_is_followed_into(replicating: Re
     assert units_of(parts) == []
     assert replicator.status()["behind_bytes"] == 0
     follower.close()
-    again = replicator.follow(start(segment=1, chain=chain))
+    again = replicator.follow(from_here)
     assert again.place == (2, 0), "it goes on where the next segment begins, although its own last one is not kept"
     parts = again.parts()
-    assert next(parts) == Follows(False, 2, chain, 1, waits=True)
+    assert next(parts) == Follows(False, 2, from_here.chain, 1, waits=True)
     assert units_of(parts) == [(2, 0)]
 
 
@@ -182,9 +185,7 @@ def three_snapshots(replicator: Replicator) -> None:
     """Each with a turn behind it; without a pin the first one goes, and the segments before the last two."""
     store, (machine, values) = replicator.store, version_zero(Toy(folder=str(replicator.store.folder)))
     for _ in range(3):
-        end = store.journal.append([Record(5, DeadlinePassed(), "e" * 16)])
-        store.journal.flush()
-        replicator.replicated(end)
+        journalled(replicator, DeadlinePassed())
         store.snapshot_writer(machine, values)()
 
 
@@ -216,55 +217,40 @@ def test_a_copy_that_is_too_slow_for_what_may_be_kept_begins_again_in_words(
     assert refused.value.status is Status.UNAVAILABLE, "it comes again by itself"
 
 
-def an_update(payload: str) -> UpdateArrived:
-    return UpdateArrived(1, "a", 1, 0, 1, 0, 10, 1, 1, 1, "d" * 64, payload, "fp32", finite=True, final=False)
-
-
 def test_a_payload_that_is_gone_is_needed_only_while_its_update_has_no_fate(
     replicating: Replicating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update that was refused is in the journal where something else came of it too; its payload is dropped."""
     replicator, _ = replicating()
-    journal, payload = replicator.store.journal, "a/0-1-dddddddddddddddd.update"
-    from_here = start(segment=1, chain=journal.chain.hex())
+    payload = "a/0-1-dddddddddddddddd.update"
+    from_here = start(segment=1, chain=replicator.store.journal.chain.hex())
     follower, begin = replicator.follow(from_here), replicator.end()
-    end = journal.append([Record(5, an_update(payload), "e" * 16)])
-    journal.flush()
-    replicator.replicated(end)
+    journalled(replicator, arrived(payload=payload, digest="d" * 64))
     assert units_of(follower.parts()) == [begin]
     monkeypatch.setattr("diloco.syncer.replicator.payloads_in", lambda state: {payload: "d" * 64})
     with pytest.raises(Refusal, match=f"spool/{payload} is missing on the syncer's disk"):
         units_of(replicator.follow(from_here).parts())
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_a_standby_of_another_run_or_with_another_journal_is_refused(replicating: Replicating) -> None:
+    replicator, log = replicating()
+    replicator.store.journal.rotate()
+    for changes, words in (
         ({"layout_fingerprint": "c" * 64}, "layout_fingerprint is cccccccccccc at the standby"),
         ({"shared_digest": "c" * 64}, "shared_digest is cccccccccccc at the standby"),
         ({"segment": 1, "chain": "c" * 64}, "this one, of lineage 1, does not continue: give it an empty folder"),
         ({"segment": 7, "chain": "c" * 64}, "give it an empty folder"),
-    ],
-)
-def test_a_standby_of_another_run_or_with_another_journal_is_refused(
-    replicating: Replicating, changes: dict[str, Any], words: str
-) -> None:
-    replicator, log = replicating()
-    replicator.store.journal.rotate()
-    with pytest.raises(Refusal, match=words) as refused:
-        replicator.follow(start(**changes))
-    assert refused.value.status is Status.FAILED_PRECONDITION
+    ):
+        with refused(Status.FAILED_PRECONDITION, words):
+            replicator.follow(start(**changes))
     replicator.follow(start(shared_digest=EARLIER))
     assert len(log.of("standby_follows")) == 1, "one of an earlier release follows by its digest"
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_options_that_cannot_work() -> None:
+    for options, text in (
         ({"mode": "both"}, "mode is 'both': one of off, sync, async"),
         ({"timeout_s": 0.5}, "timeout_s is 0.5: longer than"),
-    ],
-)
-def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        ReplicationOptions(**options)
+    ):
+        with pytest.raises(ValueError, match=text):
+            ReplicationOptions(**options)

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ from diloco.syncer.snapshots import (
     export,
     full_parameters,
     read_verified,
+    same_values,
     tensor_file,
 )
 from tests.syncer.building import LAYOUT, dice
@@ -50,14 +51,7 @@ def snapshot(number: int, momentum: bool = True) -> Snapshot:
 
 def assert_equal(found: Snapshot, wanted: Snapshot) -> None:
     assert (found.state, found.journal_segment) == (wanted.state, wanted.journal_segment)
-    for mine, theirs in zip(found.fragments, wanted.fragments, strict=True):
-        assert (mine.version, mine.digest) == (theirs.version, theirs.digest)
-        assert torch.equal(mine.theta, theirs.theta)
-        assert torch.equal(mine.published, theirs.published)
-        assert mine.optimizer.steps == theirs.optimizer.steps
-        assert mine.optimizer.tensors.keys() == theirs.optimizer.tensors.keys()
-        for name, tensor in mine.optimizer.tensors.items():
-            assert torch.equal(tensor, theirs.optimizer.tensors[name]), name
+    assert all(same_values(mine, theirs) for mine, theirs in zip(found.fragments, wanted.fragments, strict=True))
 
 
 def three(folder: Path, momentum: bool = True) -> Snapshots:
@@ -77,6 +71,9 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, momentum: bool) -> Non
     for number in (1, 2, 3):
         assert_equal(again.load(number), snapshot(number, momentum))
         assert again.peek(number) == (snapshot(number).state, 10 + number)
+    first, other = (snapshot(number).fragments[1] for number in (1, 2))
+    for part in ("version", "digest", "theta", "published", "optimizer"):
+        assert not same_values(first, replace(first, **{part: getattr(other, part)})), part
 
 
 def test_every_flipped_byte_every_cut_and_every_missing_file_is_named(
@@ -97,7 +94,7 @@ def test_every_flipped_byte_every_cut_and_every_missing_file_is_named(
             with pytest.raises(SnapshotError, match=str(folder)) as raised:
                 snapshots.load(1)
             assert not isinstance(raised.value, NewerSnapshotError), (path, at, bit)
-        for harmed in (b"", whole[:1], whole[:PIECE], whole[: len(whole) // 2], whole[:-1], whole + b"!"):
+        for harmed in (b"", whole[:PIECE], whole[:-1], whole + b"!"):
             path.write_bytes(harmed)
             with pytest.raises(SnapshotError, match=str(folder)):
                 snapshots.load(1)
@@ -108,38 +105,28 @@ def test_every_flipped_byte_every_cut_and_every_missing_file_is_named(
     assert_equal(snapshots.load(1), snapshot(1))
 
 
-def without_a_fragment(manifest: bytes) -> bytes:
-    told = json.loads(manifest)
-    del told["files"]["fragment-1.safetensors"], told["sha256"]
-    return json.dumps({**told, "sha256": digest_of(told)}, sort_keys=True, indent=1).encode()
-
-
-@pytest.mark.parametrize(
-    ("manifest", "words"),
-    [
+def test_a_manifest_of_another_kind_is_named(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.write(snapshot(1))
+    path = tmp_path / "00000001" / "manifest.json"
+    lacking = json.loads(path.read_bytes())
+    del lacking["files"]["fragment-1.safetensors"], lacking["sha256"]
+    lacking["sha256"] = digest_of(lacking)
+    for manifest, words in (
         (b"[]", ""),
         (b"{}", ""),
         (b"\xff{}", ""),
         (b'{"format": 1, "files": [1]}', ""),
         (b'{"format": 9}', ""),
         (b"[" * 50_000, "nested too deeply"),
-        (without_a_fragment, r"differ in fragment-1\.safetensors"),
-    ],
-)
-def test_a_manifest_of_another_kind_is_named(
-    tmp_path: Path, manifest: bytes | Callable[[bytes], bytes], words: str
-) -> None:
-    snapshots = Snapshots(tmp_path)
-    snapshots.write(snapshot(1))
-    path = tmp_path / "00000001" / "manifest.json"
-    path.write_bytes(manifest(path.read_bytes()) if callable(manifest) else manifest)
-    for read in (snapshots.load, snapshots.peek) if manifest is not without_a_fragment else (snapshots.load,):
+        (json.dumps(lacking, sort_keys=True, indent=1).encode(), r"differ in fragment-1\.safetensors"),
+    ):
+        path.write_bytes(manifest)
         with pytest.raises(SnapshotError, match=f"00000001.*{words}"):
-            read(1)
-
-
-def pruned(snapshots: Snapshots) -> list[int]:
-    return [point.segment for point in snapshots.prune(RECOVERY_ONLY, lambda segments: 0).kept]
+            snapshots.load(1)
+        if b"state.json" not in manifest:
+            with pytest.raises(SnapshotError, match="00000001"):
+                snapshots.peek(1)
 
 
 def test_a_crash_while_one_is_written_or_dropped_leaves_no_half_of_it(
@@ -154,42 +141,36 @@ def test_a_crash_while_one_is_written_or_dropped_leaves_no_half_of_it(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", dies)
         with pytest.raises(KeyboardInterrupt):
-            pruned(snapshots)
+            snapshots.prune(RECOVERY_ONLY, lambda segments: 0)
     (tmp_path / ".00000004.tmp").mkdir()
     (tmp_path / ".00000004.tmp" / "fragment-0.safetensors").write_bytes(b"half")
     again = Snapshots(tmp_path)
     PLAIN_DISK.sweep(tmp_path, Step.SNAPSHOT_PRUNE)
-    assert again.numbers() == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
     again.write(snapshot(4))
+    assert again.numbers() == [2, 3, 4]
     assert_equal(again.load(4), snapshot(4))
-
-
-def test_one_that_is_damaged_where_it_lies_lets_nothing_be_dropped_on_its_word(tmp_path: Path) -> None:
-    snapshots = three(tmp_path)
-    state = tmp_path / "00000001" / "state.json"
-    state.write_bytes(json.dumps({"state": {}, "journal_segment": 99}).encode())
-    assert pruned(Snapshots(tmp_path)) == []
-    assert snapshots.numbers() == [1, 2, 3]
-    assert pruned(snapshots) == [12, 13], "who wrote it knows what it was"
 
 
 def test_a_damaged_one_is_set_aside_and_its_number_not_given_again(tmp_path: Path) -> None:
     snapshots = three(tmp_path)
     snapshots.set_aside(2)
     snapshots.set_aside(3)
-    assert snapshots.numbers() == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000003.damaged"]
     snapshots.write(snapshot(4))
     assert snapshots.numbers() == [1, 4]
 
 
+def test_one_that_is_damaged_where_it_lies_lets_nothing_be_dropped_on_its_word(tmp_path: Path) -> None:
+    snapshots = three(tmp_path)
+    (tmp_path / "00000001" / "state.json").write_bytes(b'{"state": {}, "journal_segment": 99}')
+    for one, kept in ((Snapshots(tmp_path), []), (snapshots, [12, 13])):  # Who wrote it knows what it was.
+        found = one.prune(RECOVERY_ONLY, lambda segments: 0)
+        assert [point.segment for point in found.kept] == kept
+        assert snapshots.numbers() == ([2, 3] if kept else [1, 2, 3])
+
+
 # --- The final version as a file -------------------------------------------------------------------------------------
-
-
-def values() -> list[FragmentValues]:
-    published = [dice("full", index) for index in (0, 1)]
-    return [FragmentValues(3, each, each, NOTHING, digest(each)) for each in published]
 
 
 def test_a_parameter_in_one_piece_is_no_copy_and_one_in_several_is_put_together() -> None:
@@ -208,17 +189,16 @@ def test_a_parameter_in_one_piece_is_no_copy_and_one_in_several_is_put_together(
         (OSError(28, "No space left on device"), True),
         (OSError(122, "Disk quota exceeded"), True),
         (OSError(5, "Input/output error"), False),
-        (ValueError("of another kind"), False),
     ],
 )
 def test_no_room_is_said_as_such_and_any_other_failure_is_one(tmp_path: Path, error: Exception, full: bool) -> None:
     def fails(*_: object) -> None:
         raise error
 
-    disk = Disk()
+    disk, values = Disk(), list(snapshot(3).fragments)
     disk.write_parts = fails  # type: ignore[method-assign]
-    with pytest.raises(type(error)) as raised:
-        export(disk, tmp_path / "final", LAYOUT, values(), [3, 3])
+    with pytest.raises(OSError, match=str(error.args[1])) as raised:
+        export(disk, tmp_path / "final", LAYOUT, values, [3, 3])
     assert isinstance(raised.value, DiskFullError) is full
 
 

@@ -24,10 +24,10 @@ from diloco.syncer.options import RunPlan
 from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy, Succession, Warm, try_to_lead
 from diloco.wire.chunks import cut
 from diloco.wire.client import AdminClient
-from diloco.wire.messages import Chunk, Item, ProbeAsk, Refusal, Refused, Status, Unreachable
+from diloco.wire.messages import Chunk, Item, ProbeAsk, Refused, Status, Unreachable
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
-from tests.syncer.building import LAYOUT, RUN, agreement
+from tests.syncer.building import LAYOUT, RUN, agreement, refused
 from tests.syncer.leases import taken
 
 BOUND_S = 40.0
@@ -141,19 +141,21 @@ DATA = bytes(range(200))
 NAME = "spool/a/0-1-d.update"
 
 
-def an_item(name: str, digest: str = hashlib.sha256(DATA).hexdigest()) -> Item:
-    return Item(name, 0, 0, len(DATA), digest)
-
-
-def incoming(folder: Path, item: Item, disk: Disk = PLAIN_DISK) -> Incoming:
+def incoming(folder: Path, name: str = NAME, digest: str = "", disk: Disk = PLAIN_DISK) -> Incoming:
     rooms = ("spool", "snapshots", "lineages")
     store = SimpleNamespace(folder=folder, **{name: SimpleNamespace(folder=folder / name) for name in rooms})
+    item = Item(name, 0, 0, len(DATA), digest or hashlib.sha256(DATA).hexdigest())
     return Incoming(store, item, disk)  # type: ignore[arg-type]
 
 
-def bring(found: Incoming) -> None:
-    for piece in cut([DATA], 0, len(DATA), lambda: 64):
-        found.accept(Chunk.of(*piece))
+def bring(found: Incoming) -> bytes:
+    """All of it, and its name."""
+    try:
+        for piece in cut([DATA], 0, len(DATA), lambda: 64):
+            found.accept(Chunk.of(*piece))
+        return found.finish()
+    finally:
+        found.discard()
 
 
 @pytest.mark.parametrize(
@@ -167,9 +169,11 @@ def bring(found: Incoming) -> None:
     ],
 )
 def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path, name: str, path: str) -> None:
-    found = incoming(tmp_path, an_item(name))
+    found = incoming(tmp_path, name)
+    half, rest = DATA[:100], DATA[100:]
+    found.accept(Chunk.of(0, memoryview(half)))
     assert not found.complete
-    bring(found)
+    found.accept(Chunk.of(100, memoryview(rest)))
     assert found.complete
     assert not (tmp_path / path).exists()
     assert found.finish() == b""
@@ -178,13 +182,11 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path, name: str, path: s
 
 
 def test_what_is_not_what_was_declared_gets_no_name(tmp_path: Path) -> None:
-    found, damaged = incoming(tmp_path, an_item(NAME, "0" * 64)), incoming(tmp_path, an_item(f"{NAME}.update"))
-    bring(found)
     with pytest.raises(Unreachable, match="is not what was declared"):
-        found.finish()
+        bring(incoming(tmp_path, digest="0" * 64))
+    damaged = incoming(tmp_path)
     with pytest.raises(Unreachable, match="Follow: "):
         damaged.accept(Chunk(0, memoryview(DATA), 1))
-    found.discard()
     damaged.discard()
     assert list((tmp_path / "spool" / "a").iterdir()) == []
 
@@ -199,15 +201,6 @@ class Failing(Disk):
         setattr(self, operation, fails)
 
 
-def bring_whole(folder: Path, disk: Disk) -> None:
-    found = incoming(folder, an_item(NAME), disk)
-    try:
-        bring(found)
-        found.finish()
-    finally:
-        found.discard()
-
-
 @pytest.mark.parametrize(
     ("operation", "full"),
     [("make_folder", True), ("open", True), ("write", True), ("rename", True), ("sync", False)],
@@ -217,34 +210,25 @@ def test_where_there_is_no_room_nothing_is_left_and_a_sync_that_fails_is_final(
 ) -> None:
     (tmp_path / "spool" / "a").mkdir(parents=True)
     with pytest.raises(OSError, match="No space left") as failed:
-        bring_whole(tmp_path, Failing(operation))
+        bring(incoming(tmp_path, disk=Failing(operation)))
     assert isinstance(failed.value, DiskFullError) is full
     assert list((tmp_path / "spool" / "a").iterdir()) == []
+
+
+def test_what_only_a_syncer_gives_is_asked_for_there_and_a_probe_is_told_where_that_is() -> None:
+    plan = RunPlan(agreement(), LAYOUT, "shared", OuterOptions(), OuterRule(OuterOptimizerOptions()), HealthOptions())
+    api = StandingBy(SimpleNamespace(plan=plan), "host:7077", None, None)  # type: ignore[arg-type]
+    for method in ELSEWHERE.split():
+        with refused(Status.UNAVAILABLE, "this is the standby of host:7077: ask there"):  # A site tries the next one.
+            getattr(api, method)()
+    told = api.probe(ProbeAsk(2, RUN, shared_config={"outer.lr": "9"}))
+    assert (told.standby_of, told.run_id) == ("host:7077", RUN)
+    assert told.difference
 
 
 # --- What only a syncer gives is asked for there --------------------------------------------------------------------
 
 ELSEWHERE = "join open_push watch pull report leave drain evict readmit admit refuse snapshot detach"
-
-
-def an_api(**standby: Any) -> StandingBy:
-    return StandingBy(SimpleNamespace(**standby), "host:7077", None, None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("method", ELSEWHERE.split())
-def test_it_says_where_to_ask(method: str) -> None:
-    with pytest.raises(Refusal, match="this is the standby of host:7077: ask there") as refused:
-        getattr(an_api(), method)()
-    assert refused.value.status is Status.UNAVAILABLE, "a site tries the next address after that"
-
-
-def test_a_probe_is_answered_here_and_told_where_the_syncer_is() -> None:
-    api = an_api(
-        plan=RunPlan(agreement(), LAYOUT, "shared", OuterOptions(), OuterRule(OuterOptimizerOptions()), HealthOptions())
-    )
-    told = api.probe(ProbeAsk(2, RUN, shared_config={"outer.lr": "9"}))
-    assert (told.standby_of, told.run_id) == ("host:7077", RUN)
-    assert told.difference
 
 
 # --- It takes over by itself as heir only, and otherwise by an operator's word, who hears why not --------------------
@@ -256,7 +240,7 @@ class Scene:
     """A lease that "first" holds, and a standby's succession; the standby itself is a few values.  It looks at the
     lease as long as it is entered."""
 
-    def __init__(self, folder: Path, *, heir: bool) -> None:
+    def __init__(self, folder: Path, *, heir: bool = True) -> None:
         self.path, self.log, self.taken = folder / "lease.json", Log(), Log()
         self.held = taken(self.lease())
         state = OuterState([FragmentState()], epoch=1)
@@ -275,6 +259,9 @@ class Scene:
     def lease(self) -> FileLease:
         return FileLease(self.path, "run", TTL_S)
 
+    def note(self, words: str) -> None:
+        self.log.wait_for("note", 1, BOUND_S, where=lambda note: words in str(note["why"]))
+
     def __enter__(self) -> Succession:
         self.succession.start()
         return self.succession
@@ -285,11 +272,10 @@ class Scene:
 
 
 def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_lease_over(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, heir=True)
+    scene = Scene(tmp_path)
     with scene as succession:
         scene.taken.wait_for("taken", 1, BOUND_S)
         warm = succession.hand_over(Warm(None, None, None, None), lossy=False)  # type: ignore[arg-type]
-        assert warm.leadership is not None
         assert warm.leadership.epoch == 2
         assert warm.leadership.status()["valid"]
         warm.leadership.stop(release=True)
@@ -303,73 +289,53 @@ def test_who_is_not_the_heir_never_does_and_an_operator_hears_why(tmp_path: Path
         eventually(lambda: succession.refusal(lossy=True) is None, BOUND_S, "it has run out")
         assert "not the heir of first" in str(succession.refusal(lossy=False))
         assert scene.taken.of("taken") == []
-        assert succession.status() == {
-            "place": f"file:{scene.path}",
-            "epoch": 1,
-            "holder": "first",
-            "is_heir": False,
-            "vacant": True,
-            "trouble": None,
-        }
-    assert scene.held.renew(), "nobody has taken it"
+        told = {"epoch": 1, "holder": "first", "is_heir": False, "vacant": True, "trouble": None}
+        assert succession.status() == {"place": f"file:{scene.path}", **told}
+        assert scene.held.renew(), "nobody has taken it"
+        scene.path.write_text("{")
+        scene.note("is not a valid lease")
+        eventually(lambda: "is not known" in str(succession.refusal(lossy=True)), BOUND_S, "nobody may take over")
 
 
 def test_a_syncer_that_stopped_in_order_is_followed_by_an_operators_word_only(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, heir=True)
+    scene = Scene(tmp_path)
     scene.held.release()
     with scene as succession:
         eventually(lambda: succession.refusal(lossy=False) is None, BOUND_S, "the heir may, at once")
         assert scene.taken.of("taken") == []
 
 
-def test_a_lease_that_cannot_be_read_lets_nobody_take_over_and_is_said(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, heir=False)
-    scene.path.write_text("{")
-    with scene as succession:
-        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "is not a valid lease" in str(note["why"]))
-        assert "is not known" in str(succession.refusal(lossy=True))
-
-
 def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, heir=True)
+    scene = Scene(tmp_path)
     (tmp_path / "leadership.json").write_text("{")
     with scene as succession:
-        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "cannot be read: remove it" in str(note["why"]))
+        scene.note("cannot be read: remove it")
         assert "cannot be read" in str(succession.status()["trouble"])  # type: ignore[index]
 
 
-def test_whatever_else_goes_wrong_while_it_looks_ends_the_standby_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again_and_else_the_standby_ends_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
-    scene = Scene(tmp_path, heir=True)
+    scene, lead, left = Scene(tmp_path), try_to_lead, [2]
 
-    def broken(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("diloco.syncer.standby.try_to_lead", broken)
-    with scene:
-        (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
-    assert isinstance(failed["error"], StandbyError)
-    assert "no longer watches the lease" in str(failed["error"])
-    assert "Input/output error" in str(failed["error"])
-
-
-def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene, lead, left = Scene(tmp_path, heir=True), try_to_lead, [2]
-
-    def full(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> LeaseHolder | None:
+    def failing(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> LeaseHolder | None:
         """The lease is taken by then; what the folder remembers of it finds no room."""
         leadership = lead(lease, folder, disk, claim, emit)
         if leadership is not None and left[0]:
             left[0] -= 1
             leadership.stop(release=False)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(error, os.strerror(error))
         return leadership
 
-    monkeypatch.setattr("diloco.syncer.standby.try_to_lead", full)
+    monkeypatch.setattr("diloco.syncer.standby.try_to_lead", failing)
     with scene:
-        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "disk full: No space left" in str(note["why"]))
-        scene.taken.wait_for("taken", 1, BOUND_S)
-    assert left == [0]
+        if error == errno.ENOSPC:
+            scene.note("disk full: No space left")
+            scene.taken.wait_for("taken", 1, BOUND_S)
+            assert left == [0]
+            return
+        (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
+    assert isinstance(failed["error"], StandbyError)
+    assert "no longer watches the lease" in str(failed["error"])
+    assert "Input/output error" in str(failed["error"])
