@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from diloco.syncer.server import Syncer
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wire.client import AdminClient
-from diloco.wire.messages import Refused, Status
 from tests.loopback.audit import audit, history
 from tests.loopback.cluster import Log, Process, SiteThread, eventually, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy
@@ -78,30 +76,6 @@ def test_one_that_was_never_seen_joins_in_mid_run_and_one_leaves_for_good(tmp_pa
         run.operator.drain()
         done = late.join(BOUND_S)
     audit(run.toy, [run.log], {"a": [first.log], "late": [late.log]}, {"a": gone, "late": done})
-
-
-def test_one_that_is_put_out_stops_in_words_and_stays_out(tmp_path: Path) -> None:
-    with running(tmp_path) as run:
-        bad, good = run.site("bad"), run.site("good")
-        run.merges("bad")
-        run.operator.evict("bad")
-        out = bad.join(BOUND_S)
-        assert out.ending == "failed"
-        assert "evicted" in out.why or "put out" in out.why, out.why
-        run.merges("good")
-        merged = run.merged("bad")
-        again = SiteThread(run.toy, "bad", run.address, step_s=STEP_S)
-        with again, pytest.raises(RuntimeError, match="an operator evicted site bad from the run"):
-            again.join(BOUND_S)
-        with pytest.raises(Refused) as caught:
-            run.operator.evict("nobody")
-        assert caught.value.status is Status.NOT_FOUND
-        assert run.merged("bad") == merged
-        run.operator.drain()
-        done = good.join(BOUND_S)
-    audit(run.toy, [run.log], {"bad": [bad.log], "good": [good.log]}, {"good": done})
-    # It stopped at once, so that an update under merge then is in flight in its own books for ever.
-    assert out.ledger["processed"] == sum(out.ledger[part] for part in out.ledger if part != "processed"), out.ledger
 
 
 def test_a_process_of_another_folder_waits_for_the_silence_of_a_live_one_unless_it_takes_over(tmp_path: Path) -> None:

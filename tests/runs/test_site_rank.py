@@ -217,10 +217,10 @@ BOUND_S = 20.0
 
 
 class Rank:
-    """One of two threads as a rank."""
+    """One of several threads as a rank."""
 
-    def __init__(self, rank: int, world: int, barrier: threading.Barrier, said: dict[int, bytes]) -> None:
-        self.rank, self.world, self.is_first = rank, world, rank == 0
+    def __init__(self, rank: int, barrier: threading.Barrier, said: dict[int, bytes]) -> None:
+        self.rank, self.world, self.is_first = rank, barrier.parties, rank == 0
         self._barrier, self._said = barrier, said
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
@@ -240,7 +240,7 @@ def checked(*folders: Path, within_s: float) -> list[str]:
     config = compose(["run.dir=here"])
 
     def check(rank: int) -> str:
-        group = Rank(rank, len(folders), barrier, said)
+        group = Rank(rank, barrier, said)
         try:
             check_one_folder(config, SiteDir(folders[rank]), group, within_s)  # type: ignore[arg-type]
         except ConfigError as error:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from rich.console import Console
@@ -216,20 +216,12 @@ def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
     stage = Stage(tmp_path, *steps, seconds=2.4, a={}, b={}, c={})
     outcome = stage.play()
     assert outcome.wrong == []
-    whats = [(fault.what, fault.target, fault.healed_s is not None) for fault in stage.history.faults]
-    assert whats == [
-        ("kill", "site-b", True),
-        ("start", "site-c", False),
-        ("kill", "syncer", True),
-        ("leave", "site-c", False),
-    ]
+    played = [f"{each.what} {each.target} {each.healed_s is not None}" for each in stage.history.faults]
+    assert played == ["kill site-b True", "start site-c False", "kill syncer True", "leave site-c False"]
     assert stage.history.epoch == 2
     assert len(stage.history.syncer_spans) == 2
-    assert {name: site.restarts for name, site in stage.history.sites.items()} == {
-        "site-a": 0,
-        "site-b": 1,
-        "site-c": 0,
-    }
+    restarts = {name: site.restarts for name, site in stage.history.sites.items()}
+    assert restarts == {"site-a": 0, "site-b": 1, "site-c": 0}
     assert not stage.seen("process", unasked=True), "a fault of ours was taken for an accident"
     assert stage.children["site-c"].code == 75
 
@@ -245,42 +237,34 @@ def test_one_interrupt_drains_and_everybody_ends_in_order(tmp_path: Path) -> Non
 
 def test_a_drain_that_is_refused_again_and_again_is_one_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch goes on asking, and a second SIGTERM would end the syncer at once, without a last round."""
-
-    sent: list[tuple[str, signal.Signals]] = []
-    send = Child.signal
-
-    def noted(child: Child, number: signal.Signals) -> None:
-        sent.append((child.name, number))
-        send(child, number)
-
-    monkeypatch.setattr(Child, "signal", noted)
     stage = Stage(tmp_path, seconds=60)
     refuses = property(lambda watch: "only an admin may do this", lambda watch, text: None)
     monkeypatch.setattr(Watch, "drain_refused", refuses, raising=False)
     stage.watch.drain = lambda: None  # type: ignore[method-assign]
-    stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "lingers": 1.0})
+    syncer = stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "lingers": 1.0})
+    sends = Mock(wraps=syncer.signal)
+    monkeypatch.setattr(syncer, "signal", sends)
     stage.play(stage.has_begun)
     assert stage.history.ending == "drained"
-    assert sent.count(("syncer", signal.SIGTERM)) == 1
+    assert sends.mock_calls.count(call(signal.SIGTERM)) == 1
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
 
 
 def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Step(do="kill", target="syncer", at_s=0.1, for_s=50), seconds=60)
 
-    def drain_when_it_is_back() -> None:
-        assert stage.children["syncer"].running
-        backs.append(threading.Thread(target=drain))
-        backs[-1].start()
-
     def drain() -> None:
         eventually(lambda: len(stage.seen("syncer_started")) == 2, "the syncer", bound_s=60.0)
         stage.children["syncer"].signal(signal.SIGTERM)
 
-    backs: list[threading.Thread] = []
+    back = threading.Thread(target=drain)
+
+    def drain_when_it_is_back() -> None:
+        assert stage.children["syncer"].running
+        back.start()
+
     stage.watch.drain = drain_when_it_is_back  # type: ignore[method-assign]
     stage.play(lambda: stage.has_begun() and stage.history.faults)
-    (back,) = backs
     back.join()
     assert stage.history.ending == "drained"
     assert stage.history.faults[0].healed_s is not None
@@ -403,10 +387,7 @@ def test_the_newest_answer_is_kept_and_a_drain_is_passed_on_once(watch: StatusWa
 
 
 def test_a_refusal_is_kept_in_words(watch: StatusWatch, syncer: FakeSyncer) -> None:
-    def refuse() -> None:
-        raise Refusal(Status.PERMISSION_DENIED, "only an admin may do this")
-
-    syncer.drain = refuse  # type: ignore[method-assign]
+    syncer.drain = Mock(side_effect=Refusal(Status.PERMISSION_DENIED, "only an admin may do this"))  # type: ignore[method-assign]
     watch.drain()
     until(lambda: watch.drain_refused)
     assert watch.drain_refused == "only an admin may do this"
