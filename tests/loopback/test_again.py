@@ -22,20 +22,19 @@ from tests.loopback.cluster import Process, SiteThread, free_port, serving
 from tests.loopback.toy import RUN, Toy
 
 BOUND_S = 60.0
-ROUNDS = 8
 FAR = 1_000_000
 
 
-def the_toy(folder: Path) -> Toy:
+def the_toy(folder: Path, rounds: int) -> Toy:
     everybody = {"quorum": "all", "quorum_min": 2, "grace": "fixed", "grace_ns": 0, "weights": "uniform"}
-    outer = {**everybody, "num_fragments": 2, "token_budget": ROUNDS * 2 * 6 * 10, "site_timeout_ns": 600 * 10**9}
+    outer = {**everybody, "num_fragments": 2, "token_budget": rounds * 2 * 6 * 10, "site_timeout_ns": 600 * 10**9}
     optimizer = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
     return Toy(folder=str(folder), outer=outer, optimizer=optimizer, lock_step=True, inner_steps=6, snapshot_every=FAR)
 
 
 def whole_run(folder: Path, deaths: list[tuple[str, int]]) -> tuple[History, list[str], dict[tuple[int, int], str]]:
     """The history, the digests of the final versions, and those of the updates that a killed site had sealed."""
-    toy, logs, sealed = the_toy(folder), [], {}
+    toy, logs, sealed = the_toy(folder, rounds=8), [], {}
     with serving(toy) as (syncer, address, log), ExitStack() as alive:
         other = alive.enter_context(SiteThread(toy, "b", address))
         for death in [*deaths, None]:
@@ -72,7 +71,7 @@ def test_invariant_11b_what_is_done_again_is_the_same_to_the_bit(tmp_path: Path)
 
 
 def test_invariant_11b_what_was_sealed_before_the_kill_is_answered_as_a_duplicate(tmp_path: Path) -> None:
-    toy = the_toy(tmp_path)
+    toy = the_toy(tmp_path, rounds=4)
     with serving(toy) as (_, address, _), ExitStack() as alive:
         alive.enter_context(SiteThread(toy, "b", address))
         mine = {"site": "a", "address": address, "checkpoint_every": 3}

@@ -77,6 +77,7 @@ def reference_versions(toy: Toy, sites: list[str], rounds: int) -> list[Tensor]:
     "optimizer",
     [
         {"kind": "sgd", "momentum": 0.0},
+        {"kind": "heavy_ball", "lr": 0.3},
         {"kind": "nesterov"},
         {"kind": "delayed_nesterov", "window": 2},
         {"kind": "adamw", "lr": 0.3, "weight_decay": 0.1},

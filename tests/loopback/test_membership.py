@@ -1,4 +1,4 @@
-"""Who is in a run and who is not: sites that come late, leave, are put out, pause, start twice, or have two ranks."""
+"""Who is in a run and who is not: sites that come late, leave, start twice, or are cold."""
 
 from __future__ import annotations
 

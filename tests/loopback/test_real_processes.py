@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,10 @@ import pytest
 
 from diloco.observe.eventlog import Event
 from diloco.runs.process import descendants
-from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import TINY, Place, Verb, wait_for
 from tests.runs.test_supervise import alive
 
 MACHINES_BOUND_S = 120.0
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with place_in(tmp_path) as made:
-        yield made
 
 
 def balanced(done: Event) -> dict[str, int]:
@@ -127,6 +121,7 @@ def test_a_site_of_four_ranks_that_leaves_and_goes_on_as_two_loses_no_token(plac
         assert balanced(each)["tokens_lost"] == 0
     sent = {event["fragment"] for event in place.seen("ranks", "site-a", "pushed")}
     assert sent == {0, 1, 2, 3}, "those of all owners are told by rank 0"
+    assert not place.seen("ranks", "site-a", "ranks_compared"), "of parts no two ranks have the same"
 
 
 @pytest.mark.slow

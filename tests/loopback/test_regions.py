@@ -34,7 +34,7 @@ from tests.loopback.speaker import speaker
 from tests.loopback.test_again import CLOCK_S, restore_without
 from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.toy import Toy
-from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import TINY, Place, Verb, wait_for
 
 STEP_S = 0.004
 LONG_S = 180.0
@@ -59,10 +59,6 @@ def two_levels(folder: Path, seed: int, budget: int, **changes: object) -> tuple
     return above, {name: replace(below, folder=str(folder / name), port=free_port(), seed=seed + 1) for name in names}
 
 
-def site_names(region: str) -> tuple[str, str]:
-    return f"{region}-1", f"{region}-2"
-
-
 def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]]) -> None:
     """A whole run, in which region-a dies of ``deaths``, one after the other; everybody's books balance in the end."""
     toy, regions = two_levels(folder, seed, budget)
@@ -77,30 +73,25 @@ def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]]) ->
             life = alive.enter_context(Process("syncer", regions[name], death, site=name, above=address))
             begins(life, [site for each in sites.values() for site in each])
             logs[name].append(life.log)
+            here = f"127.0.0.1:{regions[name].port}"
             if not sites[name]:
-                sites[name] = [
-                    alive.enter_context(SiteThread(regions[name], site, f"127.0.0.1:{regions[name].port}", step_s=step))
-                    for site, step in zip(site_names(name), (STEP_S, 1.7 * STEP_S), strict=True)
-                ]
+                for number, step_s in ((1, STEP_S), (2, 1.7 * STEP_S)):
+                    site = SiteThread(regions[name], f"{name}-{number}", here, step_s=step_s)
+                    sites[name].append(alive.enter_context(site))
             return life
 
         last = {"region-b": begin("region-b")}
         for death in deaths:
             dies(begin("region-a", death), death, seed, budget)
         last["region-a"] = begin("region-a")
-        finished = {site.site: site.join(bound) for each in sites.values() for site in each}
+        finished = {name: {site.site: site.join(bound) for site in sites[name]} for name in regions}
         for name, life in last.items():
             assert life.wait(bound) == 0, f"{name}: {life.errors}"
         assert top.wait(bound) == 0, top.errors
-    told = {
-        name: audit(
-            regions[name],
-            logs[name],
-            {site: [each.log] for site, each in zip(site_names(name), sites[name], strict=True)},
-            {site: finished[site] for site in site_names(name)},
-        )
-        for name in regions
-    }
+    told = {}
+    for name, region in regions.items():
+        seen = {site.site: [site.log] for site in sites[name]}
+        told[name] = audit(region, logs[name], seen, finished[name])
     both_levels_agree(history(toy), told)
 
 
@@ -114,8 +105,7 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
         assert 0 <= found.ledger.merged - sum(line_tokens) // len(line_tokens) <= 1, "to rounding"
         if not below.began:  # A later lineage knows of the earlier ones what is merged above.
             assert found.ledger.processed >= below.machine.state.run_tokens() > 0
-        assert found.ledger.refused == found.ledger.lost == 0, found
-        assert found.ledger.in_flight == 0, found
+        assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
         if min(found.versions) == 0:
             raise EndedTooSoonError(f"nothing came back to {name}")  # A longer run is to show that it does.
         assert above.machine.state.sites[name].status.value == "left"
@@ -209,10 +199,8 @@ def test_a_run_neither_becomes_a_region_nor_ceases_to_be_one(tmp_path: Path) -> 
     here = f"127.0.0.1:{region.port}"
     with ExitStack() as alive:
         alive.enter_context(Process("syncer", toy))
-        with (
-            Process("syncer", region, site="region-a", above=address) as life,
-            SiteThread(region, "s", here, step_s=STEP_S),
-        ):
+        begun = Process("syncer", region, site="region-a", above=address)
+        with begun as life, SiteThread(region, "s", here, step_s=STEP_S):
             life.log.wait_for("published", 3, 60.0)
         for given in ({}, {"site": "region-b", "above": address}):
             with Process("syncer", region, **given) as life:
@@ -250,123 +238,120 @@ def two_sites(place: Place, address: str, *settings: str) -> list[Verb]:
 @pytest.mark.parametrize(
     "source", [("--from-site", "runs/east/sites/east-0"), ("--from", "vault")], ids=["site", "backup"]
 )
-def test_a_region_whose_disk_is_lost_is_restored(tmp_path: Path, source: tuple[str, str]) -> None:
-    with place_in(tmp_path) as place:
-        top, address = place.syncer("top", *LEVELS, WAITS)
-        here = f"127.0.0.1:{free_port()}"
-        own = [*EAST, WAITS, f"upstream.endpoint={address}", f"cluster.syncer.listen={here}"]
-        own += ["cluster.syncer.backup=vault", "cluster.syncer.backup_every_s=1"]
-        first = serves(place, "region", *own)
-        sites = two_sites(place, here, WAITS)
-        checkpoints = lambda: place.seen("east", "east-0", "checkpoint")  # noqa: E731
-        wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", first.text, LONG_S)
-        seen = len(checkpoints())
-        wait_for(lambda: len(checkpoints()) > seen + 1, "a checkpoint of a site", sites[0].text, LONG_S)
-        wait_for(lambda: place.seen("east", "syncer", "backup"), "a backup", first.text, LONG_S)
-        first.kill()
-        shutil.rmtree(tmp_path / "runs/east/syncer")
-        code, said = place.run("syncer", *TINY, *LEVELS, *own, bound_s=LONG_S)
-        assert code == ExitCode.FAILED
-        assert "diloco restore restores it from a backup or a warm site" in said
-        code, said = place.run("restore", "runs/east", *source, bound_s=LONG_S)
-        assert code == 0, said
-        assert "takes the values of the run above" in said
-        before, again = len(gone_up(place, "east")), serves(place, "region", *own)
-        more = lambda: len(gone_up(place, "east")) > before + 1 or again.process.poll() is not None  # noqa: E731
-        wait_for(more, "more updates above", again.text, LONG_S)
-        assert again.process.poll() is None, again.text()
-        # A restored syncer does not wait for a site that has not come back: that one would not hear of the end.
-        back = lambda: all(len(place.seen("east", name, "joined")) > 1 for name in ("east-0", "east-1"))  # noqa: E731
-        wait_for(back, "both sites again", again.text, LONG_S)
-        top.signal(signal.SIGINT)
-        for verb in (*sites, again, top):
-            assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
-        for number in (0, 1):
-            assert place.seen("east", f"east-{number}", "started_over"), "it has heard of the new lineage"
-        above, below = (last_state(compose([*TINY, *LEVELS]), tmp_path / "runs" / run) for run in ("top", "east"))
-        found = standing(below)
-        assert found is not None
-        assert found.ledger.balanced()
-        assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
-        assert found.ledger.merged == above.sites["east"].lines[0].tokens_merged
+def test_a_region_whose_disk_is_lost_is_restored(place: Place, source: tuple[str, str]) -> None:
+    top, address = place.syncer("top", *LEVELS, WAITS)
+    here = f"127.0.0.1:{free_port()}"
+    own = [*EAST, WAITS, f"upstream.endpoint={address}", f"cluster.syncer.listen={here}"]
+    own += ["cluster.syncer.backup=vault", "cluster.syncer.backup_every_s=1"]
+    first = serves(place, "region", *own)
+    sites = two_sites(place, here, WAITS)
+    checkpoints = lambda: place.seen("east", "east-0", "checkpoint")  # noqa: E731
+    wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", first.text, LONG_S)
+    seen = len(checkpoints())
+    wait_for(lambda: len(checkpoints()) > seen + 1, "a checkpoint of a site", sites[0].text, LONG_S)
+    wait_for(lambda: place.seen("east", "syncer", "backup"), "a backup", first.text, LONG_S)
+    first.kill()
+    shutil.rmtree(place.folder / "runs/east/syncer")
+    code, said = place.run("syncer", *TINY, *LEVELS, *own, bound_s=LONG_S)
+    assert code == ExitCode.FAILED
+    assert "diloco restore restores it from a backup or a warm site" in said
+    code, said = place.run("restore", "runs/east", *source, bound_s=LONG_S)
+    assert code == 0, said
+    assert "takes the values of the run above" in said
+    before, again = len(gone_up(place, "east")), serves(place, "region", *own)
+    more = lambda: len(gone_up(place, "east")) > before + 1 or again.process.poll() is not None  # noqa: E731
+    wait_for(more, "more updates above", again.text, LONG_S)
+    assert again.process.poll() is None, again.text()
+    # A restored syncer does not wait for a site that has not come back: that one would not hear of the end.
+    back = lambda: all(len(place.seen("east", name, "joined")) > 1 for name in ("east-0", "east-1"))  # noqa: E731
+    wait_for(back, "both sites again", again.text, LONG_S)
+    top.signal(signal.SIGINT)
+    for verb in (*sites, again, top):
+        assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+    for number in (0, 1):
+        assert place.seen("east", f"east-{number}", "started_over"), "it has heard of the new lineage"
+    above, below = (last_state(compose([*TINY, *LEVELS]), place.folder / "runs" / run) for run in ("top", "east"))
+    found = standing(below)
+    assert found is not None
+    assert found.ledger.balanced()
+    assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
+    assert found.ledger.merged == above.sites["east"].lines[0].tokens_merged
 
 
 @pytest.mark.slow
-def test_each_of_two_syncers_of_a_region_is_a_site_of_the_one_above_of_its_number(tmp_path: Path) -> None:
+def test_each_of_two_syncers_of_a_region_is_a_site_of_the_one_above_of_its_number(place: Place) -> None:
     """One of the region's is killed on the way; the run above ends by itself, and each pair's books balance."""
     two = ["run.seconds=null", "run.tokens=20000", "outer.num_fragments=4", "outer.num_syncers=2"]
     ports = {run: (free_port(), free_port()) for run in ("top", "east")}
     addresses = {run: "/".join(f"127.0.0.1:{port}" for port in both) for run, both in ports.items()}
     own = {"top": ["run.name=top", WAITS], "east": [*EAST, f"upstream.endpoint={addresses['top']}"]}
-    with place_in(tmp_path) as place:
 
-        def syncer(run: str, index: int) -> Verb:
-            mine = [f"cluster.syncer.index={index}", f"cluster.syncer.listen=127.0.0.1:{ports[run][index]}"]
-            return serves(place, f"{run}-{index}", *two, *own[run], *mine)
+    def syncer(run: str, index: int) -> Verb:
+        mine = [f"cluster.syncer.index={index}", f"cluster.syncer.listen=127.0.0.1:{ports[run][index]}"]
+        return serves(place, f"{run}-{index}", *two, *own[run], *mine)
 
-        top = [syncer("top", index) for index in range(2)]
-        east = [syncer("east", index) for index in range(2)]
-        sites = two_sites(place, addresses["east"], *two)
-        up = lambda: len(gone_up(place, "east", "syncer-1"))  # noqa: E731
-        wait_for(lambda: up() >= 2, "updates above", sites[0].text, LONG_S)
-        east[1].kill()
-        before, east[1] = up(), syncer("east", 1)
-        wait_for(lambda: up() > before + 1, "more of them", east[1].text, LONG_S)
-        for verb in (*sites, *east, *top):
-            assert verb.end(LONG_S) == ExitCode.OK, f"{verb.name}: {verb.text()}"
-        (_, again) = place.seen("east", "syncer-1", "syncer_started")
-        assert again["versions"] != [0, 0]
-        losses = [event["loss"] for event in place.seen("east", "east-0", "step")]
-        assert float(str(losses[-1])) < float(str(losses[0])) - 1, losses
-        for index in range(2):
-            config = at(compose([*TINY, *LEVELS, *two]), index)
-            above, below = (last_state(config, tmp_path / "runs" / run / "syncers" / str(index)) for run in ports)
-            found = standing(below)
-            assert found is not None
-            assert len(found.versions) == len(above.fragments) == 2
-            assert min(found.versions) > 0
-            assert found.ledger.balanced()
-            merged = sum(line.tokens_merged for line in above.sites["east"].lines)
-            assert merged >= 2 * 20_000, "over two fragments"
-            assert 0 <= found.ledger.merged - merged // 2 <= 1, "to rounding"
-            assert found.ledger.processed >= below.run_tokens() > 0
-            assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
-            assert above.sites["east"].status.value == "left"
+    top = [syncer("top", index) for index in range(2)]
+    east = [syncer("east", index) for index in range(2)]
+    sites = two_sites(place, addresses["east"], *two)
+    up = lambda: len(gone_up(place, "east", "syncer-1"))  # noqa: E731
+    wait_for(lambda: up() >= 2, "updates above", sites[0].text, LONG_S)
+    east[1].kill()
+    before, east[1] = up(), syncer("east", 1)
+    wait_for(lambda: up() > before + 1, "more of them", east[1].text, LONG_S)
+    for verb in (*sites, *east, *top):
+        assert verb.end(LONG_S) == ExitCode.OK, f"{verb.name}: {verb.text()}"
+    (_, again) = place.seen("east", "syncer-1", "syncer_started")
+    assert again["versions"] != [0, 0]
+    losses = [event["loss"] for event in place.seen("east", "east-0", "step")]
+    assert float(str(losses[-1])) < float(str(losses[0])) - 1, losses
+    for index in range(2):
+        config = at(compose([*TINY, *LEVELS, *two]), index)
+        above, below = (last_state(config, place.folder / "runs" / run / "syncers" / str(index)) for run in ports)
+        found = standing(below)
+        assert found is not None
+        assert len(found.versions) == len(above.fragments) == 2
+        assert min(found.versions) > 0
+        assert found.ledger.balanced()
+        merged = sum(line.tokens_merged for line in above.sites["east"].lines)
+        assert merged >= 2 * 20_000, "over two fragments"
+        assert 0 <= found.ledger.merged - merged // 2 <= 1, "to rounding"
+        assert found.ledger.processed >= below.run_tokens() > 0
+        assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
+        assert above.sites["east"].status.value == "left"
 
 
 @pytest.mark.slow
-def test_the_sites_of_a_region_go_on_and_its_standby_takes_over_while_the_one_above_is_away(tmp_path: Path) -> None:
+def test_the_sites_of_a_region_go_on_and_its_standby_takes_over_while_the_one_above_is_away(place: Place) -> None:
     top, first, second = (f"127.0.0.1:{free_port()}" for _ in range(3))
     own = [*EAST, WAITS, f"upstream.endpoint={top}", "cluster.replication.mode=sync", "cluster.replication.timeout_s=2"]
     above = ["run.name=top", WAITS, f"cluster.syncer.listen={top}"]
     follows = ["standby", "follow", *TINY, *LEVELS]
     follows += [f"cluster.syncer.listen={second}", f"cluster.standby.primary={first}"]
-    with place_in(tmp_path) as place:
-        life = serves(place, "top", *above)
-        region = serves(place, "east", *own, f"cluster.syncer.listen={first}")
-        plain = [text for text in own if not text.startswith("upstream.")]
-        code, said = place.run(*follows, *plain, "cluster.standby.name=wrong")
-        assert code == ExitCode.MISMATCH, said
-        assert "upstream.endpoint is null, and this run is the region 'east' of a run above" in said
-        standby = place.start("standby", *follows, *own)
-        sites = two_sites(place, f"{first},{second}", WAITS)
-        wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", region.text, LONG_S)
-        life.kill()
-        region.kill()
-        code, said = place.run("standby", "promote", second)
-        assert code == 0, said
-        published = lambda: len(place.seen("east", "syncer", "published"))  # noqa: E731
-        before = published()
-        wait_for(lambda: published() > before + 4, "versions for the region's sites", standby.text, LONG_S)
-        before, life = len(gone_up(place, "east")), serves(place, "top", *above)
-        wait_for(lambda: len(gone_up(place, "east")) > before + 1, "more updates above", standby.text, LONG_S)
-        life.signal(signal.SIGINT)
-        for verb in (*sites, standby, life):
-            assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
-        whys = [event["why"] for event in place.seen("east", "syncer", "upstream_retaken")]
-        assert whys == ["first version of a new site"]
-        code, said = place.run("journal", "verify", "runs/east")
-        assert code == 0, said
+    life = serves(place, "top", *above)
+    region = serves(place, "east", *own, f"cluster.syncer.listen={first}")
+    plain = [text for text in own if not text.startswith("upstream.")]
+    code, said = place.run(*follows, *plain, "cluster.standby.name=wrong")
+    assert code == ExitCode.MISMATCH, said
+    assert "upstream.endpoint is null, and this run is the region 'east' of a run above" in said
+    standby = place.start("standby", *follows, *own)
+    sites = two_sites(place, f"{first},{second}", WAITS)
+    wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", region.text, LONG_S)
+    life.kill()
+    region.kill()
+    code, said = place.run("standby", "promote", second)
+    assert code == 0, said
+    published = lambda: len(place.seen("east", "syncer", "published"))  # noqa: E731
+    before = published()
+    wait_for(lambda: published() > before + 4, "versions for the region's sites", standby.text, LONG_S)
+    before, life = len(gone_up(place, "east")), serves(place, "top", *above)
+    wait_for(lambda: len(gone_up(place, "east")) > before + 1, "more updates above", standby.text, LONG_S)
+    life.signal(signal.SIGINT)
+    for verb in (*sites, standby, life):
+        assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+    whys = [event["why"] for event in place.seen("east", "syncer", "upstream_retaken")]
+    assert whys == ["first version of a new site"]
+    code, said = place.run("journal", "verify", "runs/east")
+    assert code == 0, said
 
 
 def last_state(config: RunConfig, folder: Path) -> OuterState:

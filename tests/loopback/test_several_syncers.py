@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco.observe.summary import complaints
 from tests.loopback.test_real_processes import balanced
-from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import TINY, Place, Verb, wait_for
 
 SITES = ("site-a", "site-b")
 SYNCERS = ["outer.num_fragments=4", "outer.num_syncers=2"]
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with place_in(tmp_path) as made:
-        yield made
 
 
 def begun(place: Place, run: str, index: int, *settings: str) -> tuple[Verb, str]:
@@ -104,29 +96,6 @@ def test_one_of_two_syncers_dies_and_the_others_fragments_go_on(place: Place) ->
     for index in range(2):
         code, said = place.run("journal", "verify", f"runs/pair/syncers/{index}")
         assert code == 0, said
-
-
-@pytest.mark.slow
-def test_whoever_mixes_the_syncers_up_is_told_so(place: Place) -> None:
-    (first, _), (one, other) = pair_of(place, "mixed")
-    code, said = place.run("status", "runs/mixed")
-    assert code == 0, said
-    assert "run mixed on 2 syncers  0% of the run  versions 0:0,1:0,2:0,3:0  0 tokens merged" in said
-    weighed = "outer.syncer_mbps is not set in run mixed and [3.0, 1.0] here: leave that setting out"
-    single = f"site.syncer is '{one}': 2 addresses with / between, one for each of outer.num_syncers"
-    for address, settings, code, words in (
-        (f"{other}/{one}", [], 4, "cluster.syncer.index is 0 at the site and 1 at the syncer (syncer 0)"),
-        (f"{one}/{other}", ["outer.syncer_mbps=[3,1]"], 4, weighed),
-        (one, [], 2, single),
-    ):
-        site = place.site("mixed", address, "site-a", *SYNCERS, *settings)
-        assert site.end() == code, site.text()
-        assert words in site.text()
-    first.kill()
-    code, said = place.run("status", f"{one}/{other}")
-    assert code == 3, said
-    assert f"DOES NOT ANSWER: {one}" in said
-    assert "holds fragments" in said
 
 
 @pytest.mark.slow

@@ -6,25 +6,17 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
-from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import TINY, Place, Verb, wait_for
 from tests.runs.test_supervise import alive
 
 SITES = ["cluster=one", "cluster.sites.site-b.slowdown=1.3", "network.rtt_ms=20"]
 UP = [*TINY, *SITES, "outer.final_wait_s=5"]
 BOUND_S = 120.0
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with place_in(tmp_path) as made:
-        yield made
 
 
 def started_pids(place: Place, run: str) -> list[int]:

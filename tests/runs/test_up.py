@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call, create_autospec
 
 import pytest
 from rich.console import Console
@@ -242,11 +242,11 @@ def test_a_drain_that_is_refused_again_and_again_is_one_signal(tmp_path: Path, m
     monkeypatch.setattr(Watch, "drain_refused", refuses, raising=False)
     stage.watch.drain = lambda: None  # type: ignore[method-assign]
     syncer = stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "lingers": 1.0})
-    sends = Mock(wraps=syncer.signal)
-    monkeypatch.setattr(syncer, "signal", sends)
+    signals = create_autospec(Child.signal, side_effect=Child.signal)
+    monkeypatch.setattr(Child, "signal", signals)
     stage.play(stage.has_begun)
     assert stage.history.ending == "drained"
-    assert sends.mock_calls.count(call(signal.SIGTERM)) == 1
+    assert signals.mock_calls.count(call(syncer, signal.SIGTERM)) == 1
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
 
 
