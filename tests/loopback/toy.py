@@ -447,10 +447,7 @@ def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk, warm: War
 
 def run_site(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
     site = ToySite(toy, mine["site"], mine["address"], emit, disk)
-    done = site.run(
-        mine.get("step_s", 0.0),
-        mine.get("until_step", 1 << 60),
-        mine.get("checkpoint_every", 0),
-        lambda steps: emit("trained", {"steps": steps}),
-    )
+    tell = lambda steps: emit("trained", {"steps": steps})  # noqa: E731
+    every = mine.get("checkpoint_every", 0)
+    done = site.run(mine.get("step_s", 0.0), checkpoint_every=every, after=tell)
     emit("finished", asdict(done))
