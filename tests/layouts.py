@@ -6,12 +6,10 @@ torch's own functions distribute, fill and read it, so that the product is compa
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing.process
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -187,17 +185,9 @@ def run_rank(program: Rank, rank: int, world: int, port: int, told: Connection, 
         raise SystemExit(1) from None
 
 
-@dataclass
-class Started:
-    """A rank: the end of the pipe on which it sends, and its process."""
-
-    end: Connection
-    process: multiprocessing.process.BaseProcess
-
-
 @contextmanager
-def started(program: Rank, world: int, *mine: Any) -> Iterator[list[Started]]:
-    """Start ``world`` processes that run ``program``, forked with everything imported."""
+def ranks(program: Rank, world: int, *mine: Any) -> Iterator[list[Connection]]:
+    """Start ``world`` processes that run ``program``, forked with everything imported; yield their pipes, by rank."""
     context = forkserver()
     port = free_port()
     with ExitStack() as stack:
@@ -209,15 +199,8 @@ def started(program: Rank, world: int, *mine: Any) -> Iterator[list[Started]]:
             there.close()
             stack.callback(process.join, BOUND_S)
             stack.callback(process.kill)
-            found.append(Started(stack.enter_context(here), process))
+            found.append(stack.enter_context(here))
         yield found
-
-
-@contextmanager
-def ranks(program: Rank, world: int, *mine: Any) -> Iterator[list[Connection]]:
-    """Start them as ``started`` does, and yield only the ends of their pipes, by rank."""
-    with started(program, world, *mine) as found:
-        yield [each.end for each in found]
 
 
 def heard(end: Connection) -> Any:

@@ -16,7 +16,6 @@ from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.loopback.cluster import SiteThread, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy
-from tests.sooner import sooner
 
 BOUND_S = 60.0
 SHAPES = (("blocks.0.w", (400, 300)), ("blocks.1.w", (300, 401)), ("head", (300, 500)), ("norm", (77,)))
@@ -24,7 +23,6 @@ ROUNDS = 5
 FIRST = 2
 """Rounds that are not counted: joins and the first whole fragments are in them."""
 INNER_STEPS = 3
-CODECS = ("fp32", "bf16", "int8", "int4:32", "int4:32+zstd1", "topk:4096x64")
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ def count(folder: Path, codec: str) -> Counted:
         "grace_ns": 0,
         "token_budget": (ROUNDS + 1) * 2 * INNER_STEPS * TOKENS_PER_STEP,
     }
-    toy = Toy(
-        folder=str(folder), seed=5, codec=codec, inner_steps=INNER_STEPS, lock_step=True, shapes=SHAPES, outer=outer
-    )
+    toy = Toy(folder=str(folder), codec=codec, inner_steps=INNER_STEPS, lock_step=True, shapes=SHAPES, outer=outer)
     counts: list[int] = []
     marks: list[dict[str, int]] = []
     with serving(toy) as (syncer, address, _), RelayProcess() as relay, ExitStack() as alive:
@@ -75,10 +71,9 @@ def count(folder: Path, codec: str) -> Counted:
     for site in sites:
         events = site.log.events[marks[0][site.site] : marks[1][site.site]]
         up += [int(str(event["bytes"])) for event in events if event["what"] == "pushed"]
-        down += [int(str(event["bytes"])) for event in events if event["what"] == "fetched" and not event["whole"]]
-        wholes = [event for event in events if event["what"] == "fetched" and event["whole"]]
-        assert codec == "fp32" or not wholes, wholes
-        down += [int(str(event["bytes"])) for event in wholes]
+        fetched = [event for event in events if event["what"] == "fetched"]
+        assert codec == "fp32" or not any(event["whole"] for event in fetched), fetched
+        down += [int(str(event["bytes"])) for event in fetched]
     assert len(up) == len(down) == 2 * (ROUNDS - FIRST), "the rounds are equal"
     return Counted(counts[1] - counts[0], tuple(up), tuple(down))
 
@@ -92,26 +87,21 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Counted
     return once
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", sooner(["int4:32", "int4:32+zstd1"], "int4:32"))
-def test_int4_both_ways_takes_at_most_a_sixth_of_what_fp32_takes(counted: Callable[[str], Counted], codec: str) -> None:
-    small, whole = counted(codec), counted("fp32")
-    ratio = small.link_bytes / whole.link_bytes
-    print(f"{codec} takes {ratio:.4f} of fp32's bytes: one in {1 / ratio:.2f}")
-    assert ratio <= 1 / 6, (ratio, small, whole)
+def test_int4_both_ways_takes_at_most_a_sixth_of_what_fp32_takes(counted: Callable[[str], Counted]) -> None:
+    small, whole = counted("int4:32"), counted("fp32")
+    assert small.link_bytes <= whole.link_bytes / 6, (small, whole)
 
 
-@pytest.mark.parametrize("codec", sooner(CODECS, "fp32", "int4:32", "topk:4096x64"))
+@pytest.mark.parametrize(
+    "codec", ["fp32", "int4:32", "topk:4096x64", pytest.param("int4:32+zstd1", marks=pytest.mark.slow)]
+)
 def test_invariant_13_the_formula_predicts_the_bytes(counted: Callable[[str], Counted], codec: str) -> None:
     """Payloads to the byte where there is no entropy stage, never more where there is; the link adds headers only."""
     found = counted(codec)
     numel = Toy(folder="", shapes=SHAPES).layout().fragments[0].numel
     formula = make_codec(codec).payload_bytes(numel)
     for payload in (*found.payloads_up, *found.payloads_down):
-        if "zstd" in codec:
-            assert payload <= formula + 1
-        else:
-            assert payload == formula
+        assert payload == formula or ("zstd" in codec and payload <= formula + 1)
     added = found.link_bytes - found.payload_bytes
     assert added > 0, "the relay counted no less than what was carried"
     # Framing is some 0.1 % of the payload; beats, fates and headers are small messages that do not grow with it.

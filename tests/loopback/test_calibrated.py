@@ -8,13 +8,11 @@ codec made of an update), and finds the rest.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs.processes import TINY, Place, place_in
+from tests.runs.processes import TINY, Place
 
 # Sites that sleep most of the time leave the cores to each other, so that a step takes what it takes.
 SLOW = [f"cluster.sites.{name}.slowdown={times}" for name, times in (("site-a", 3), ("site-b", 4), ("site-c", 5))]
@@ -29,12 +27,6 @@ SETTINGS = [
 ]
 RUN = ["run.name=otter", "outer.final_wait_s=5", "run.seconds=60", "scenario=none"]
 BOUND_S = 240.0
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with place_in(tmp_path) as made:
-        yield made
 
 
 def likened(place: Place, *settings: str) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from diloco.codec.base import digest
+from diloco.learner.agent import Finished
 from diloco.outer.fragments import gather, scatter
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.reference import reference_diloco
+from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
 from tests.loopback.cluster import Log, SiteThread, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy, empty_parameters, train
@@ -36,8 +38,19 @@ def lock_step(folder: Path, sites: int, rounds: int, **changes: object) -> Toy:
     return Toy(folder=str(folder), lock_step=True, outer=settings, **changes)  # type: ignore[arg-type]
 
 
-def versions_of(log: Log) -> list[str]:
-    return [str(event["digest"]) for event in log.of("published")]
+def whole_run(toy: Toy, sites: list[str], *pauses: float) -> tuple[Syncer, Log, list[SiteThread], list[Finished]]:
+    """The run to its end; ``pauses`` are what a step of each site takes."""
+    with serving(toy) as (syncer, address, log):
+        pauses = pauses or (0.0,) * len(sites)
+        threads = [SiteThread(toy, site, address, step_s=each) for site, each in zip(sites, pauses, strict=True)]
+        assert syncer.wait(BOUND_S) is not None, "the run did not end"
+        return syncer, log, threads, [thread.join(BOUND_S) for thread in threads]
+
+
+def trained(thread: SiteThread) -> Tensor:
+    """What a site of one fragment ends with."""
+    (fragment,) = thread.toy_site.toy.layout().fragments
+    return gather(fragment, thread.toy_site.parameters)
 
 
 def reference_versions(toy: Toy, sites: list[str], rounds: int) -> list[Tensor]:
@@ -78,19 +91,14 @@ def test_invariant_03_lock_step_over_grpc_is_the_reference_bit_for_bit(
 ) -> None:
     rounds, sites = 4, ["a", "b", "c"]
     toy = lock_step(tmp_path, 3, rounds, seed=3, optimizer=optimizer)
-    with serving(toy) as (syncer, address, log):
-        threads = [SiteThread(toy, site, address) for site in sites]
-        assert syncer.wait(BOUND_S) is not None, "the run did not end"
-        for thread in threads:
-            thread.join(BOUND_S)
-        final = syncer.holdings.values[0]
+    syncer, log, threads, _ = whole_run(toy, sites)
+    final = syncer.holdings.values[0]
     wanted = reference_versions(toy, sites, rounds)
     assert final.version == rounds
     assert torch.equal(final.published, wanted[-1]), (final.published - wanted[-1]).abs().max()
-    assert len(set(versions_of(log))) == rounds
+    assert len({event["digest"] for event in log.of("published")}) == rounds
     for thread in threads:
-        (fragment,) = toy.layout().fragments
-        assert torch.equal(gather(fragment, thread.toy_site.parameters), wanted[-1]), "a site ends elsewhere"
+        assert torch.equal(trained(thread), wanted[-1]), "a site ends elsewhere"
 
 
 def test_a_lock_step_site_ends_with_the_last_version_though_its_download_outlasts_the_run(
@@ -105,15 +113,9 @@ def test_a_lock_step_site_ends_with_the_last_version_though_its_download_outlast
 
     monkeypatch.setattr(SyncClient, "pull", slow_pull)
     toy = lock_step(tmp_path, 2, 1, seed=5)
-    with serving(toy) as (syncer, address, _):
-        threads = [SiteThread(toy, site, address) for site in ("a", "b")]
-        assert syncer.wait(BOUND_S) is not None, "the run did not end"
-        for thread in threads:
-            assert thread.join(BOUND_S), f"site {thread.site} did not end"
-        final = syncer.holdings.values[0]
-    (fragment,) = toy.layout().fragments
+    syncer, _, threads, _ = whole_run(toy, ["a", "b"])
     for thread in threads:
-        assert torch.equal(gather(fragment, thread.toy_site.parameters), final.published), "a site ends elsewhere"
+        assert torch.equal(trained(thread), syncer.holdings.values[0].published), "a site ends elsewhere"
 
 
 class InFragments:
@@ -163,7 +165,7 @@ class InFragments:
 
 @pytest.mark.parametrize(
     ("adopt", "inner_steps"),
-    sooner([("overwrite", 5), ("overwrite", 6), ("rebase", 5), ("blend", 5)], ("blend", 5)),
+    sooner([("overwrite", 6), ("rebase", 5), ("blend", 5)], ("blend", 5)),
 )
 def test_invariant_03_fragments_in_lock_step_are_each_outer_stepped_alone_in_its_turn(
     tmp_path: Path, adopt: str, inner_steps: int
@@ -177,11 +179,7 @@ def test_invariant_03_fragments_in_lock_step_are_each_outer_stepped_alone_in_its
         tmp_path, 3, rounds, seed=3, optimizer={"kind": "nesterov", **NESTEROV}, adopt=adopt, inner_steps=inner_steps
     )
     toy.outer["num_fragments"] = 3
-    with serving(toy) as (syncer, address, log):
-        threads = [SiteThread(toy, site, address) for site in sites]
-        assert syncer.wait(BOUND_S) is not None, "the run did not end"
-        for thread in threads:
-            thread.join(BOUND_S)
+    _, log, _, _ = whole_run(toy, sites)
     wanted = InFragments(toy, sites)
     wanted.run(rounds * 5)
     found = [(int(str(e["fragment"])), int(str(e["version"])), str(e["digest"])) for e in log.of("published")]
@@ -195,10 +193,7 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
     fl(Θ − fl(Θ − θ)) may differ from θ in the last place, and each adopt passes through it once up and once down.
     """
     toy = Toy(folder=str(tmp_path), outer={"grace": "fixed", "grace_ns": 0, "token_budget": 900}, seed=1)
-    with serving(toy) as (syncer, address, log):
-        site = SiteThread(toy, "a", address, step_s=0.002)
-        assert syncer.wait(BOUND_S) is not None
-        site.join(BOUND_S)
+    _, log, (site,), _ = whole_run(toy, ["a"], 0.002)
     (fragment,) = toy.layout().fragments
     plain = empty_parameters()
     scatter(fragment, toy.version_zero()[0], plain)
@@ -206,36 +201,23 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
         train(plain, toy.seed, "a", step)
     adopts = len(log.of("published"))
     assert adopts >= 5
-    found, wanted = gather(fragment, site.toy_site.parameters), gather(fragment, plain)
+    found, wanted = trained(site), gather(fragment, plain)
     ulp = torch.finfo(torch.float32).eps * wanted.abs().clamp_min(1.0)
     assert bool(((found - wanted).abs() <= 2 * (adopts + 1) * ulp).all()), (found - wanted).abs().max()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("codec", "fragments"),
-    sooner([("fp32", 1), ("int4:32+zstd1", 3), ("topk:256x4", 3), ("sign:8", 1)], ("int4:32+zstd1", 3)),
-)
+@pytest.mark.parametrize(("codec", "fragments"), [("int4:32+zstd1", 3), ("topk:256x4", 3), ("sign:8", 1)])
 def test_invariant_17_and_10_progress_and_tokens_are_conserved(tmp_path: Path, codec: str, fragments: int) -> None:
     """Rebase, outer lr 1, no momentum: what the sites hold beyond Θ̂ is only what was trained and not merged."""
-    outer = {
-        "num_fragments": fragments,
-        "quorum": 1,
-        "grace": "fixed",
-        "grace_ns": 5_000_000,
-        "token_budget": 1200,
-    }
+    outer = {"num_fragments": fragments, "grace": "fixed", "grace_ns": 5_000_000, "token_budget": 1200}
     toy = Toy(folder=str(tmp_path), codec=codec, outer=outer, seed=7)
-    with serving(toy) as (syncer, address, log):
-        sites = [SiteThread(toy, name, address, step_s=pause) for name, pause in (("a", 0.004), ("b", 0.007))]
-        assert syncer.wait(BOUND_S) is not None
-        done = [site.join(BOUND_S) for site in sites]
-        state = syncer.core.ask(lambda machine: machine.state)
-        for name, end in zip("ab", done, strict=True):
-            ledger = end.ledger
-            assert ledger["processed"] == sum(ledger[part] for part in ledger if part != "processed"), ledger
-            assert ledger["lost"] == ledger["refused"] == ledger["overwritten"] == 0, ledger
-            lines = state.sites[name].lines
-            assert sum(line.tokens_merged for line in lines) // fragments == ledger["merged"]
-    assert not [event for site in sites for event in site.log.of("note") if event["note"] == "digest_differs"]
+    syncer, log, sites, done = whole_run(toy, ["a", "b"], 0.004, 0.007)
+    for site, end in zip(sites, done, strict=True):
+        ledger = end.ledger
+        assert ledger["processed"] == sum(ledger[part] for part in ledger if part != "processed"), ledger
+        assert ledger["lost"] == ledger["refused"] == ledger["overwritten"] == 0, ledger
+        lines = syncer.core.machine.state.sites[site.site].lines
+        assert sum(line.tokens_merged for line in lines) // fragments == ledger["merged"]
+        assert not [event for event in site.log.of("note") if event["note"] == "digest_differs"]
     assert all(event["versions"] for event in log.of("final"))

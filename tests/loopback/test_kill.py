@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import pytest
 
-from diloco.sync.events import JoinRequested
-from diloco.syncer.core import Core
-from tests.loopback.audit import all_records, audit
+from diloco.outer.merge import Correction
+from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy
 from tests.sooner import sooner
@@ -28,12 +26,7 @@ BUDGET = 4_000
 # A process that begins a run writes its first snapshot at once, so that its passage number 1 is before version 0.
 # A snapshot of the toy has four files, each of four operations; odd passages are before an operation, even ones after.
 SYNCER_DEATHS = {
-    "at the beginning": [
-        ("snapshot.begin", 1),
-        ("snapshot.file", 16),
-        ("snapshot.folder", 2),
-        ("syncer.merge", 1),
-    ],
+    "at the beginning": [("snapshot.begin", 1), ("snapshot.file", 16), ("snapshot.folder", 2), ("syncer.merge", 1)],
     "receiving": [("spool.sync", 7), ("spool.folder", 10), ("journal.write", 18), ("journal.sync", 18)],
     "merging": [("syncer.merge", 9), ("merged", 4), ("syncer.publish", 5), ("syncer.publish", 6)],
     "keeping": [("snapshot.begin", 3), ("snapshot.file", 40), ("snapshot.folder", 2)],
@@ -50,28 +43,15 @@ def the_toy(
     seed: int,
     quorum: int = 1,
     token_budget: int = BUDGET,
-    rules: Mapping[str, object] = MappingProxyType({}),
+    rules: dict[str, object] | None = None,
     **changes: object,
 ) -> Toy:
     """``rules`` are more of the outer machine."""
-    outer = {
-        "quorum": quorum,
-        "grace": "fixed",
-        "grace_ns": 5_000_000,
-        "token_budget": token_budget,
-        "num_fragments": 2,
-        **rules,
-    }
+    outer: dict[str, object] = {"grace": "fixed", "grace_ns": 5_000_000, "num_fragments": 2}
+    outer |= {"quorum": quorum, "token_budget": token_budget, **(rules or {})}
     # A site's last fates may wait for a syncer that starts again.
-    settings: dict[str, object] = {
-        "finish_timeout_s": 60.0,
-        "inner_steps": 6,
-        "codec": "int8",
-        "seed": seed,
-        "outer": outer,
-        **changes,
-    }
-    return Toy(folder=str(folder), **settings)  # type: ignore[arg-type]
+    settings: dict[str, object] = {"finish_timeout_s": 60.0, "inner_steps": 6, "codec": "int8", "seed": seed}
+    return Toy(folder=str(folder), **settings | {"outer": outer, **changes})  # type: ignore[arg-type]
 
 
 def seed_of(name: str) -> int:
@@ -117,9 +97,44 @@ def dies(life: Process, death: tuple[str, int] | None, seed: int, budget: int) -
     assert status == (-9 if death else 0), f"seed {seed}: {death} gave {status}; {life.errors}"
 
 
-@pytest.mark.parametrize("chapter", sooner(SYNCER_DEATHS, "merging"))
-def test_the_syncer_dies_and_the_run_goes_on(tmp_path: Path, chapter: str) -> None:
-    long_enough(tmp_path, partial(the_syncer_dies, chapter))
+ONE_BY_ONE = {"quorum": 1, "round_updates": 1, "weights": "uniform", "staleness_max": 20}
+BUFFER = {"quorum": 1, "round_updates": 3, "merge_by": "update", "weights": "uniform"}
+RULES: dict[str, tuple[str, dict[str, object]]] = {
+    # what an outer step does: (where the syncer dies, what of the toy is otherwise)
+    "the mean by SGD": ("merging", {}),
+    "adamw on rda": (
+        "at the beginning",
+        {"optimizer": {"kind": "adamw", "lr": 0.05, "momentum": 0.9}, "merge": "rda"},
+    ),
+    "delayed_nesterov, one by one": (
+        "receiving",
+        {"optimizer": {"kind": "delayed_nesterov", "lr": 0.5, "momentum": 0.5, "window": 2}, "rules": ONE_BY_ONE},
+    ),
+    "heloco, one by one": (
+        "merging",
+        {
+            "optimizer": {"kind": "nesterov_ema", "lr": 0.25, "momentum": 0.9},
+            "correction": Correction(kind="heloco"),
+            "rules": ONE_BY_ONE,
+        },
+    ),
+    "schedule_free on the median": (
+        "keeping",
+        {"optimizer": {"kind": "schedule_free", "lr": 0.7, "momentum": 0.9}, "merge": "geometric_median"},
+    ),
+    "gpa on what is clipped, a buffer of three, update by update, eager": (
+        "pruning",
+        {"optimizer": {"kind": "gpa", "lr": 0.7, "momentum": 0.5}, "merge": "clip", "adopt": "eager", "rules": BUFFER},
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", sooner(RULES, "the mean by SGD"))
+def test_invariant_11a_a_syncer_that_dies_goes_on_to_the_bits_of_its_journal_whatever_the_rule(
+    tmp_path: Path, rule: str
+) -> None:
+    chapter, changes = RULES[rule]
+    long_enough(tmp_path, partial(the_syncer_dies, chapter, **changes))
 
 
 def the_syncer_dies(chapter: str, folder: Path, budget: int, **changes: object) -> None:
@@ -151,10 +166,9 @@ def the_syncer_dies(chapter: str, folder: Path, budget: int, **changes: object) 
 
 
 @pytest.mark.parametrize(
-    "wiped", [pytest.param(False, id="checkpoint"), pytest.param(True, id="wiped", marks=pytest.mark.slow)]
+    ("chapter", "wiped"), sooner([("pushing", False), ("adopting", False), ("adopting", True)], ("pushing", False))
 )
-@pytest.mark.parametrize("chapter", sooner(SITE_DEATHS, "pushing"))
-def test_a_site_dies_and_the_run_goes_on(tmp_path: Path, chapter: str, wiped: bool) -> None:
+def test_a_site_dies_and_the_run_goes_on_also_where_its_disk_is_lost(tmp_path: Path, chapter: str, wiped: bool) -> None:
     long_enough(tmp_path, partial(a_site_dies, chapter, wiped), BUDGET // 2)
 
 
@@ -172,64 +186,15 @@ def a_site_dies(chapter: str, wiped: bool, folder: Path, budget: int) -> None:
             life = begins(alive.enter_context(Process("site", toy, death, **mine)), [other])
             logs.append(life.log)
             dies(life, death, seed, budget)
-        ledger = ended(logs[-1])
+        (event,) = logs[-1].of("finished")
+        assert event["ending"] == "finished", event
+        ledger: Any = event["ledger"]
         finished = {"b": other.join(bound_s(budget))}
     audit(toy, [log], {"a": logs, "b": [other.log]}, finished)
-    trained = sum(len(life.of("trained")) for life in logs) * TOKENS_PER_STEP
     merged = sum(line.tokens_merged for line in syncer.core.machine.state.sites["a"].lines) // toy.fragments
     assert ledger["merged"] == merged, ledger
     assert ledger["processed"] == sum(ledger[part] for part in ledger if part != "processed"), ledger
     if not wiped:  # What was on a disk that is gone can only be counted by what the syncer has of it.
+        trained = sum(len(life.of("trained")) for life in logs) * TOKENS_PER_STEP
         # A step is handed over and then noted, so each death may hide one from the test's own count.
         assert trained <= ledger["processed"] <= trained + len(deaths) * TOKENS_PER_STEP, f"seed {seed}: {ledger}"
-
-
-@pytest.mark.slow
-def test_nothing_is_decided_before_the_start_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round whose grace ends while a syncer starts closes after the start: otherwise its step might be made twice."""
-    toy = the_toy(tmp_path, 0, outer={"grace": "fixed", "grace_ns": 4_000_000_000})
-    with serving(toy) as (syncer, address, log):
-        syncer.core.call(lambda call: JoinRequested(call, "silent", "00000000"))
-        with SiteThread(toy, "a", address, step_s=STEP_S) as site:
-            site.log.wait_for("pushed", 1, START_S)
-    before = len(all_records(toy))
-    start = Core.start
-
-    def slow_start(core: Core) -> None:
-        deadline_ns = core.machine.next_deadline_ns()
-        assert deadline_ns is not None, "the round is open"
-        start(core)
-        time.sleep((deadline_ns - core.now_ns()) / 1e9 + 0.2)
-
-    monkeypatch.setattr(Core, "start", slow_start)
-    with serving(toy) as (syncer, address, log):
-        log.wait_for("published", 1, START_S)
-        events = [type(record.event).__name__ for record in all_records(toy)[before:]]
-    assert events[:2] == ["SyncerStarted", "DeadlinePassed"], events
-
-
-@pytest.mark.slow
-def test_a_syncer_that_died_in_the_last_round_tells_its_fates_before_it_leaves(tmp_path: Path) -> None:
-    """They are decided, and nobody has heard: the next process finds the run over, and its site on its way back."""
-    long_enough(tmp_path, dies_in_the_last_round)
-
-
-def dies_in_the_last_round(folder: Path, budget: int) -> None:
-    # One site alone: its fate comes with the end, which must not come before it has trained.
-    outer = {"quorum": 2, "quorum_min": 2, "run_ns": 300_000 * budget}
-    toy, death = the_toy(folder, 0, port=free_port(), outer=outer), ("syncer.fate", 1)
-    with Process("syncer", toy, death) as life, SiteThread(toy, "a", f"127.0.0.1:{toy.port}", until_step=6) as site:
-        dies(life, death, 0, budget)
-        with Process("syncer", toy) as last:
-            done = site.join(bound_s(budget))
-            dies(last, None, 0, budget)
-    assert done.ledger["in_flight"] == 0, done
-    assert done.ledger["merged"] == done.ledger["processed"] > 0, done
-
-
-def ended(log: Log) -> dict[str, int]:
-    (event,) = log.of("finished")
-    assert event["ending"] == "finished", event
-    ledger = event["ledger"]
-    assert isinstance(ledger, dict)
-    return ledger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,25 +13,18 @@ import pytest
 from diloco.syncer.replaying import Rules
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.client import AdminClient
-from tests.loopback.cluster import Log, Process, SiteThread, free_port
+from tests.loopback.cluster import Process, SiteThread, free_port
 from tests.loopback.toy import RUN, Toy
 from tests.syncer.leases import running_etcd
+from tests.syncer.test_standby import a_toy
 
 BOUND_S = 60.0
 STEP_S = 0.01
+FAR = 1_000_000
 TELLS = {"refused", "standby_attached", "final"}
 
 
 pytestmark = pytest.mark.slow  # Its clocks are those of a lease.
-
-
-@pytest.fixture(params=["file", "etcd"])
-def lease(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "file":
-        yield str(tmp_path / "lease.json")
-        return
-    with running_etcd(tmp_path, (free_port(), free_port())) as etcd:
-        yield etcd.endpoint
 
 
 @dataclass
@@ -43,28 +37,23 @@ class Pair:
     addresses: tuple[str, str]
 
 
-@pytest.fixture(params=["sync", pytest.param("async", marks=pytest.mark.slow)])
-def pair(request: pytest.FixtureRequest, tmp_path: Path, lease: str) -> Iterator[Pair]:
-    toy = Toy(
-        folder=str(tmp_path),
-        codec="int8",
-        inner_steps=4,
-        outer={"grace": "fixed", "grace_ns": 5_000_000, "num_fragments": 2},
-        replication={"mode": request.param, "timeout_s": 2.0, "alive_s": 0.2},
-        lease=lease,
-        retain_steps=10_000,  # Else a standby that is away for as long as a process takes to start is too far behind.
-    )
-    ports = free_port(), free_port()
-    addresses = f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
-    first = Process("syncer", toy, port=ports[0])
-    second = Process("standby", toy, data="standby", primary=addresses[0], port=ports[1])
-    with first, second:
-        is_heir(first.log)
+@pytest.fixture(params=[("file", "sync"), ("file", "async"), ("etcd", "sync")], ids="-".join)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    keeper, mode = request.param
+    with ExitStack() as stack:
+        lease = str(tmp_path / "lease.json")
+        if keeper == "etcd":
+            lease = stack.enter_context(running_etcd(tmp_path, (free_port(), free_port()))).endpoint
+        # A standby that is away for as long as a process takes to start must not be too far behind.
+        toy = a_toy(tmp_path, mode, lease=lease, retain_steps=10_000)
+        ports = toy.port, free_port()
+        addresses = f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
+        first = stack.enter_context(Process("syncer", toy))
+        standby = {"data": "standby", "primary": addresses[0], "port": ports[1]}
+        second = stack.enter_context(Process("standby", toy, **standby))
+        heir = lambda note: note["note"] == "heir" and "standby-" in str(note["why"])  # noqa: E731
+        first.log.wait_for("note", 1, BOUND_S, where=heir)
         yield Pair(toy, first, second, addresses)
-
-
-def is_heir(log: Log) -> None:
-    log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "heir" and "standby-" in str(note["why"]))
 
 
 def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_thaws(pair: Pair, tmp_path: Path) -> None:
@@ -81,7 +70,7 @@ def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_th
         (moved,) = site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] == 2)
         assert moved["syncer"] == pair.addresses[1]
         second.log.wait_for("published", 3, BOUND_S)
-        told, heard = len(first.log), len(faithful.log)
+        told, published, heard = len(first.log), len(first.log.of("published")), len(faithful.log)
         first.send(signal.SIGCONT)
         assert first.wait(BOUND_S) == 1
         assert "the lease of epoch 1 is lost" in first.errors
@@ -89,9 +78,9 @@ def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_th
         since = first.log.events[told:]
         assert not {str(event["what"]) for event in since} & TELLS, since
         # It may have been frozen between the question and the telling; what it told then is older than what is new.
-        new = {str(event["fragment"]): int(str(event["version"])) for event in reversed(second.log.of("published"))}
-        late = [e for e in since if e["what"] == "published" and str(e["fragment"]) in new]
-        assert not [e for e in late if int(str(e["version"])) >= new[str(e["fragment"])]], since
+        new = {event["fragment"]: int(str(event["version"])) for event in reversed(second.log.of("published"))}
+        for event in first.log.of("published")[published:]:
+            assert int(str(event["version"])) < new.get(event["fragment"], FAR), since
         # What its only site heard of it after it had thawed was on its way before: the new one has it.
         adopted = [event for event in faithful.log.events[heard:] if event["what"] == "adopted"]
         acknowledged = faithful.log.of("pushed")
@@ -105,10 +94,8 @@ def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_th
         assert site.join(BOUND_S).ending == "drained"
     assert second.wait(BOUND_S) == 0, second.errors
     if toy.replication["mode"] == "sync":
-        card = RunCard(RUN, toy.layout().fingerprint, "shared")
-        store = Store(tmp_path / "standby", card)
-        outer, rule = toy.rules()
-        lines = store.recover(Rules(outer, rule, toy.codec)).machine.state.sites["b"].lines
+        store = Store(tmp_path / "standby", RunCard(RUN, toy.layout().fingerprint, "shared"))
+        lines = store.recover(Rules(*toy.rules(), toy.codec)).machine.state.sites["b"].lines
         store.journal.close()
         for event in acknowledged:
             assert lines[int(str(event["fragment"]))].watermark >= int(str(event["sequence"]))
@@ -121,28 +108,10 @@ def test_a_syncer_that_is_killed_is_replaced_by_its_heir_and_does_not_come_back(
         first.kill()
         second.log.wait_for("lease_taken", 1, BOUND_S)
         site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] == 2)
-        with Process("syncer", toy, port=int(pair.addresses[0].rpartition(":")[2])) as again:
+        with Process("syncer", toy) as again:
             assert again.wait(BOUND_S) == 1
             assert "may lack what was acknowledged there" in again.errors
         with AdminClient(pair.addresses[1]) as operator:
             operator.drain()
         assert site.join(BOUND_S).ending == "drained"
     assert second.wait(BOUND_S) == 0, second.errors
-
-
-def test_a_syncer_that_starts_again_at_once_leads_on_and_its_heir_stays_one(pair: Pair) -> None:
-    toy, first, second = pair.toy, pair.first, pair.second
-    with SiteThread(toy, "a", pair.addresses[0], step_s=STEP_S) as site:
-        first.log.wait_for("published", 4, BOUND_S)
-        first.kill()
-        with Process("syncer", toy, port=int(pair.addresses[0].rpartition(":")[2])) as again:
-            (taken,) = again.log.wait_for("lease_taken", 1, BOUND_S)
-            assert taken["epoch"] == 2
-            is_heir(again.log)
-            assert not second.log.of("failed"), second.log.of("failed")
-            again.log.wait_for("published", 4, BOUND_S)
-            with AdminClient(pair.addresses[0]) as operator:
-                operator.drain()
-            assert site.join(BOUND_S).ending == "drained"
-            assert again.wait(BOUND_S) == 0, again.errors
-            assert second.log.of("lease_taken") == []

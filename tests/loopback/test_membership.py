@@ -1,26 +1,21 @@
-"""Who is in a run and who is not: sites that come late, leave, are put out, pause, start twice, or have two ranks."""
+"""Who is in a run and who is not: sites that come late, leave, start twice, or are cold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 
-from diloco.sync.state import Phase
-from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.server import Syncer
-from diloco.syncer.spool import Spool
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wire.client import AdminClient
-from diloco.wire.messages import Refused, Status
-from tests.loopback.archive import archive
 from tests.loopback.audit import audit, history
-from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port, serving
+from tests.loopback.cluster import Log, Process, SiteThread, eventually, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy
 
 BOUND_S = 30.0
@@ -39,30 +34,27 @@ class Run:
     operator: AdminClient
     alive: ExitStack
 
-    def site(self, name: str, address: str = "", **run: object) -> SiteThread:
-        settings: dict[str, object] = {"step_s": STEP_S, **run}
-        return self.alive.enter_context(SiteThread(self.toy, name, address or self.address, **settings))  # type: ignore[arg-type]
+    def site(self, name: str, address: str = "") -> SiteThread:
+        return self.alive.enter_context(SiteThread(self.toy, name, address or self.address, step_s=STEP_S))
 
-    def sites(self) -> dict[str, dict[str, object]]:
-        found = self.operator.status()["sites"]
-        assert isinstance(found, dict)
-        return found
+    def sites(self) -> dict[str, dict[str, Any]]:
+        found: Any = self.operator.status()["sites"]
+        return dict(found)
 
     def merged(self, site: str) -> int:
-        return int(str(self.sites()[site]["tokens_merged"])) if site in self.sites() else 0
+        return int(self.sites().get(site, {"tokens_merged": 0})["tokens_merged"])
 
-    def merges(self, site: str, more: int = 100) -> None:
-        """Wait until ``more`` tokens of the site are merged."""
-        wanted = self.merged(site) + more
-        eventually(lambda: self.merged(site) >= wanted, BOUND_S, f"{site} merges {more} tokens more")
+    def merges(self, site: str) -> None:
+        """Wait until 100 tokens more of the site are merged."""
+        wanted = self.merged(site) + 100
+        eventually(lambda: self.merged(site) >= wanted, BOUND_S, f"{site} merges 100 tokens more")
 
 
 @contextmanager
-def running(folder: Path, **changes: object) -> Iterator[Run]:
+def running(folder: Path) -> Iterator[Run]:
     # A round is an update of one site: how many versions pass another meanwhile is up to the machine.
     outer = {"grace": "fixed", "grace_ns": 0, "num_fragments": 2, "staleness_max": 100, "fates_kept_max": 204}
-    settings: dict[str, object] = {"outer": outer, "snapshot_every": FAR, "codec": "int8", **changes}
-    toy = Toy(folder=str(folder), **settings)  # type: ignore[arg-type]
+    toy = Toy(folder=str(folder), outer=outer, snapshot_every=1_000_000, codec="int8")
     with serving(toy) as (syncer, address, log), AdminClient(address) as operator, ExitStack() as alive:
         yield Run(toy, syncer, address, log, operator, alive)
 
@@ -73,9 +65,7 @@ def test_one_that_was_never_seen_joins_in_mid_run_and_one_leaves_for_good(tmp_pa
         run.merges("a")
         late = run.site("late")
         (joined,) = late.log.wait_for("joined", 1, BOUND_S)
-        versions = joined["versions"]
-        assert isinstance(versions, list)
-        assert min(versions) > 0, "the run was under way"
+        assert 0 not in joined["versions"], "the run was under way"  # type: ignore[operator]
         run.merges("late")
         first.toy_site.agent.leave_soon()
         gone = first.join(BOUND_S)
@@ -86,60 +76,6 @@ def test_one_that_was_never_seen_joins_in_mid_run_and_one_leaves_for_good(tmp_pa
         run.operator.drain()
         done = late.join(BOUND_S)
     audit(run.toy, [run.log], {"a": [first.log], "late": [late.log]}, {"a": gone, "late": done})
-
-
-def test_one_that_is_put_out_stops_in_words_and_stays_out(tmp_path: Path) -> None:
-    with running(tmp_path) as run:
-        bad, good = run.site("bad"), run.site("good")
-        run.merges("bad")
-        run.operator.evict("bad")
-        out = bad.join(BOUND_S)
-        assert out.ending == "failed"
-        assert "evicted" in out.why or "put out" in out.why, out.why
-        run.merges("good")
-        merged = run.merged("bad")
-        again = SiteThread(run.toy, "bad", run.address, step_s=STEP_S)
-        with again, pytest.raises(RuntimeError, match="an operator evicted site bad from the run"):
-            again.join(BOUND_S)
-        with pytest.raises(Refused) as caught:
-            run.operator.evict("nobody")
-        assert caught.value.status is Status.NOT_FOUND
-        assert run.merged("bad") == merged
-        run.operator.drain()
-        done = good.join(BOUND_S)
-    audit(run.toy, [run.log], {"bad": [bad.log], "good": [good.log]}, {"good": done})
-    # It stopped at once, so that an update under merge then is in flight in its own books for ever.
-    assert out.ledger["processed"] == sum(out.ledger[part] for part in out.ledger if part != "processed"), out.ledger
-
-
-@pytest.mark.slow
-def test_a_run_is_drained_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((JournalFiles, "prune"), (Spool, "keep")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # So that they are as they were afterwards.
-    archive(tmp_path / "archive", tmp_path / "syncer")
-    logs: list[Log] = []
-    seen: dict[str, list[Log]] = {"a": [], "b": []}
-    tokens = 0
-    for part in range(2):
-        with running(tmp_path) as run:
-            logs.append(run.log)
-            sites = [run.site(name, checkpoint_every=4) for name in "ab"]
-            for site in sites:
-                seen[site.site].append(site.log)
-                run.merges(site.site)
-            assert run.syncer.core.ask(lambda machine: machine.state.phase) is Phase.RUNNING
-            run.operator.drain()
-            done = {site.site: site.join(BOUND_S) for site in sites}
-            assert run.syncer.wait(BOUND_S) is not None
-            for name, end in done.items():
-                assert end.ending == "drained"
-                # What came after the last checkpoint was sent in the last round, and the next part is told of it.
-                assert end.ledger["merged"] == end.ledger["processed"], (part, name, end)
-            total = run.merged("a") + run.merged("b")
-            assert total > tokens
-            tokens = total
-    audit(run.toy, logs, seen, done)
-    assert history(run.toy).machine.state.epoch == 2
 
 
 def test_a_process_of_another_folder_waits_for_the_silence_of_a_live_one_unless_it_takes_over(tmp_path: Path) -> None:
@@ -168,28 +104,6 @@ def test_a_process_of_another_folder_waits_for_the_silence_of_a_live_one_unless_
     history(run.toy)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
-def test_a_site_with_two_gloo_ranks_joins_a_run_of_single_processes(tmp_path: Path, adopt: str) -> None:
-    with running(tmp_path, adopt=adopt) as run:
-        single = run.site("single")
-        mine = {"site": "pair", "address": run.address, "step_s": STEP_S, "world": 2, "master_port": free_port()}
-        ranks = [run.alive.enter_context(Process("rank", run.toy, None, rank=rank, **mine)) for rank in (0, 1)]
-        run.merges("pair", 200)
-        run.merges("single")
-        run.operator.drain()
-        for rank in ranks:
-            assert rank.wait(BOUND_S) == 0, rank.errors
-        done = single.join(BOUND_S)
-    held = [{event["steps"]: event["digests"] for event in rank.log.of("holds")} for rank in ranks]
-    assert len(held[0]) > 20
-    assert held[0] == held[1], "all ranks hold the same values at every boundary"
-    adopts = len(ranks[0].log.of("adopted"))
-    assert adopts > 10
-    assert not ranks[1].log.of("adopted")
-    audit(run.toy, [run.log], {"single": [single.log], "pair": [ranks[0].log]}, {"single": done})
-
-
 def test_invariant_16_a_cold_site_is_never_a_source_of_state(tmp_path: Path) -> None:
     """A toy site has NaN everywhere until it is given values, and over a slow link that takes its time."""
     with running(tmp_path) as run, RelayProcess() as relay:
@@ -197,7 +111,7 @@ def test_invariant_16_a_cold_site_is_never_a_source_of_state(tmp_path: Path) -> 
         run.merges("warm")
         slow = relay.add("cold", LinkOptions(mbps=0.05), run.address)
         before = tracked(run)
-        cold = run.site("cold", slow, step_s=STEP_S)
+        cold = run.site("cold", slow)
         cold.log.wait_for("joined", 1, BOUND_S)
         assert cold.toy_site.trained == 0
         run.merges("warm")
@@ -209,23 +123,18 @@ def test_invariant_16_a_cold_site_is_never_a_source_of_state(tmp_path: Path) -> 
         run.operator.drain()
         done = {site.site: site.join(BOUND_S) for site in (warm, cold)}
         (joined, *_) = cold.log.of("joined")
-        sealed = cold.log.of("sealed")
-        versions = joined["versions"]
-        assert isinstance(versions, list)
-        for event in sealed:
+        versions: Any = joined["versions"]
+        for event in cold.log.of("sealed"):
             assert int(str(event["base_version"])) >= versions[int(str(event["fragment"]))]
         assert not run.log.of("refused")
         assert all(bool(torch.isfinite(values.published).all()) for values in run.syncer.holdings.values)
     audit(run.toy, [run.log], {"warm": [warm.log], "cold": [cold.log]}, done)
 
 
-def tracked(run: Run) -> list[object]:
+def tracked(run: Run) -> list[tuple[int, ...]]:
     """What the syncer has of the cold site: nothing, whether it knows it or not."""
-    look: Callable[..., list[object]] = lambda machine: [  # noqa: E731
-        (line.watermark, len(line.undecided), line.tokens_merged)
-        for name, site in machine.state.sites.items()
-        if name == "cold"
-        for line in site.lines
-        if line.watermark or line.undecided or line.tokens_merged
-    ]
-    return run.syncer.core.ask(look)
+    lines = run.syncer.core.ask(
+        lambda machine: machine.state.sites["cold"].lines if "cold" in machine.state.sites else []
+    )
+    found = [(line.watermark, len(line.undecided), line.tokens_merged) for line in lines]
+    return [each for each in found if any(each)]

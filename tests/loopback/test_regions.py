@@ -6,9 +6,9 @@ import errno
 import os
 import shutil
 import signal
-import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,7 +34,7 @@ from tests.loopback.speaker import speaker
 from tests.loopback.test_again import CLOCK_S, restore_without
 from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.toy import Toy
-from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import TINY, Place, Verb, wait_for
 
 STEP_S = 0.004
 LONG_S = 180.0
@@ -46,11 +46,6 @@ DEATHS = {
     "coming back": [("pulled", 2), ("spool.site", 4), ("merged", 9), ("syncer.publish", 11)],
     "keeping": [("snapshot.file", 41), ("snapshot.prune", 4), ("journal.prune", 3)],
 }
-HEIRS = {
-    "going up": [("outbox.put", 3), ("outbox.put", 2), ("outbox.drop", 2)],
-    "coming back": [("spool.sync", 3), ("syncer.merge", 3), ("syncer.publish", 5)],
-}
-"""Each of them from when the standby has everything on."""
 
 
 def two_levels(folder: Path, seed: int, budget: int, **changes: object) -> tuple[Toy, dict[str, Toy]]:
@@ -64,13 +59,9 @@ def two_levels(folder: Path, seed: int, budget: int, **changes: object) -> tuple
     return above, {name: replace(below, folder=str(folder / name), port=free_port(), seed=seed + 1) for name in names}
 
 
-def site_names(region: str) -> tuple[str, str]:
-    return f"{region}-1", f"{region}-2"
-
-
-def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]], **changes: object) -> None:
+def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]]) -> None:
     """A whole run, in which region-a dies of ``deaths``, one after the other; everybody's books balance in the end."""
-    toy, regions = two_levels(folder, seed, budget, **changes)
+    toy, regions = two_levels(folder, seed, budget)
     address, bound = f"127.0.0.1:{toy.port}", bound_s(budget)
     logs: dict[str, list[Log]] = {name: [] for name in regions}
     sites: dict[str, list[SiteThread]] = {name: [] for name in regions}
@@ -82,30 +73,25 @@ def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]], **
             life = alive.enter_context(Process("syncer", regions[name], death, site=name, above=address))
             begins(life, [site for each in sites.values() for site in each])
             logs[name].append(life.log)
+            here = f"127.0.0.1:{regions[name].port}"
             if not sites[name]:
-                sites[name] = [
-                    alive.enter_context(SiteThread(regions[name], site, f"127.0.0.1:{regions[name].port}", step_s=step))
-                    for site, step in zip(site_names(name), (STEP_S, 1.7 * STEP_S), strict=True)
-                ]
+                for number, step_s in ((1, STEP_S), (2, 1.7 * STEP_S)):
+                    site = SiteThread(regions[name], f"{name}-{number}", here, step_s=step_s)
+                    sites[name].append(alive.enter_context(site))
             return life
 
         last = {"region-b": begin("region-b")}
         for death in deaths:
             dies(begin("region-a", death), death, seed, budget)
         last["region-a"] = begin("region-a")
-        finished = {site.site: site.join(bound) for each in sites.values() for site in each}
+        finished = {name: {site.site: site.join(bound) for site in sites[name]} for name in regions}
         for name, life in last.items():
             assert life.wait(bound) == 0, f"{name}: {life.errors}"
         assert top.wait(bound) == 0, top.errors
-    told = {
-        name: audit(
-            regions[name],
-            logs[name],
-            {site: [each.log] for site, each in zip(site_names(name), sites[name], strict=True)},
-            {site: finished[site] for site in site_names(name)},
-        )
-        for name in regions
-    }
+    told = {}
+    for name, region in regions.items():
+        seen = {site.site: [site.log] for site in sites[name]}
+        told[name] = audit(region, logs[name], seen, finished[name])
     both_levels_agree(history(toy), told)
 
 
@@ -119,8 +105,7 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
         assert 0 <= found.ledger.merged - sum(line_tokens) // len(line_tokens) <= 1, "to rounding"
         if not below.began:  # A later lineage knows of the earlier ones what is merged above.
             assert found.ledger.processed >= below.machine.state.run_tokens() > 0
-        assert found.ledger.refused == found.ledger.lost == 0, found
-        assert found.ledger.in_flight == 0, found
+        assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
         if min(found.versions) == 0:
             raise EndedTooSoonError(f"nothing came back to {name}")  # A longer run is to show that it does.
         assert above.machine.state.sites[name].status.value == "left"
@@ -129,104 +114,8 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", DEATHS)
 def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> None:
-    def once(folder: Path, budget: int) -> None:
-        play(folder, budget, seed_of(chapter), DEATHS[chapter])
-
+    once = partial(play, seed=seed_of(chapter), deaths=DEATHS[chapter])
     long_enough(tmp_path, once, BUDGET // 2 if chapter == "there and back" else 2 * BUDGET)
-
-
-def goes_on(life: Process, what: str, count: int, bound: float) -> None:
-    """Wait until ``life`` has said ``what`` so often, in a run that is not over by then."""
-    eventually(lambda: len(life.log.of(what)) >= count or bool(life.log.of("final")), bound, what)
-    if life.log.of("final"):
-        raise EndedTooSoonError(f"the run was over before {count} {what}")
-
-
-def take_over(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]], by: str = "word") -> None:
-    """A region whose syncers die of ``deaths``, each when its standby has everything, which then takes its place.
-
-    It does so ``by`` an operator's word, by a "lossy" one, or by the "lease".
-    """
-    toy, regions = two_levels(folder, seed, budget)
-    region = replace(regions["region-a"], replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2})
-    if by == "lease":
-        region = replace(region, lease=str(folder / "lease.json"))
-    if by == "lossy":  # What a lineage began with is kept for the audit.
-        region = replace(region, retain_steps=4096)
-    above, bound, ports = f"127.0.0.1:{toy.port}", bound_s(budget), (free_port(), free_port())
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    nodes: list[Process] = []
-    sites: list[SiteThread] = []
-    with ExitStack() as alive:
-        top = alive.enter_context(Process("syncer", toy))
-        top.log.wait_for("listening", 1, bound)
-
-        def begin(death: tuple[str, int] | None) -> None:
-            """The next syncer: the first leads, each later one follows the one before."""
-            number = len(nodes)
-            mine: dict[str, object] = {"data": f"node-{number}", "port": ports[number % 2], "late": True}
-            if number:
-                mine["primary"] = addresses[(number - 1) % 2]
-            role = "standby" if number else "syncer"
-            nodes.append(alive.enter_context(Process(role, region, death, site="region-a", above=above, **mine)))
-            nodes[-1].log.wait_for("standing" if number else "listening", 1, bound)
-
-        for death in (*deaths[:1], *deaths[1:2]):
-            begin(death)
-        if len(deaths) == 1:
-            begin(None)
-        sites += [
-            alive.enter_context(SiteThread(region, name, ",".join(addresses), step_s=step))
-            for name, step in zip(site_names("region-a"), (STEP_S, 1.7 * STEP_S), strict=True)
-        ]
-        for number, death in enumerate(deaths):
-            leads, follows = nodes[number], nodes[number + 1]
-            leads.log.wait_for("upstream", 1, bound, where=lambda event: event["event"] == "pushed")
-            if by == "lease":
-                heir = f"names node-{number + 1}-"
-                leads.log.wait_for("note", 1, bound, where=lambda note, heir=heir: heir in str(note.get("why")))
-            leads.send(signal.SIGUSR2)
-            dies(leads, death, seed, budget)
-            for site in sites:  # So that the budget lasts longer.
-                site.toy_site.pause.set()
-            if by != "lease":
-                with AdminClient(addresses[(number + 1) % 2]) as operator:
-                    operator.promote(lossy=by == "lossy")
-            follows.log.wait_for("listening", 1, bound)
-            begin(deaths[number + 2] if number + 2 < len(deaths) else None)
-            goes_on(follows, "standby_attached", 1, bound)
-            for site in sites:
-                site.toy_site.pause.clear()
-            goes_on(follows, "published", len(follows.log.of("published")) + 2, bound)
-        finished = {site.site: site.join(bound) for site in sites}
-        assert nodes[len(deaths)].wait(bound) == 0, nodes[len(deaths)].errors
-        assert top.wait(bound) == 0, top.errors
-    led = nodes[: len(deaths) + 1]
-    whole = one_run(Path(region.folder), [f"node-{number}" for number in range(len(led))])
-    logs = {site.site: [site.log] for site in sites}
-    told = audit(replace(region, folder=str(whole)), [node.log for node in led], logs, finished)
-    both_levels_agree(history(toy), {"region-a": told})
-    retaken = [event["why"] for node in led for event in node.log.of("upstream_retaken")]
-    assert by == "lossy" or retaken == ["first version of a new site"] * toy.fragments, (
-        "what was not above yet is not overwritten"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("chapter", "by"), [("going up", "word"), ("coming back", "word"), ("going up", "lease")])
-def test_the_standby_of_a_region_goes_on_with_all_that_was_on_its_way(tmp_path: Path, chapter: str, by: str) -> None:
-    def once(folder: Path, budget: int) -> None:
-        take_over(folder, budget, seed_of(chapter), HEIRS[chapter], by)
-
-    long_enough(tmp_path, once, 2 * BUDGET)
-
-
-@pytest.mark.slow
-def test_a_standby_that_begins_a_new_lineage_takes_the_values_above(tmp_path: Path) -> None:
-    def once(folder: Path, budget: int) -> None:
-        take_over(folder, budget, seed_of("lossy"), [("outbox.put", 3)], "lossy")
-
-    long_enough(tmp_path, once, 2 * BUDGET)
 
 
 @pytest.mark.slow
@@ -265,30 +154,10 @@ def test_a_standby_sends_the_last_update_of_a_region_that_has_ended(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_region_goes_on_while_the_one_above_is_away(tmp_path: Path) -> None:
-    seed = seed_of("away")
-    toy, regions = two_levels(tmp_path, seed, 1_000_000)
-    region, address = regions["region-a"], f"127.0.0.1:{toy.port}"
-    with ExitStack() as alive:
-        top = alive.enter_context(Process("syncer", toy))
-        life = alive.enter_context(Process("syncer", region, site="region-a", above=address))
-        here = f"127.0.0.1:{region.port}"
-        site = alive.enter_context(SiteThread(region, "region-a-1", here, step_s=STEP_S))
-        life.log.wait_for("upstream", 2, 60.0, where=lambda event: event["event"] == "pushed")
-        top.kill()
-        before = len(life.log)
-        life.log.wait_for("published", 20, 60.0, since=before)
-        assert site.toy_site.trained
-        top = alive.enter_context(Process("syncer", toy))
-        life.log.wait_for("upstream", 3, 60.0, since=before, where=lambda event: event["event"] == "pushed")
-        time.sleep(0.1)
-        assert life.wait(0.0) is None
-
-
-@pytest.mark.slow
-def test_a_region_that_has_ended_goes_on_after_a_restore_above(tmp_path: Path) -> None:
+def test_a_region_that_has_ended_goes_on_after_a_restore_above_and_else_stays_so(tmp_path: Path) -> None:
     toy, regions = two_levels(tmp_path, seed_of("restored"), BUDGET, retain_steps=10**6)
-    region, address, bound = regions["region-a"], f"127.0.0.1:{toy.port}", bound_s(BUDGET)
+    region, bound = regions["region-a"], bound_s(BUDGET)
+    mine = {"site": "region-a", "above": f"127.0.0.1:{toy.port}"}
 
     def play_to_the_end() -> tuple[Process, Process]:
         """Start everything, what was there already as well, and wait for the end; the two syncers."""
@@ -297,20 +166,23 @@ def test_a_region_that_has_ended_goes_on_after_a_restore_above(tmp_path: Path) -
             top.log.wait_for("listening", 1, bound)
             here = f"127.0.0.1:{region.port}"
             site = alive.enter_context(SiteThread(region, "region-a-1", here, step_s=STEP_S))
-            life = alive.enter_context(Process("syncer", region, site="region-a", above=address))
+            life = alive.enter_context(Process("syncer", region, **mine))
             assert site.join(bound).ending == "finished"
             assert life.wait(bound) == 0, life.errors
             assert top.wait(bound) == 0, top.errors
         return top, life
 
     top, _ = play_to_the_end()
+    with Process("syncer", region, **mine) as life:  # Nobody above says anything.
+        assert life.wait(bound) == 0, life.errors
+        assert [note["note"] for note in life.log.of("note")] == ["stays_finished"]
+        assert life.log.of("ended") == [{"what": "ended", "ending": "finished"}]
     last = max(int(str(event["version"])) for event in top.log.of("published"))
     restore_without(toy, [Selection("region-a", "versions", last - 1, last)])
     top, life = play_to_the_end()
     assert life.log.of("resumed")
-    assert {str(event["why"]) for event in life.log.of("upstream_retaken")} == {
-        f"the run was restored: lineage {CLOCK_S}"
-    }
+    whys = {str(event["why"]) for event in life.log.of("upstream_retaken")}
+    assert whys == {f"the run was restored: lineage {CLOCK_S}"}
     assert any(event["merged"] for event in top.log.of("published")), "the region has sent more"
     state, below = history(toy).machine.state, history(region).machine.state
     assert (state.phase, below.phase) == (Phase.ENDED, Phase.ENDED)
@@ -321,34 +193,14 @@ def test_a_region_that_has_ended_goes_on_after_a_restore_above(tmp_path: Path) -
     assert state.sites["region-a"].status.value == "left"
 
 
-@pytest.mark.slow
-def test_a_region_that_has_ended_stays_so_without_a_word_from_above(tmp_path: Path) -> None:
-    toy, regions = two_levels(tmp_path, seed_of("over"), BUDGET // 2)
-    region, address, bound = regions["region-a"], f"127.0.0.1:{toy.port}", bound_s(BUDGET)
-    with ExitStack() as alive:
-        top = alive.enter_context(Process("syncer", toy))
-        top.log.wait_for("listening", 1, bound)
-        life = alive.enter_context(Process("syncer", region, site="region-a", above=address))
-        here = f"127.0.0.1:{region.port}"
-        alive.enter_context(SiteThread(region, "region-a-1", here, step_s=STEP_S)).join(bound)
-        assert life.wait(bound) == 0, life.errors
-        assert top.wait(bound) == 0, top.errors
-    with Process("syncer", region, site="region-a", above=address) as life:
-        assert life.wait(bound) == 0, life.errors
-        assert [note["note"] for note in life.log.of("note")] == ["stays_finished"]
-        assert life.log.of("ended") == [{"what": "ended", "ending": "finished"}]
-
-
 def test_a_run_neither_becomes_a_region_nor_ceases_to_be_one(tmp_path: Path) -> None:
     toy, regions = two_levels(tmp_path, 1, 1_000_000)
     region, address = regions["region-a"], f"127.0.0.1:{toy.port}"
     here = f"127.0.0.1:{region.port}"
     with ExitStack() as alive:
         alive.enter_context(Process("syncer", toy))
-        with (
-            Process("syncer", region, site="region-a", above=address) as life,
-            SiteThread(region, "s", here, step_s=STEP_S),
-        ):
+        begun = Process("syncer", region, site="region-a", above=address)
+        with begun as life, SiteThread(region, "s", here, step_s=STEP_S):
             life.log.wait_for("published", 3, 60.0)
         for given in ({}, {"site": "region-b", "above": address}):
             with Process("syncer", region, **given) as life:
@@ -362,197 +214,144 @@ def test_a_run_neither_becomes_a_region_nor_ceases_to_be_one(tmp_path: Path) -> 
             assert "has begun without a syncer above" in life.errors
 
 
-@pytest.mark.slow
-def test_the_verbs_make_a_run_of_two_levels_and_a_region_is_killed(tmp_path: Path) -> None:
-    with place_in(tmp_path) as place:
-        shared = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30", "outer.final_wait_s=60"]
-        top, address = place.syncer("top", *shared)
-        ports = {name: free_port() for name in ("east", "west")}
+# --- As the processes that a user starts -----------------------------------------------------------------------------
 
-        def region(name: str) -> Verb:
-            upstream = [f"upstream.endpoint={address}", f"upstream.site_id={name}", "upstream.updates=4"]
-            own = [f"cluster.syncer.listen=127.0.0.1:{ports[name]}", "outer.lr=0.5", "site.finish_timeout_s=60"]
-            return place.start(f"region-{name}", "syncer", *TINY, f"run.name={name}", *shared, *own, *upstream)
+LEVELS = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30"]
+WAITS = "outer.final_wait_s=60"
+EAST = ["run.name=east", "outer.lr=0.5", "site.finish_timeout_s=60", "upstream.site_id=east", "upstream.updates=4"]
 
-        lives = {name: region(name) for name in ports}
-        sites = [
-            place.site(
-                name,
-                f"127.0.0.1:{port}",
-                f"{name}-{number}",
-                *shared,
-                "outer.lr=0.5",
-                f"site.index={2 * (name == 'west') + number}",
-                "site.num_sites=4",
-            )
-            for name, port in ports.items()
-            for number in (0, 1)
-        ]
-        wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", lives["east"].text, LONG_S)
-        lives["east"].kill()
-        before = {name: len(gone_up(place, name)) for name in ports}
-        lives["east"] = region("east")
-        more = lambda: all(len(gone_up(place, name)) > before[name] + 1 for name in ports)  # noqa: E731
-        wait_for(more, "more of them", lives["east"].text, LONG_S)
-        top.signal(signal.SIGINT)
-        for verb in (*sites, *lives.values(), top):
-            assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
-        (_, again) = place.seen("east", "syncer", "syncer_started")
-        assert again["versions"] != [0]
-        losses = [event["loss"] for event in place.seen("east", "east-0", "step")]
-        assert float(str(losses[-1])) < float(str(losses[0])) - 1, losses
+
+def serves(place: Place, name: str, *settings: str) -> Verb:
+    """A syncer with these settings, once it serves."""
+    verb = place.start(f"{name}-{len(place.verbs)}", "syncer", *TINY, *LEVELS, *settings)
+    wait_for(lambda: "listening on" in verb.text(), name, verb.text)
+    return verb
+
+
+def two_sites(place: Place, address: str, *settings: str) -> list[Verb]:
+    """Both sites of the region."""
+    shared = [*LEVELS, "outer.lr=0.5", "site.num_sites=2", *settings]
+    return [place.site("east", address, f"east-{each}", *shared, f"site.index={each}") for each in (0, 1)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source", [("--from-site", "runs/east/sites/east-0"), ("--from", "vault")], ids=["site", "backup"]
 )
-def test_a_region_whose_disk_is_lost_is_restored(tmp_path: Path, source: tuple[str, str]) -> None:
-    with place_in(tmp_path) as place:
-        shared = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30", "outer.final_wait_s=60"]
-        top, address = place.syncer("top", *shared)
-        here = f"127.0.0.1:{free_port()}"
-        upstream = [f"upstream.endpoint={address}", "upstream.site_id=east", "upstream.updates=4"]
-        own = [f"cluster.syncer.listen={here}", "outer.lr=0.5", "site.finish_timeout_s=60", *upstream]
-        own += ["cluster.syncer.backup=vault", "cluster.syncer.backup_every_s=1"]
+def test_a_region_whose_disk_is_lost_is_restored(place: Place, source: tuple[str, str]) -> None:
+    top, address = place.syncer("top", *LEVELS, WAITS)
+    here = f"127.0.0.1:{free_port()}"
+    own = [*EAST, WAITS, f"upstream.endpoint={address}", f"cluster.syncer.listen={here}"]
+    own += ["cluster.syncer.backup=vault", "cluster.syncer.backup_every_s=1"]
+    first = serves(place, "region", *own)
+    sites = two_sites(place, here, WAITS)
+    checkpoints = lambda: place.seen("east", "east-0", "checkpoint")  # noqa: E731
+    wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", first.text, LONG_S)
+    seen = len(checkpoints())
+    wait_for(lambda: len(checkpoints()) > seen + 1, "a checkpoint of a site", sites[0].text, LONG_S)
+    wait_for(lambda: place.seen("east", "syncer", "backup"), "a backup", first.text, LONG_S)
+    first.kill()
+    shutil.rmtree(place.folder / "runs/east/syncer")
+    code, said = place.run("syncer", *TINY, *LEVELS, *own, bound_s=LONG_S)
+    assert code == ExitCode.FAILED
+    assert "diloco restore restores it from a backup or a warm site" in said
+    code, said = place.run("restore", "runs/east", *source, bound_s=LONG_S)
+    assert code == 0, said
+    assert "takes the values of the run above" in said
+    before, again = len(gone_up(place, "east")), serves(place, "region", *own)
+    more = lambda: len(gone_up(place, "east")) > before + 1 or again.process.poll() is not None  # noqa: E731
+    wait_for(more, "more updates above", again.text, LONG_S)
+    assert again.process.poll() is None, again.text()
+    # A restored syncer does not wait for a site that has not come back: that one would not hear of the end.
+    back = lambda: all(len(place.seen("east", name, "joined")) > 1 for name in ("east-0", "east-1"))  # noqa: E731
+    wait_for(back, "both sites again", again.text, LONG_S)
+    top.signal(signal.SIGINT)
+    for verb in (*sites, again, top):
+        assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+    for number in (0, 1):
+        assert place.seen("east", f"east-{number}", "started_over"), "it has heard of the new lineage"
+    above, below = (last_state(compose([*TINY, *LEVELS]), place.folder / "runs" / run) for run in ("top", "east"))
+    found = standing(below)
+    assert found is not None
+    assert found.ledger.balanced()
+    assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
+    assert found.ledger.merged == above.sites["east"].lines[0].tokens_merged
 
-        def region() -> Verb:
-            return place.start(f"region-{len(place.verbs)}", "syncer", *TINY, "run.name=east", *shared, *own)
 
-        first = region()
-        sites = [
-            place.site("east", here, f"east-{number}", *shared, "outer.lr=0.5", *share)
-            for number in (0, 1)
-            for share in [[f"site.index={number}", "site.num_sites=2"]]
-        ]
-        checkpoints = lambda: place.seen("east", "east-0", "checkpoint")  # noqa: E731
-        wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", first.text, LONG_S)
-        seen = len(checkpoints())
-        wait_for(lambda: len(checkpoints()) > seen + 1, "a checkpoint of a site", sites[0].text, LONG_S)
-        wait_for(lambda: place.seen("east", "syncer", "backup"), "a backup", first.text, LONG_S)
-        first.kill()
-        shutil.rmtree(tmp_path / "runs/east/syncer")
-        refused = region()
-        assert refused.end(LONG_S) == ExitCode.FAILED
-        assert "diloco restore restores it from a backup or a warm site" in refused.text()
-        code, said = place.run("restore", "runs/east", *source, bound_s=LONG_S)
-        assert code == 0, said
-        assert "takes the values of the run above" in said
-        before, again = len(gone_up(place, "east")), region()
-        more = lambda: len(gone_up(place, "east")) > before + 1 or again.process.poll() is not None  # noqa: E731
-        wait_for(more, "more updates above", again.text, LONG_S)
-        assert again.process.poll() is None, again.text()
-        # A restored syncer does not wait for a site that has not come back: that one would not hear of the end.
-        back = lambda: all(len(place.seen("east", name, "joined")) > 1 for name in ("east-0", "east-1"))  # noqa: E731
-        wait_for(back, "both sites again", again.text, LONG_S)
-        top.signal(signal.SIGINT)
-        for verb in (*sites, again, top):
-            assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
-        for number in (0, 1):
-            assert place.seen("east", f"east-{number}", "started_over"), "it has heard of the new lineage"
-        above, below = (last_state(compose([*TINY, *shared]), tmp_path / "runs" / run) for run in ("top", "east"))
+@pytest.mark.slow
+def test_each_of_two_syncers_of_a_region_is_a_site_of_the_one_above_of_its_number(place: Place) -> None:
+    """One of the region's is killed on the way; the run above ends by itself, and each pair's books balance."""
+    two = ["run.seconds=null", "run.tokens=20000", "outer.num_fragments=4", "outer.num_syncers=2"]
+    ports = {run: (free_port(), free_port()) for run in ("top", "east")}
+    addresses = {run: "/".join(f"127.0.0.1:{port}" for port in both) for run, both in ports.items()}
+    own = {"top": ["run.name=top", WAITS], "east": [*EAST, f"upstream.endpoint={addresses['top']}"]}
+
+    def syncer(run: str, index: int) -> Verb:
+        mine = [f"cluster.syncer.index={index}", f"cluster.syncer.listen=127.0.0.1:{ports[run][index]}"]
+        return serves(place, f"{run}-{index}", *two, *own[run], *mine)
+
+    top = [syncer("top", index) for index in range(2)]
+    east = [syncer("east", index) for index in range(2)]
+    sites = two_sites(place, addresses["east"], *two)
+    up = lambda: len(gone_up(place, "east", "syncer-1"))  # noqa: E731
+    wait_for(lambda: up() >= 2, "updates above", sites[0].text, LONG_S)
+    east[1].kill()
+    before, east[1] = up(), syncer("east", 1)
+    wait_for(lambda: up() > before + 1, "more of them", east[1].text, LONG_S)
+    for verb in (*sites, *east, *top):
+        assert verb.end(LONG_S) == ExitCode.OK, f"{verb.name}: {verb.text()}"
+    (_, again) = place.seen("east", "syncer-1", "syncer_started")
+    assert again["versions"] != [0, 0]
+    losses = [event["loss"] for event in place.seen("east", "east-0", "step")]
+    assert float(str(losses[-1])) < float(str(losses[0])) - 1, losses
+    for index in range(2):
+        config = at(compose([*TINY, *LEVELS, *two]), index)
+        above, below = (last_state(config, place.folder / "runs" / run / "syncers" / str(index)) for run in ports)
         found = standing(below)
         assert found is not None
+        assert len(found.versions) == len(above.fragments) == 2
+        assert min(found.versions) > 0
         assert found.ledger.balanced()
+        merged = sum(line.tokens_merged for line in above.sites["east"].lines)
+        assert merged >= 2 * 20_000, "over two fragments"
+        assert 0 <= found.ledger.merged - merged // 2 <= 1, "to rounding"
+        assert found.ledger.processed >= below.run_tokens() > 0
         assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
-        assert found.ledger.merged == above.sites["east"].lines[0].tokens_merged
+        assert above.sites["east"].status.value == "left"
 
 
 @pytest.mark.slow
-def test_each_of_two_syncers_of_a_region_is_a_site_of_the_one_above_of_its_number(tmp_path: Path) -> None:
-    """One of the region's is killed on the way; the run above ends by itself, and each pair's books balance."""
-    shared = ["run.seconds=null", "run.tokens=20000", "outer.num_fragments=4", "outer.num_syncers=2"]
-    shared += ["outer.round_updates=1", "outer.staleness_max=30"]
-    ports = {run: (free_port(), free_port()) for run in ("top", "east")}
-    addresses = {run: "/".join(f"127.0.0.1:{port}" for port in two) for run, two in ports.items()}
-    upstream = [f"upstream.endpoint={addresses['top']}", "upstream.site_id=east", "upstream.updates=4"]
-    own = {"top": ["outer.final_wait_s=60"], "east": ["outer.lr=0.5", "site.finish_timeout_s=60", *upstream]}
-    with place_in(tmp_path) as place:
-
-        def syncer(run: str, index: int) -> Verb:
-            mine = [f"cluster.syncer.index={index}", f"cluster.syncer.listen=127.0.0.1:{ports[run][index]}"]
-            name = f"{run}-{index}-{len(place.verbs)}"
-            verb = place.start(name, "syncer", *TINY, *shared, f"run.name={run}", *own[run], *mine)
-            wait_for(lambda: "listening on" in verb.text(), name, verb.text)
-            return verb
-
-        top = [syncer("top", index) for index in range(2)]
-        east = [syncer("east", index) for index in range(2)]
-        sites = [
-            place.site("east", addresses["east"], f"east-{number}", *shared, "outer.lr=0.5", *share)
-            for number in (0, 1)
-            for share in [[f"site.index={number}", "site.num_sites=2"]]
-        ]
-        up = lambda: len(gone_up(place, "east", "syncer-1"))  # noqa: E731
-        wait_for(lambda: up() >= 2, "updates above", sites[0].text, LONG_S)
-        east[1].kill()
-        before, east[1] = up(), syncer("east", 1)
-        wait_for(lambda: up() > before + 1, "more of them", east[1].text, LONG_S)
-        for verb in (*sites, *east, *top):
-            assert verb.end(LONG_S) == ExitCode.OK, f"{verb.name}: {verb.text()}"
-        for index in range(2):
-            config = at(compose([*TINY, *shared]), index)
-            above, below = (last_state(config, tmp_path / "runs" / run / "syncers" / str(index)) for run in ports)
-            found = standing(below)
-            assert found is not None
-            assert len(found.versions) == len(above.fragments) == 2
-            assert min(found.versions) > 0
-            assert found.ledger.balanced()
-            merged = sum(line.tokens_merged for line in above.sites["east"].lines)
-            assert merged >= 2 * 20_000, "over two fragments"
-            assert 0 <= found.ledger.merged - merged // 2 <= 1, "to rounding"
-            assert found.ledger.processed >= below.run_tokens() > 0
-            assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
-            assert above.sites["east"].status.value == "left"
-
-
-@pytest.mark.slow
-def test_the_standby_of_a_region_takes_over_while_the_one_above_is_away(tmp_path: Path) -> None:
-    shared = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30", "outer.final_wait_s=60"]
+def test_the_sites_of_a_region_go_on_and_its_standby_takes_over_while_the_one_above_is_away(place: Place) -> None:
     top, first, second = (f"127.0.0.1:{free_port()}" for _ in range(3))
-    own = ["run.name=east", "outer.lr=0.5", "site.finish_timeout_s=60", "cluster.replication.mode=sync"]
-    own += ["cluster.replication.timeout_s=2"]
-    own += [f"upstream.endpoint={top}", "upstream.site_id=east", "upstream.updates=4"]
-    with place_in(tmp_path) as place:
-
-        def above() -> Verb:
-            name = f"top-{len(place.verbs)}"
-            verb = place.start(name, "syncer", *TINY, *shared, "run.name=top", f"cluster.syncer.listen={top}")
-            wait_for(lambda: "listening on" in verb.text(), name, verb.text)
-            return verb
-
-        life = above()
-        region = place.start("east", "syncer", *TINY, *shared, *own, f"cluster.syncer.listen={first}")
-        follows = [f"cluster.syncer.listen={second}", f"cluster.standby.primary={first}"]
-        plain = [text for text in own if not text.startswith("upstream.")]
-        wrong = ["cluster.standby.name=wrong", *follows]
-        mistaken = place.start("wrong", "standby", "follow", *TINY, *shared, *plain, *wrong)
-        assert mistaken.end() == ExitCode.MISMATCH, mistaken.text()
-        assert "upstream.endpoint is null, and this run is the region 'east' of a run above" in mistaken.text()
-        standby = place.start("standby", "standby", "follow", *TINY, *shared, *own, *follows)
-        sites = [
-            place.site("east", f"{first},{second}", f"east-{number}", *shared, "outer.lr=0.5", *share)
-            for number in (0, 1)
-            for share in [[f"site.index={number}", "site.num_sites=2"]]
-        ]
-        wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", region.text, LONG_S)
-        life.kill()
-        region.kill()
-        code, said = place.run("standby", "promote", second)
-        assert code == 0, said
-        published = lambda: len(place.seen("east", "syncer", "published"))  # noqa: E731
-        before = published()
-        wait_for(lambda: published() > before + 4, "versions for the region's sites", standby.text, LONG_S)
-        before, life = len(gone_up(place, "east")), above()
-        wait_for(lambda: len(gone_up(place, "east")) > before + 1, "more updates above", standby.text, LONG_S)
-        life.signal(signal.SIGINT)
-        for verb in (*sites, standby, life):
-            assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
-        assert [event["why"] for event in place.seen("east", "syncer", "upstream_retaken")] == [
-            "first version of a new site"
-        ]
-        code, said = place.run("journal", "verify", "runs/east")
-        assert code == 0, said
+    own = [*EAST, WAITS, f"upstream.endpoint={top}", "cluster.replication.mode=sync", "cluster.replication.timeout_s=2"]
+    above = ["run.name=top", WAITS, f"cluster.syncer.listen={top}"]
+    follows = ["standby", "follow", *TINY, *LEVELS]
+    follows += [f"cluster.syncer.listen={second}", f"cluster.standby.primary={first}"]
+    life = serves(place, "top", *above)
+    region = serves(place, "east", *own, f"cluster.syncer.listen={first}")
+    plain = [text for text in own if not text.startswith("upstream.")]
+    code, said = place.run(*follows, *plain, "cluster.standby.name=wrong")
+    assert code == ExitCode.MISMATCH, said
+    assert "upstream.endpoint is null, and this run is the region 'east' of a run above" in said
+    standby = place.start("standby", *follows, *own)
+    sites = two_sites(place, f"{first},{second}", WAITS)
+    wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", region.text, LONG_S)
+    life.kill()
+    region.kill()
+    code, said = place.run("standby", "promote", second)
+    assert code == 0, said
+    published = lambda: len(place.seen("east", "syncer", "published"))  # noqa: E731
+    before = published()
+    wait_for(lambda: published() > before + 4, "versions for the region's sites", standby.text, LONG_S)
+    before, life = len(gone_up(place, "east")), serves(place, "top", *above)
+    wait_for(lambda: len(gone_up(place, "east")) > before + 1, "more updates above", standby.text, LONG_S)
+    life.signal(signal.SIGINT)
+    for verb in (*sites, standby, life):
+        assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+    whys = [event["why"] for event in place.seen("east", "syncer", "upstream_retaken")]
+    assert whys == ["first version of a new site"]
+    code, said = place.run("journal", "verify", "runs/east")
+    assert code == 0, said
 
 
 def last_state(config: RunConfig, folder: Path) -> OuterState:

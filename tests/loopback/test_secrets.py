@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.processes import ROOT, TINY, Place, Verb, place_in, wait_for
+from diloco.runs.process import descendants
+from tests.runs.processes import ROOT, TINY, Place, place_in, wait_for
 
 BOUND_S = 120.0
 VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN")
@@ -50,22 +50,6 @@ class Marked:
         return [f"{what} is in {where}" for what, secret in self.known.items() if secret in data]
 
 
-def descendants(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children = ""
-        with contextlib.suppress(FileNotFoundError):  # The thread has ended since it was listed.
-            children = (task / "children").read_text()
-        for child in children.split():
-            yield from descendants(int(child))
-
-
-def page(address: str) -> bytes:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(address, timeout=20) as answer:
-        return bytes(answer.read())
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     (tmp_path / "place").mkdir()
@@ -98,18 +82,13 @@ def refused(place: Place, marked: Marked, shown: list[str], address: str) -> Non
     etcd = "cluster:\n  lease:\n    kind: etcd\n    endpoints: ['http://root:{}@127.0.0.1:1']\n"
     lease = marked.file("lease.yaml", etcd.format(token))
     wrong = marked.file("wrong-token", marked.new("token of another run"))
-    listen = "cluster.syncer.listen=127.0.0.1:0"
     site = [*TINY, "run.name=marked", f"site.syncer={address}", "site.id=site-c", *shown]
+    syncer = ["syncer", *TINY, "cluster.syncer.listen=127.0.0.1:0"]
     for words, arguments in {
         f"site.token_file {open_file} can be read": ["site", *site, f"site.token_file={open_file}"],
         "token is not known": ["site", *site, f"site.token_file={wrong}"],
-        f"cluster.syncer.tokens_file {torn} is not JSON": [
-            "syncer",
-            *TINY,
-            listen,
-            f"cluster.syncer.tokens_file={torn}",
-        ],
-        "the token of site-a": ["syncer", *TINY, listen, f"cluster.syncer.tokens_file={short}"],
+        f"cluster.syncer.tokens_file {torn} is not JSON": [*syncer, f"cluster.syncer.tokens_file={torn}"],
+        "the token of site-a": [*syncer, f"cluster.syncer.tokens_file={short}"],
         "site.token": ["site", "--config", str(unknown)],
         "site.join_timeout_s": ["site", "--config", str(odd)],
         f"{broken} cannot be read": ["site", "--config", str(broken)],
@@ -141,24 +120,22 @@ def certificates(place: Place, marked: Marked) -> tuple[list[str], dict[str, lis
     return [*settings["127.0.0.1"], f"cluster.syncer.tokens_file={tokens_file}"], callers
 
 
-def started(place: Place, name: str, *arguments: str) -> Verb:
-    """As a program of its own, whose command line others can see."""
-    return place.start(name, *arguments, source=place.folder.parent / "source")
-
-
 @pytest.mark.slow
 def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked: Marked) -> None:
     mine, callers = certificates(place, marked)
     run = [*TINY, "run.name=marked", "inner.checkpoint_every_steps=10"]
     more = ["cluster.syncer.metrics=0", "cluster.syncer.backup=backups", "cluster.syncer.backup_every_s=1"]
-    syncer = started(place, "syncer", "syncer", *run, "cluster.syncer.listen=127.0.0.1:0", *mine, *more)
+    # Each is a program of its own, whose command line others can see.
+    source = place.folder.parent / "source"
+    listen = "cluster.syncer.listen=127.0.0.1:0"
+    syncer = place.start("syncer", "syncer", *run, listen, *mine, *more, source=source)
     serves = place.folder / "runs/marked/syncer.address"
     wait_for(lambda: serves.is_file() or syncer.process.poll() is not None, "the syncer", syncer.text)
     address, admin = serves.read_text(), callers["admin"]
     sites = {}
     for name, own in (("site-a", ["site.nproc=2", "site.metrics=0"]), ("site-b", [])):
         own += [f"site.syncer={address}", f"site.id={name}", *callers[name]]
-        sites[name] = started(place, name, "site", *run, *own)
+        sites[name] = place.start(name, "site", *run, *own, source=source)
     refused(place, marked, [each for each in callers["site-b"] if "token_file" not in each], address)
     for name, site in sites.items():
         wait_for(lambda name=name: place.seen("marked", name, "adopted"), "exchanges", site.text, BOUND_S)  # type: ignore[misc]
@@ -166,13 +143,15 @@ def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked:
 
     found = []
     for verb in (syncer, *sites.values()):
-        for pid in descendants(verb.process.pid):
+        for pid in (verb.process.pid, *descendants(verb.process.pid)):
             found += marked.found_in(f"the command line of {verb.name}", Path(f"/proc/{pid}/cmdline").read_bytes())
             assert resource.prlimit(pid, resource.RLIMIT_CORE)[0] in (0, 1), verb.name
     pages = re.findall(r"http://\S+/metrics", syncer.text() + str(place.seen("marked", "site-a", "metrics")[0]))
     assert len(pages) == 2
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for each in pages:
-        found += marked.found_in(each, page(each.rstrip("'}")))
+        with opener.open(each.rstrip("'}"), timeout=20) as answer:
+            found += marked.found_in(each, answer.read())
 
     os.kill(sites["site-b"].process.pid, signal.SIGABRT)
     # Python lists the frames of all threads, which run on meanwhile: that may itself end in a fault.

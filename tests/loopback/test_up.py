@@ -6,26 +6,17 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
-from diloco.observe.summary import complaints
-from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import TINY, Place, Verb, wait_for
 from tests.runs.test_supervise import alive
 
 SITES = ["cluster=one", "cluster.sites.site-b.slowdown=1.3", "network.rtt_ms=20"]
 UP = [*TINY, *SITES, "outer.final_wait_s=5"]
 BOUND_S = 120.0
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with place_in(tmp_path) as made:
-        yield made
 
 
 def started_pids(place: Place, run: str) -> list[int]:
@@ -47,30 +38,6 @@ def merging(place: Place, run: str, verb: Verb, updates: int = 3) -> None:
         BOUND_S,
     )
     assert verb.process.poll() is None, verb.text()
-
-
-@pytest.mark.slow
-def test_a_run_with_a_killed_site_ends_by_itself(place: Place) -> None:
-    (place.folder / "faults.yaml").write_text("- {at_s: 1, do: kill, target: site-b, for_s: 0.5}")
-    settings = [*UP, "run.name=otter", "run.seconds=30", "scenario=faults.yaml"]
-    code, text = place.run("up", *settings, bound_s=BOUND_S)
-    assert code == 0, text
-    summary = summary_of(place, "otter")
-    assert complaints(summary) == []
-    assert summary["status"] == "ok"
-    assert [fault["target"] for fault in summary["faults"]] == ["site-b"]
-    for name in ("site-a", "site-b"):
-        site = summary["sites"][name]
-        assert site["updates_merged_since_fault"] > 0, (name, text)
-        assert site["bytes_up"] > 0 < site["bytes_down"]
-    assert summary["sites"]["site-b"]["restarts"] == 1
-    assert summary["global"]["val_loss"] < summary["global"]["val_loss_start"]
-    wire = summary["wire"]
-    assert wire["bytes_up"] + wire["bytes_down"] > wire["bytes_joins"] > 0 < wire["bytes_fp32_equivalent"]
-    assert "otter: ok" in text
-    assert (place.folder / "runs" / "latest").resolve().name == "otter"
-    assert (place.folder / "runs" / "otter" / "report.html").is_file()
-    assert not [pid for pid in started_pids(place, "otter") if alive(pid)]
 
 
 @pytest.mark.slow
@@ -115,13 +82,3 @@ def test_children_do_not_outlive_a_killed_parent(place: Place) -> None:
     verb.process.kill()
     verb.process.wait(10)
     wait_for(lambda: not any(alive(pid) for pid in pids), "the children's end", bound_s=10)
-
-
-@pytest.mark.slow
-def test_a_child_that_cannot_start_ends_it_in_one_line(place: Place) -> None:
-    code, text = place.run("up", *UP, "run.name=otter", "site.device=cuda:9", bound_s=BOUND_S)
-    assert code != 0
-    last = text.strip().splitlines()[-1]
-    assert last.startswith("diloco up: ")
-    assert "Traceback" not in last
-    assert not [pid for pid in started_pids(place, "otter") if alive(pid)]

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
 from diloco.inner import checkpoint
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent, Finished
-from diloco.learner.exchange import AgentOptions, Follower
+from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Dealt, Orders
 from diloco.learner.region import Upward
 from diloco.learner.tensors import SiteTensors
@@ -411,7 +410,7 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
         )
         if mine.get("forgets"):
             disk = ForgetfulDisk(Step(mine["forgets"]))
-        {"syncer": run_syncer, "standby": run_standby, "site": run_site, "rank": run_rank}[role](toy, emit, mine, disk)
+        {"syncer": run_syncer, "standby": run_standby, "site": run_site}[role](toy, emit, mine, disk)
     except BaseException:
         emit("error", {"text": traceback.format_exc()})
         raise SystemExit(1) from None  # It is told, and need not be printed as well.
@@ -448,35 +447,7 @@ def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk, warm: War
 
 def run_site(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
     site = ToySite(toy, mine["site"], mine["address"], emit, disk)
-    done = site.run(
-        mine.get("step_s", 0.0),
-        mine.get("until_step", 1 << 60),
-        mine.get("checkpoint_every", 0),
-        lambda steps: emit("trained", {"steps": steps}),
-    )
+    tell = lambda steps: emit("trained", {"steps": steps})  # noqa: E731
+    every = mine.get("checkpoint_every", 0)
+    done = site.run(mine.get("step_s", 0.0), checkpoint_every=every, after=tell)
     emit("finished", asdict(done))
-
-
-def run_rank(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
-    """One of the ranks of a site: all make the same steps, rank 0 speaks to the syncer."""
-    group = SiteGroup(
-        mine["rank"], mine["rank"], mine["world"], master_port=mine["master_port"], device="cpu", timeout_s=30.0
-    )
-    parameters, layout = empty_parameters(toy.shapes), toy.layout()
-    outer: Agent | Follower
-    if group.is_first:
-        outer = toy.agent(mine["site"], mine["address"], parameters, emit, None, group, disk)
-    else:
-        outer = Follower([layout], Holding(parameters, group), toy.adopt)
-    outer.start() if isinstance(outer, Agent) else outer.follow()
-    steps, stop = 0, False
-    while not stop:
-        held = [digest(gather(fragment, parameters)) for fragment in layout.fragments]
-        emit("holds", {"steps": steps, "digests": held})
-        steps += 1
-        time.sleep(mine["step_s"])
-        train(parameters, toy.seed, mine["site"], steps)
-        stop = outer.after_step(StepInfo(steps, 1.0, TOKENS_PER_STEP, 0, 1_000_000, steps, 1.0, 0.1, applied=True)).stop
-    finished = outer.finish()
-    emit("finished", asdict(finished) if finished is not None else {})
-    group.close()

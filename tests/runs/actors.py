@@ -19,13 +19,8 @@ asked: list[int] = []
 
 
 def play_syncer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
-    """Ends after ``seconds`` of all its lives, or when asked to (then it may linger); with ``loses_after`` its data are
-    lost once."""
-    snapshots, lost = folder / "syncer" / "snapshots", folder / "lost"
-    if lost.exists() and not snapshots.exists():
-        print("diloco syncer: there is nothing to go on from", flush=True)
-        return 1
-    (snapshots / "00000001").mkdir(parents=True, exist_ok=True)
+    """Ends after ``seconds`` of all its lives, or when asked to (then it may linger), or when its data are lost."""
+    (folder / "syncer" / "snapshots" / "00000001").mkdir(parents=True, exist_ok=True)
     lived = folder / "lived"
     before = float(lived.read_text()) if lived.exists() else 0.0
     epoch = folder / "epoch"
@@ -43,8 +38,7 @@ def play_syncer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
             "outer_step", {"fragment": 0, "version": version, "sites": {"site-a": 1.0}, "staleness": {"site-a": 0}}
         )
         log.emit("published", {"fragment": 0, "version": version, "bytes": 1, **done})
-        if "loses_after" in options and not lost.exists() and time.monotonic() - began > options["loses_after"]:
-            lost.touch()
+        if "loses_after" in options and time.monotonic() - began > options["loses_after"]:
             shutil.rmtree(folder / "syncer")
             print("diloco syncer: runs/x/syncer is gone", flush=True)
             return 1

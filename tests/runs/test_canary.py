@@ -133,9 +133,9 @@ def test_each_canary_ends_in_an_event_however_it_ends_and_the_next_is_tried(
 
 def test_a_site_that_ends_does_not_wait_for_its_canary_and_0_means_none() -> None:
     events = Events()
+    began = time.monotonic()
     with canaries(saying("import time; time.sleep(600)"), 0.01, events.emit):
         time.sleep(0.3)
-        began = time.monotonic()
     assert time.monotonic() - began < 10
     with canaries(saying("print('{}')"), 0.0, events.emit):
         time.sleep(0.05)
@@ -167,18 +167,30 @@ def held(config: RunConfig) -> Holding:
     return Holding(named_parameters_once(build.build_model(config)), SiteGroup())
 
 
-def test_one_syncer_has_one_agent(tmp_path: Path) -> None:
+TWO = [*SMALL, "outer.num_syncers=2", "site.syncer=127.0.0.1:1/127.0.0.1:2"]
+
+
+def test_each_syncer_has_an_agent_with_a_folder_of_its_own(tmp_path: Path) -> None:
     config = compose(SMALL)
     assert isinstance(made(config, tmp_path), Agent)
     assert (tmp_path / "agent/odometer").is_file()
     assert isinstance(follower_of(config, held(config)), Follower)
+    config = compose(TWO)
+    agents = made(config, tmp_path)
+    assert isinstance(agents, Agents)
+    assert [each.client.address for each in agents._agents] == ["127.0.0.1:1", "127.0.0.1:2"]
+    assert [len(each.tensors.layout.fragments) for each in agents._agents] == [1, 1]
+    for index in range(2):
+        assert (tmp_path / f"agent/syncer-{index}/odometer").is_file()
+    assert [len(each.fragments) for each in follower_of(config, held(config))._layouts] == [1, 1]
+    with pytest.raises(ConfigError, match="site: syncer is 'nowhere'"):
+        made(compose([*SMALL, "site.syncer=nowhere"]), tmp_path)
 
 
 def test_where_every_rank_has_all_no_rank_but_the_first_owns_anything(tmp_path: Path) -> None:
-    config = compose(SMALL)
+    config, two = compose(SMALL), compose(TWO)
     follower = owning_follower_of(config, SiteDir(tmp_path), held(config), None, PLAIN_DISK)
     assert follower.state() == ({}, {})
-    two = compose([*SMALL, "outer.num_syncers=2", "site.syncer=127.0.0.1:1/127.0.0.1:2"])
     restored = Resumed(1, {}, {"parts": [{}, {}]}, (), None)
     assert len(owning_follower_of(two, SiteDir(tmp_path), held(two), restored, PLAIN_DISK)._layouts) == 2
 
@@ -197,8 +209,7 @@ def test_what_a_rank_owns_is_of_the_syncer_that_has_it_also_where_it_owns_nothin
 
     monkeypatch.setattr(site_agent, "deal", deal)
     monkeypatch.setattr(site_agent, "Owner", Owned)
-    sizes = ["model=tiny", "run.name=x", "outer.num_fragments=3", "outer.num_syncers=2", "model.layers=3"]
-    config = compose([*sizes, "site.syncer=127.0.0.1:1/127.0.0.1:2"])
+    config = compose([*TWO, "outer.num_fragments=3", "model.layers=3"])
     follower = owning_follower_of(config, SiteDir(tmp_path), held(config), None, PLAIN_DISK)
     assert [len(layout.fragments) for layout in follower._layouts] == [1, 2]
     assert list(follower.state()[0]) == ["1.base.1"]
@@ -210,19 +221,3 @@ def test_ranks_that_own_fragments_share_what_the_link_has(tmp_path: Path) -> Non
     assert (alone._options.up_mbps, alone._options.down_mbps) == (90, 0.2)
     assert (third._options.up_mbps, third._options.down_mbps) == (30, MBPS_MIN)
     assert _client(compose(SMALL), Dealt((0, 1), {}))._options.up_mbps == 0, "what is learned is each one's own"
-
-
-def test_two_have_one_each_with_a_folder_of_its_own(tmp_path: Path) -> None:
-    config = compose([*SMALL, "outer.num_syncers=2", "site.syncer=127.0.0.1:1/127.0.0.1:2"])
-    agents = made(config, tmp_path)
-    assert isinstance(agents, Agents)
-    assert [each.client.address for each in agents._agents] == ["127.0.0.1:1", "127.0.0.1:2"]
-    assert [len(each.tensors.layout.fragments) for each in agents._agents] == [1, 1]
-    for index in range(2):
-        assert (tmp_path / f"agent/syncer-{index}/odometer").is_file()
-    assert [len(each.fragments) for each in follower_of(config, held(config))._layouts] == [1, 1]
-
-
-def test_an_address_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="site: syncer is 'nowhere'"):
-        made(compose([*SMALL, "site.syncer=nowhere"]), tmp_path)

@@ -42,6 +42,16 @@ def there(config: RunConfig) -> list[Path]:
     return sorted(Path(config.site.memory_folder).iterdir())
 
 
+GROUP = SiteGroup(device="cpu")
+
+
+def made(config: RunConfig, start: int = 0) -> Path:
+    """The site's folder in memory at this start of its ranks."""
+    folder = memory_folder(config, GROUP, start)
+    assert folder is not None
+    return folder
+
+
 def test_only_a_folder_in_memory_will_do(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Path(config.site.memory_folder)
     check_memory_folder(config, mounts(memory, "ramfs"))
@@ -57,43 +67,38 @@ def test_only_a_folder_in_memory_will_do(config: RunConfig, tmp_path: Path, monk
         check_memory_folder(config)
     config.inner.memory_checkpoint_every_steps = 0
     check_memory_folder(config)
-    assert memory_folder(config, SiteGroup(device="cpu"), 0) is None
+    assert memory_folder(config, GROUP, 0) is None
 
 
 def test_a_site_finds_its_own_again_and_removes_what_is_no_more(config: RunConfig) -> None:
-    group = SiteGroup(device="cpu")
-    first = memory_folder(config, group, 0)
-    assert first is not None
+    first = made(config)
     assert first.stat().st_mode & 0o777 == 0o700
     assert first.name.startswith("diloco-x-site-a-")
-    assert memory_folder(config, group, 1) == memory_folder(config, group, 0) == first
+    assert made(config, 1) == made(config) == first
     other = first.parent / "diloco-x-site-b-of-somebody"
     other.mkdir()
     # Who removes the checkpoints on the disk begins anew, and so does who says that nothing is to be resumed.
     (run_dir_of(config).site("site-a").checkpoints / ".memory").unlink()
-    second = memory_folder(config, group, 0)
-    assert second not in (None, first)
+    second = made(config)
+    assert second != first
     assert there(config) == sorted([other, second])
     config.run.resume = "never"
-    assert memory_folder(config, group, 1) == second
-    third = memory_folder(config, group, 0)
-    assert third not in (None, first, second)
+    assert made(config, 1) == second
+    third = made(config)
+    assert third not in (first, second)
     assert there(config) == sorted([other, third])
 
 
 def test_somebody_elses_folder_is_refused(config: RunConfig) -> None:
-    group = SiteGroup(device="cpu")
-    mine = memory_folder(config, group, 0)
-    assert mine is not None
+    mine = made(config)
     mine.chmod(0o755)
-    with pytest.raises(
-        ConfigError, match=r"site.memory_folder: .* not a folder that is this user's alone: '.*diloco-x"
-    ):
-        memory_folder(config, group, 1)
+    words = r"site.memory_folder: .* not a folder that is this user's alone: '.*diloco-x"
+    with pytest.raises(ConfigError, match=words):
+        made(config, 1)
     mine.rmdir()
     mine.symlink_to("/")
-    with pytest.raises(ConfigError, match="not a folder that is this user's alone"):
-        memory_folder(config, group, 1)
+    with pytest.raises(ConfigError, match=words):
+        made(config, 1)
 
 
 @pytest.mark.parametrize(
@@ -108,21 +113,21 @@ def test_somebody_elses_folder_is_refused(config: RunConfig) -> None:
     ],
 )
 def test_nothing_is_left_but_where_a_start_was_refused(config: RunConfig, error: BaseException, left: int) -> None:
-    memory_folder(config, SiteGroup(device="cpu"), 0)
+    made(config)
     with pytest.raises(type(error)), memory_cleared(config):
         raise error
     assert len(there(config)) == left
     with memory_cleared(config):
         assert len(there(config)) == left
     assert there(config) == []
-    memory_folder(config, SiteGroup(device="cpu"), 0)
+    made(config)
     clear_memory(config)
     assert there(config) == []
 
 
 def test_a_machine_that_has_the_sites_folder_elsewhere_leaves_nothing_either(config: RunConfig, tmp_path: Path) -> None:
     """What lies in memory is called after the folder as the first machine sees it."""
-    assert memory_folder(config, SiteGroup(device="cpu"), 0) is not None
+    made(config)
     other = Path(config.site.memory_folder) / "diloco-x-site-a-00000000-of-somebody"
     other.mkdir()
     (tmp_path / "elsewhere").symlink_to(tmp_path / "runs")
@@ -134,19 +139,14 @@ def test_a_machine_that_has_the_sites_folder_elsewhere_leaves_nothing_either(con
 def test_what_a_machine_kept_of_a_life_that_others_did_not_have_is_not_taken_up(
     config: RunConfig, tmp_path: Path
 ) -> None:
-    group = SiteGroup(device="cpu")
     here = Path(config.site.memory_folder)
-    first = memory_folder(config, group, 0)
-    assert first is not None
+    first = made(config)
     # The site goes on from the disk on a machine that has nothing of it, and then where it was before.
-    there = tmp_path / "of-another-machine"
-    there.mkdir()
-    config.site.memory_folder = str(there)
-    second = memory_folder(config, group, 0)
-    assert second is not None
-    assert second.name != first.name
+    elsewhere = tmp_path / "of-another-machine"
+    elsewhere.mkdir()
+    config.site.memory_folder = str(elsewhere)
+    second = made(config)
     config.site.memory_folder = str(here)
-    third = memory_folder(config, group, 0)
-    assert third is not None
-    assert third.name not in (first.name, second.name)
-    assert sorted(here.iterdir()) == [third]
+    third = made(config)
+    assert len({first.name, second.name, third.name}) == 3
+    assert there(config) == [third]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,15 @@ from diloco.runs.process import (
 from tests.forked import forkserver
 from tests.integrations.serving import serving
 from tests.runs import elsewhere
+from tests.runs.processes import ROOT
 from tests.runs.test_supervise import alive, until
+
+
+def in_a_new_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != SUPPORT}
+    whole = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, *arguments], env=whole, capture_output=True, text=True, timeout=120)
+
 
 PARENT = """
 import os, subprocess, sys, time
@@ -60,11 +69,8 @@ def test_a_child_even_a_stopped_one_is_killed_with_its_parent() -> None:
 
 @pytest.mark.parametrize("what", ["diloco.runs.process 1 echo began", "diloco status 127.0.0.1:1"])
 def test_a_child_whose_parent_has_gone_does_not_begin_nor_does_a_verb_that_is_tied_to_it(what: str) -> None:
-    environment = {**os.environ, PARENT_VARIABLE: "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *what.split()], capture_output=True, check=False, env=environment, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr if "status" in what else b"") == (1, b"", b"")
+    done = in_a_new_process("-m", *what.split(), **{PARENT_VARIABLE: "1"})
+    assert (done.returncode, done.stdout, done.stderr if "status" in what else "") == (1, "", "")
 
 
 KEEP = """
@@ -82,8 +88,7 @@ print(gc.get_freeze_count(), gone())
 
 
 def test_what_is_loaded_is_looked_at_no_more_and_garbage_made_later_is_collected() -> None:
-    done = subprocess.run([sys.executable, "-c", KEEP], capture_output=True, text=True, check=True, timeout=60)
-    kept, gone = done.stdout.split()
+    kept, gone = in_a_new_process("-c", KEEP).stdout.split()
     assert int(kept) > 1000
     assert gone == "None"
 
@@ -114,28 +119,22 @@ def test_threads_share_few_pools_of_memory(tmp_path: Path) -> None:
     found = {}
     for how in ("limited", "as it likes"):
         told = tmp_path / how
-        subprocess.run([sys.executable, "-c", COUNT, str(told), how], check=True, timeout=60)
+        in_a_new_process("-c", COUNT, str(told), how)
         found[how] = told.read_text().count("<heap nr=")
     assert found["limited"] <= ARENAS_MAX < found["as it likes"], found
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def in_a_new_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != SUPPORT}
-    whole = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([sys.executable, *arguments], env=whole, capture_output=True, text=True, timeout=120)
-
-
 def test_who_joins_has_said_so_before_grpc_is_imported() -> None:
-    ask = "import sys, os, diloco; assert 'grpc' not in sys.modules; diloco.JoinFailed; print(os.environ.get({!r}))"
-    assert in_a_new_process("-c", ask.format(SUPPORT)).stdout == "0\n"
-    assert in_a_new_process("-c", ask.format(SUPPORT), **{SUPPORT: "1"}).stdout == "1\n"
-    ask = "import sys, diloco.titan; diloco.titan.Site; print('grpc' in sys.modules)"
-    assert in_a_new_process("-c", ask).stdout == "False\n", "torchtitan's job joins later"
-    unused = f"import os, diloco; print(os.environ.get({SUPPORT!r}))"
-    assert in_a_new_process("-c", unused).stdout == "None\n"
+    unused = f"import sys, os, diloco; assert 'grpc' not in sys.modules; {{}}; print(os.environ.get({SUPPORT!r}))"
+    joins = unused.format("diloco.JoinFailed")
+    for program, kept, wanted in (
+        (joins, {}, "0"),
+        (joins, {SUPPORT: "1"}, "1"),
+        # torchtitan's job joins later.
+        ("import sys, diloco.titan; diloco.titan.Site; print('grpc' in sys.modules)", {}, "False"),
+        (unused.format("pass"), {}, "None"),
+    ):
+        assert in_a_new_process("-c", program, **kept).stdout == f"{wanted}\n", program
 
 
 @pytest.mark.slow
@@ -170,38 +169,21 @@ end_process(3)
 """
 
 
-WORLD = 2
-
-
 @pytest.mark.slow
 def test_a_process_that_was_a_rank_ends_with_its_code() -> None:
     store = OpenStore()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(WORLD), str(store.port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        told = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [rank.returncode for rank in ranks] == [3] * WORLD, "no thread of gloo's has aborted it"
-    assert [out for out, _ in told] == ["trained at the end\n"] * WORLD
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        place = (str(rank), "2", str(store.port))
+        return in_a_new_process("-c", RANK, *place, TORCHELASTIC_USE_AGENT_STORE="True")
+
+    with ThreadPoolExecutor(2) as both:
+        told = list(both.map(run, range(2)))
+    assert [each.returncode for each in told] == [3, 3], "no thread of gloo's has aborted it"
+    assert [each.stdout for each in told] == ["trained at the end\n"] * 2
 
 
-@pytest.mark.parametrize("text", ["journal.sync", "journal.sync:0", "journal.sync:-1", "journal.sink:1", ":1", "x"])
+@pytest.mark.parametrize("text", ["journal.sync", "journal.sync:0", "journal.sink:1", ":1"])
 def test_what_names_no_step_and_passage_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KILL_VARIABLE, text)
     with pytest.raises(ConfigError, match=f"{KILL_VARIABLE}: '{text}' is no place"):
@@ -216,19 +198,19 @@ def test_the_process_ends_at_that_passage_and_not_before(monkeypatch: pytest.Mon
         "disk = disk_from_environment()\n"
         "for number in range(5):\n    print(number, flush=True); disk.reached(Step.ACK); disk.reached(Step.FATE)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env={KILL_VARIABLE: "syncer.ack:4"}, capture_output=True, text=True, timeout=60
-    )
+    ended = in_a_new_process("-c", program, **{KILL_VARIABLE: "syncer.ack:4"})
     assert (ended.returncode, ended.stdout.split()) == (-signal.SIGKILL, ["0", "1", "2", "3"])
 
 
-def test_before_anything_began_the_first_signal_ends_the_verb() -> None:
-    def wait() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
+def signalled(number: signal.Signals) -> None:
+    """Give this process a signal, and Python the time to see it."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
 
+
+def test_before_anything_began_the_first_signal_ends_the_verb() -> None:
     with Stopping("stops") as stopping, pytest.raises(VerbError) as ended:
-        wait()
+        signalled(signal.SIGINT)
     assert ended.value.code is ExitCode.DRAINED
     assert stopping.asked
 
@@ -238,9 +220,8 @@ def test_the_first_signal_asks_once_and_an_echo_of_it_is_not_a_second(capfd: pyt
     before = signal.getsignal(signal.SIGINT)
     with Stopping("the site leaves") as stopping:
         stopping.ask(lambda: asked.append("please"))
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
+        signalled(signal.SIGTERM)
+        signalled(signal.SIGINT)
     assert asked == ["please"]
     assert capfd.readouterr().err == "the site leaves; again: stop at once\n"
     assert signal.getsignal(signal.SIGINT) is before
@@ -255,8 +236,7 @@ def test_what_is_ending_with_an_error_is_not_taken_for_drained() -> None:
                 inner.ask(lambda: None)
                 raise ValueError("rank 1 is lost")
         finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.01)
+            signalled(signal.SIGTERM)
 
     with Stopping("stops") as outer, pytest.raises(ValueError, match="rank 1 is lost"):
         train()
@@ -268,8 +248,7 @@ def test_twice_is_at_once_even_in_a_busy_process() -> None:
         "import sys, time\nfrom diloco.runs.process import Stopping\nwith Stopping('stops') as stopping:\n"
         "    stopping.ask(lambda: None)\n    print('ready', flush=True)\n    time.sleep(60)"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         child.send_signal(signal.SIGINT)
@@ -277,11 +256,6 @@ def test_twice_is_at_once_even_in_a_busy_process() -> None:
         assert child.poll() is None
         child.send_signal(signal.SIGTERM)
         assert child.wait(10) == ExitCode.FAILED
-    finally:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
 
 
 def test_a_hangup_makes_room_where_that_is_offered_and_is_not_ours_elsewhere(
@@ -294,8 +268,7 @@ def test_a_hangup_makes_room_where_that_is_offered_and_is_not_ours_elsewhere(
     with Stopping("stops", "another takes its place") as stopping:
         stopping.ask(lambda: asked.append("please"))
         assert not stopping.handing_over
-        os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(0.01)
+        signalled(signal.SIGHUP)
         assert stopping.handing_over
         assert (stopping.asked, asked) == (False, [])
     assert capfd.readouterr().err == "another takes its place\n"

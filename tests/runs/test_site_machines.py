@@ -137,6 +137,11 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         each.thread.join(BOUND_S)
 
 
+def run_all(start: int, *machines: Machine) -> None:
+    for each in machines:
+        each.runs(start)
+
+
 def says(folder: Path, code: int, text: str, *, again: bool = False) -> None:
     """What rank 0 leaves behind."""
     told = {"code": code, "text": text, "start": 0, "again": again}
@@ -146,8 +151,7 @@ def says(folder: Path, code: int, text: str, *, again: bool = False) -> None:
 def test_all_ranks_are_started_together_and_end_as_rank_0_did(made: Callable[..., Machine], tmp_path: Path) -> None:
     says(tmp_path, 1, "of a run before")
     second, first = made(1), made(0)
-    first.runs(0)
-    second.runs(0)
+    run_all(0, first, second)
     assert first.places[0] == {**second.places[0], "first": 0}
     assert {key: second.places[0][key] for key in ("first", "world", "start")} == {"first": 2, "world": 4, "start": 0}
     second.ends(0)  # They have done their part, and rank 0 writes its last checkpoint.
@@ -163,21 +167,19 @@ def test_a_loss_anywhere_is_a_new_start_everywhere_and_there_is_an_end_to_it(
 ) -> None:
     first, second = (made(node, "site.rank_restarts=3") for node in (0, 1))
     for start, lost in ((0, second), (1, first)):
-        first.runs(start)
-        second.runs(start)
+        run_all(start, first, second)
         says(tmp_path, 1, "a rank was lost", again=True)
         lost.ends(1)
-    first.runs(2)
-    second.runs(2)
+    run_all(2, first, second)
     second.killed = True  # The machine as a whole.
     assert isinstance(second.ended(), Killed)
     wait(lambda: any("waits for machine 1 of 2, at most 600 s" in text for text in first.said), str(first.said))
     again = made(1, "site.rank_restarts=3")
-    first.runs(3)
-    again.runs(3)
-    assert any("machine 1 went away; all ranks are started again" in text for text in first.said)
-    assert any("the ranks of machine 1 ended with code 1" in text for text in first.said)
-    assert any("the ranks of machine 0 ended with code 1" in text for text in first.said)
+    run_all(3, first, again)
+    said = "\n".join(first.said)
+    assert "machine 1 went away; all ranks are started again" in said
+    assert "the ranks of machine 1 ended with code 1" in said
+    assert "the ranks of machine 0 ended with code 1" in said
     again.ends(-9)
     for each in (first, again):
         words = r"site a has lost ranks 4 times \(site.rank_restarts=3\); at last the ranks of machine 1 ended"
@@ -205,15 +207,9 @@ def test_a_request_to_stop_reaches_rank_0_wherever_it_comes(
     where: int, made: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Event()
-
-    def tell(folder: SiteDir, told: int) -> int:
-        asked.set()
-        return 7
-
-    monkeypatch.setattr(site_machines, "tell_speaker", tell)
+    monkeypatch.setattr(site_machines, "tell_speaker", lambda folder, before: asked.set() or 7)
     both = [made(0), made(1)]
-    for each in both:
-        each.runs(0)
+    run_all(0, *both)
     assert not asked.is_set()
     both[where].asked = True
     assert asked.wait(BOUND_S)
@@ -320,9 +316,9 @@ def test_how_rank_0_ended_is_how_the_site_ended_or_its_log_is_shown(
         ending_of_ranks("a", folder, ranks)
     assert ended.value.code is ExitCode.MISMATCH
     folder.speaker.write_text("of before")
-    for _ in range(2):
-        forget_ending(folder)
-        assert list(tmp_path.iterdir()) == []
+    forget_ending(folder)
+    forget_ending(folder)
+    assert list(tmp_path.iterdir()) == []
     ranks.log.write_text("x" * 5000 + "the last\nwords")
     monkeypatch.setattr(Ranks, "code", lambda self: -9)
     with pytest.raises(VerbError, match=r"ended with code -9.*the last\s+words") as ended:
@@ -330,30 +326,19 @@ def test_how_rank_0_ended_is_how_the_site_ended_or_its_log_is_shown(
     assert ended.value.code is ExitCode.FAILED
 
 
-def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-
-
 def test_each_speaker_is_told_once_it_has_said_who_it_is(tmp_path: Path) -> None:
-    folder = SiteDir(tmp_path)
-    first, second = sleeper(), sleeper()
-    try:
-        assert tell_speaker(folder, 0) == 0
-        folder.speaker.write_text(str(first.pid))
-        told = tell_speaker(folder, 0)
-        assert told == first.pid
-        assert first.wait(10) == -15
+    folder, sleeps = SiteDir(tmp_path), [sys.executable, "-c", "import time; time.sleep(60)"]
+    told = tell_speaker(folder, 0)
+    assert told == 0
+    for _ in range(2):  # Ranks are started again, because one of them was lost while the site was leaving.
+        with subprocess.Popen(sleeps) as speaker:
+            folder.speaker.write_text(str(speaker.pid))
+            told = tell_speaker(folder, told)
+            assert told == speaker.pid
+            assert speaker.wait(10) == -15
         assert tell_speaker(folder, told) == told, "once more would be at once"
-        folder.speaker.unlink()
-        assert tell_speaker(folder, told) == told, "nobody is left to be told"
-        # The ranks were started again, because one of them was lost while the site was leaving.
-        folder.speaker.write_text(str(second.pid))
-        assert tell_speaker(folder, told) == second.pid
-        assert second.wait(10) == -15
-    finally:
-        for child in (first, second):
-            child.kill()
-            child.wait()
+    folder.speaker.unlink()
+    assert tell_speaker(folder, told) == told, "nobody is left to be told"
 
 
 @cache
@@ -362,25 +347,21 @@ def three(*settings: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("setting", "words"),
     [
-        (["site.nodes=0"], "site.nodes is 0: at least 1"),
-        (["site.node_rank=3"], "site.node_rank is 3: from 0 to 2, with site.nodes=3"),
-        (["site.node_rank=-1"], "site.node_rank is -1: from 0"),
-        (["site.nodes_wait_s=0"], r"site.nodes_wait_s is 0.0: seconds, more than 0"),
-        (["site.rendezvous=''"], "site.rendezvous is '': HOST:PORT of machine 0"),
-        (["site.rendezvous=node-a"], "site.rendezvous is 'node-a': HOST:PORT"),
-        (["site.rendezvous=node-a:70000"], "site.rendezvous is 'node-a:70000': HOST:PORT"),
+        ("site.nodes=0", "site.nodes is 0: at least 1"),
+        ("site.node_rank=3", "site.node_rank is 3: from 0 to 2, with site.nodes=3"),
+        ("site.node_rank=-1", "site.node_rank is -1: from 0"),
+        ("site.nodes_wait_s=0", r"site.nodes_wait_s is 0.0: seconds, more than 0"),
+        ("site.rendezvous=''", "site.rendezvous is '': HOST:PORT of machine 0"),
+        ("site.rendezvous=node-a:70000", "site.rendezvous is 'node-a:70000': HOST:PORT"),
     ],
 )
-def test_what_cannot_be_is_named(settings: list[str], words: str) -> None:
+def test_what_cannot_be_is_named(setting: str, words: str) -> None:
     with pytest.raises(ConfigError, match="^" + words):
-        check_machines(three(*settings))
-
-
-def test_what_can_be_is_taken() -> None:
-    check_machines(compose([]))
-    check_machines(three("site.node_rank=2"))
+        check_machines(three(setting))
+    for config in (compose([]), three("site.node_rank=2")):
+        check_machines(config)
     assert site_machines.rendezvous_of(three("site.rendezvous='[::1]:29500'")) == ("::1", 29500)
 
 
@@ -423,26 +404,23 @@ def test_a_machine_that_has_come_back_is_another_and_its_line_of_before_ends(mee
         line.close()
 
 
-def test_who_says_nothing_is_gone(meeting: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = come(meeting, tmp_path, 1)
+def test_who_says_nothing_or_is_cut_off_in_the_middle_of_a_word_is_gone(
+    meeting: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = come(meeting, tmp_path, 1)
     monkeypatch.setattr(site_machines, "SILENT_S", 0.0)
     time.sleep(0.001)
     meeting.attend(Order())
     assert meeting.lives == {}
-    with pytest.raises(Gone):
-        list(line.heard())
-    line.close()
-
-
-def test_who_is_cut_off_in_the_middle_of_a_word_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_machines, "SILENT_S", 1.0)
     here, there = socket.socketpair()
-    line = Line(Connection(here.detach()))
+    torn = Line(Connection(here.detach()))
     with there:
         there.sendall(struct.pack("!i", 100) + b"{")
-        with pytest.raises(Gone):
-            list(line.heard())
-    line.close()
+        for line in (silent, torn):
+            with pytest.raises(Gone):
+                list(line.heard())
+            line.close()
 
 
 def test_a_machine_of_a_number_that_is_taken_is_told_why(meeting: Machines, tmp_path: Path) -> None:

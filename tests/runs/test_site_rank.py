@@ -94,21 +94,16 @@ def test_a_sites_log_heals_with_the_disk_and_its_terminal_goes_on(
     assert capsys.readouterr().out.count("step:") == 4
 
 
-@pytest.mark.parametrize(
-    ("how", "resumed_step", "code", "words"),
-    [
+def test_an_ending_has_a_code_and_says_where_the_tokens_are() -> None:
+    ledger = {"processed": 1000, "merged": 900, "refused": 0, "lost": 100}
+    for how, resumed_step, code, words in (
         ("finished", None, ExitCode.OK, "site-a finished: 1,000 tokens processed (900 merged, 100 lost)"),
         ("drained", None, ExitCode.DRAINED, "the same command resumes"),
         ("left", 40, ExitCode.DRAINED, "it had resumed from step 40"),
-    ],
-)
-def test_an_ending_has_a_code_and_says_where_the_tokens_are(
-    how: str, resumed_step: int | None, code: ExitCode, words: str
-) -> None:
-    ledger = {"processed": 1000, "merged": 900, "refused": 0, "lost": 100}
-    got, text = ending("site-a", Finished(how, "why", ledger), resumed_step)
-    assert got is code
-    assert words in text
+    ):
+        got, text = ending("site-a", Finished(how, "why", ledger), resumed_step)
+        assert got is code
+        assert words in text
     with pytest.raises(VerbError, match="site-a stopped: five discards in a row") as ended:
         ending("site-a", Finished("failed", "five discards in a row", {}), None)
     assert ended.value.code is ExitCode.FAILED
@@ -222,10 +217,10 @@ BOUND_S = 20.0
 
 
 class Rank:
-    """One of two threads as a rank."""
+    """One of several threads as a rank."""
 
-    def __init__(self, rank: int, world: int, barrier: threading.Barrier, said: dict[int, bytes]) -> None:
-        self.rank, self.world, self.is_first = rank, world, rank == 0
+    def __init__(self, rank: int, barrier: threading.Barrier, said: dict[int, bytes]) -> None:
+        self.rank, self.world, self.is_first = rank, barrier.parties, rank == 0
         self._barrier, self._said = barrier, said
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
@@ -245,7 +240,7 @@ def checked(*folders: Path, within_s: float) -> list[str]:
     config = compose(["run.dir=here"])
 
     def check(rank: int) -> str:
-        group = Rank(rank, len(folders), barrier, said)
+        group = Rank(rank, barrier, said)
         try:
             check_one_folder(config, SiteDir(folders[rank]), group, within_s)  # type: ignore[arg-type]
         except ConfigError as error:
@@ -256,9 +251,18 @@ def checked(*folders: Path, within_s: float) -> list[str]:
         return list(ranks.map(check, range(len(folders))))
 
 
-def test_one_folder_is_enough_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    assert checked(tmp_path, tmp_path, within_s=BOUND_S) == ["", ""]
+def test_one_folder_is_enough_also_where_it_shows_late_and_nothing_is_left_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert checked(tmp_path, within_s=0) == [""]
+    exists, asked = Path.exists, list[str]()
+
+    def later(path: Path) -> bool:
+        asked.append(path.name)
+        return len(asked) > 4 and exists(path)
+
+    monkeypatch.setattr(Path, "exists", later)
+    assert checked(tmp_path, tmp_path, within_s=BOUND_S) == ["", ""]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -269,14 +273,3 @@ def test_a_rank_that_sees_another_folder_is_named_to_all(tmp_path: Path) -> None
     assert told[0].startswith("run.dir is 'here': rank 2, on ")
     assert "does not see there what rank 0 writes" in told[0]
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
-
-
-def test_a_folder_that_shows_it_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exists, asked = Path.exists, list[str]()
-
-    def later(path: Path) -> bool:
-        asked.append(path.name)
-        return len(asked) > 4 and exists(path)
-
-    monkeypatch.setattr(Path, "exists", later)
-    assert checked(tmp_path, tmp_path, within_s=BOUND_S) == ["", ""]

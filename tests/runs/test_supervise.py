@@ -34,16 +34,15 @@ def says_up(child: Child) -> Callable[[], bool]:
     return lambda: child.last_words() == "up"
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return state(pid) != "Z"
+    except OSError:
+        return False
 
 
 def environment() -> dict[str, str]:
@@ -64,28 +63,21 @@ def test_a_child_writes_to_its_log_and_its_end_is_seen_once(tmp_path: Path) -> N
     assert child.log.read_text().startswith("one")
 
 
-def test_all_end_by_asking_and_the_stubborn_by_force(tmp_path: Path) -> None:
-    children = [python(SLEEPER, tmp_path / "a"), python(STUBBORN, tmp_path / "b"), python("pass", tmp_path / "c")]
+def test_all_end_by_asking_also_a_frozen_one_and_the_stubborn_by_force(tmp_path: Path) -> None:
+    codes = (SLEEPER, SLEEPER, STUBBORN, "pass")
+    children = [python(code, tmp_path / str(number)) for number, code in enumerate(codes)]
     for child in children:
         child.start(environment())
-    for child in children[:2]:
+    for child in children[:3]:
         until(says_up(child))
+    children[0].signal(signal.SIGSTOP)
+    until(lambda: state(children[0].pid) == "T")
     began = time.monotonic()
     end_all(children, 0.5)
     assert time.monotonic() - began < 3
-    assert [child.code for child in children[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
+    assert [child.code for child in children[:3]] == [-signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL]
     assert not any(alive(child.pid) for child in children)
     end_all(children, 0.5)
-
-
-def test_a_frozen_child_can_be_ended(tmp_path: Path) -> None:
-    child = python(SLEEPER, tmp_path / "a")
-    child.start(environment())
-    until(says_up(child))
-    child.signal(signal.SIGSTOP)
-    until(lambda: state(child.pid) == "T")
-    end_all([child], 5.0)
-    assert child.code == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
@@ -103,12 +95,9 @@ def test_what_cannot_be_passed_on_reaches_the_descendants(tmp_path: Path, number
 
 def test_back_off_grows_and_is_bounded(tmp_path: Path) -> None:
     child = python("pass", tmp_path / "a")
-    waits = []
-    for _ in range(8):
+    for wait_s in (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0):
         child.backed_off(100.0)
-        waits.append(child.next_start_s - 100.0)
-    assert waits[:3] == [0.5, 1.0, 2.0]
-    assert waits[-1] == 15.0
+        assert child.next_start_s == 100.0 + wait_s
 
 
 def test_the_environment_leads_to_this_package_and_to_its_parent() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call, create_autospec
 
 import pytest
 from rich.console import Console
@@ -55,18 +55,14 @@ ACTORS = str(Path(__file__).with_name("actors.py"))
 class Watch:
     """Stands where the StatusWatch is: a request to drain reaches the syncer as SIGTERM."""
 
-    def __init__(self, *, refuses: bool = False) -> None:
+    def __init__(self) -> None:
         self.latest: dict[str, object] | None = {"sites": {}}
         self.drain_accepted = False
         self.drain_refused = ""
         self.hurried = False
-        self.refuses = refuses
         self.up: Up | None = None
 
     def drain(self) -> None:
-        if self.refuses:
-            self.drain_refused = "only an admin may do this"
-            return
         assert self.up is not None
         self.drain_accepted = True
         self.up.children["syncer"].signal(signal.SIGTERM)
@@ -164,16 +160,13 @@ def test_a_run_begins_ends_and_leaves_no_process(tmp_path: Path) -> None:
 
 def test_a_long_evaluation_at_the_end_is_waited_for_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.runs.up.FAREWELL_S", 0.1)
-    stage = Stage(tmp_path)
-    stage.children["eval"] = stage.actor("observer", "eval", {"takes": 1.5})
-    assert stage.play().wrong == []
-    assert stage.history.evaluations
-    assert "waiting for the final version's loss, for at most 5 s" in stage.out.getvalue()
-    known = Stage(tmp_path / "known")
-    known.children["eval"] = known.actor("observer", "eval", {"stays": 1.5})
-    assert known.play().wrong == []
-    assert known.history.evaluations
-    assert "waiting for the final" not in known.out.getvalue()
+    for how in ("takes", "stays"):
+        stage = Stage(tmp_path / how)
+        stage.children["eval"] = stage.actor("observer", "eval", {how: 1.5})
+        assert stage.play().wrong == []
+        assert stage.history.evaluations
+        said = "waiting for the final version's loss, for at most 5 s" in stage.out.getvalue()
+        assert said is (how == "takes"), "one that stays has said it already"
 
 
 def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
@@ -198,39 +191,17 @@ def test_who_cannot_start_ends_it_all_with_its_code_and_words(tmp_path: Path) ->
     assert stage.left == []
 
 
-def restored_when_told(stage: Stage, view: str) -> None:
-    """What a user does who reads that line."""
-    eventually(lambda: view in stage.out.getvalue(), "the line that says what to type")
-    assert not (stage.run_dir.syncer).exists(), "nobody else has made it"
-    EventLog(stage.run_dir.events, "restore").emit("restored", {"lineage": 7, "versions": [1], "said": ["backup one"]})
-    (stage.run_dir.syncer / "snapshots" / "00000002").mkdir(parents=True)
-
-
-@pytest.mark.slow
-def test_a_syncer_that_lost_its_data_is_started_again_once_they_are_restored(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, seconds=1.6)
-    stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 1.6, "loses_after": 0.5})
-    stage.options.restore = "diloco restore runs/x --from vault"
-    user = threading.Thread(target=restored_when_told, args=(stage, f"type:  {stage.options.restore}"))
-    user.start()
-    outcome = stage.play()
-    user.join()
-    assert (outcome.code, outcome.wrong) == (ExitCode.OK, [])
-    (death,) = stage.seen("process", unasked=True)
-    assert death["why"] == "diloco syncer: runs/x/syncer is gone", "it was not started in vain"
-    assert len(stage.seen("lost")) == 1
-    assert (stage.history.ending, stage.history.lineage) == ("finished", 7)
-    assert len([round_ for round_ in stage.history.rounds if round_.version == 2]) == 2, "one of each lineage"
-    said = stage.out.getvalue()
-    assert f"the syncer's data in {stage.run_dir.syncer} are gone; the sites train on without it" in said
-    assert "the run is restored, lineage 7 begins with versions 1: backup one" in said
-
-
 def test_a_run_whose_syncer_lost_its_data_can_be_stopped(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
     stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "loses_after": 0.3})
+    stage.options.restore = "diloco restore runs/x --from vault"
     outcome = stage.play(lambda: stage.seen("lost"))
-    assert outcome.wrong == ["the syncer's data are gone: diloco restore, then the same command"]
+    assert outcome.wrong == [f"the syncer's data are gone: {stage.options.restore}, then the same command"]
+    (death,) = stage.seen("process", unasked=True)
+    assert death["why"] == "diloco syncer: runs/x/syncer is gone", "it was not started in vain"
+    said = stage.out.getvalue()
+    assert f"the syncer's data in {stage.run_dir.syncer} are gone; the sites train on without it" in said
+    assert f"type:  {stage.options.restore}" in said
     assert stage.left == []
 
 
@@ -245,28 +216,18 @@ def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
     stage = Stage(tmp_path, *steps, seconds=2.4, a={}, b={}, c={})
     outcome = stage.play()
     assert outcome.wrong == []
-    whats = [(fault.what, fault.target, fault.healed_s is not None) for fault in stage.history.faults]
-    assert whats == [
-        ("kill", "site-b", True),
-        ("start", "site-c", False),
-        ("kill", "syncer", True),
-        ("leave", "site-c", False),
-    ]
+    played = [f"{each.what} {each.target} {each.healed_s is not None}" for each in stage.history.faults]
+    assert played == ["kill site-b True", "start site-c False", "kill syncer True", "leave site-c False"]
     assert stage.history.epoch == 2
     assert len(stage.history.syncer_spans) == 2
-    assert {name: site.restarts for name, site in stage.history.sites.items()} == {
-        "site-a": 0,
-        "site-b": 1,
-        "site-c": 0,
-    }
+    restarts = {name: site.restarts for name, site in stage.history.sites.items()}
+    assert restarts == {"site-a": 0, "site-b": 1, "site-c": 0}
     assert not stage.seen("process", unasked=True), "a fault of ours was taken for an accident"
     assert stage.children["site-c"].code == 75
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_one_interrupt_drains_and_by_signal_where_the_drain_needs_another_token(refuses: bool, tmp_path: Path) -> None:
+def test_one_interrupt_drains_and_everybody_ends_in_order(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
-    stage.watch.refuses = refuses
     stage.play(stage.has_begun)
     assert stage.history.ending == "drained"
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
@@ -276,44 +237,34 @@ def test_one_interrupt_drains_and_by_signal_where_the_drain_needs_another_token(
 
 def test_a_drain_that_is_refused_again_and_again_is_one_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch goes on asking, and a second SIGTERM would end the syncer at once, without a last round."""
-
-    class Asks(Watch):
-        drain_refused = property(lambda self: "only an admin may do this", lambda self, text: None)
-
-    sent: list[tuple[str, signal.Signals]] = []
-    send = Child.signal
-
-    def noted(child: Child, number: signal.Signals) -> None:
-        sent.append((child.name, number))
-        send(child, number)
-
-    monkeypatch.setattr(Child, "signal", noted)
     stage = Stage(tmp_path, seconds=60)
-    stage.watch = Asks(refuses=True)
-    monkeypatch.setattr(stage.watch, "drain", lambda: None)
-    stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "lingers": 1.0})
+    refuses = property(lambda watch: "only an admin may do this", lambda watch, text: None)
+    monkeypatch.setattr(Watch, "drain_refused", refuses, raising=False)
+    stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    syncer = stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "lingers": 1.0})
+    signals = create_autospec(Child.signal, side_effect=Child.signal)
+    monkeypatch.setattr(Child, "signal", signals)
     stage.play(stage.has_begun)
     assert stage.history.ending == "drained"
-    assert sent.count(("syncer", signal.SIGTERM)) == 1
+    assert signals.mock_calls.count(call(syncer, signal.SIGTERM)) == 1
+    assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
 
 
 def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Step(do="kill", target="syncer", at_s=0.1, for_s=50), seconds=60)
 
-    def drain_when_it_is_back() -> None:
-        assert stage.children["syncer"].running
-        stage.watch.refuses = False
-        backs.append(threading.Thread(target=drain))
-        backs[-1].start()
-
     def drain() -> None:
         eventually(lambda: len(stage.seen("syncer_started")) == 2, "the syncer", bound_s=60.0)
         stage.children["syncer"].signal(signal.SIGTERM)
 
-    backs: list[threading.Thread] = []
+    back = threading.Thread(target=drain)
+
+    def drain_when_it_is_back() -> None:
+        assert stage.children["syncer"].running
+        back.start()
+
     stage.watch.drain = drain_when_it_is_back  # type: ignore[method-assign]
     stage.play(lambda: stage.has_begun() and stage.history.faults)
-    (back,) = backs
     back.join()
     assert stage.history.ending == "drained"
     assert stage.history.faults[0].healed_s is not None
@@ -393,17 +344,20 @@ def test_each_syncer_has_an_address_a_folder_and_what_is_typed_once_its_data_are
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("settings", "words"),
     [
-        ("cluster.syncer.listen=127.0.0.1:7123", "cluster.syncer.listen is '127.0.0.1:7123': diloco up gives each"),
-        ("cluster.syncer.metrics=9464", "cluster.syncer.metrics is '9464': diloco up gives each"),
-        ("cluster.syncer.index=1", "cluster.syncer.index is 1: diloco up gives each"),
-        ("cluster.lease.path=/x/lease", "cluster.lease.path is '/x/lease': several syncers need a file each"),
+        (["cluster.syncer.listen=127.0.0.1:7123"], "cluster.syncer.listen is '127.0.0.1:7123': diloco up gives each"),
+        (["cluster.syncer.metrics=9464"], "cluster.syncer.metrics is '9464': diloco up gives each"),
+        (["cluster.syncer.index=1"], "cluster.syncer.index is 1: diloco up gives each"),
+        (
+            ["cluster.lease.kind=file", "cluster.lease.path=/x/lease"],
+            "cluster.lease.path is '/x/lease': several syncers need a file each",
+        ),
     ],
 )
-def test_what_two_on_one_machine_cannot_share_is_named(tmp_path: Path, setting: str, words: str) -> None:
+def test_what_two_on_one_machine_cannot_share_is_named(tmp_path: Path, settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_syncers(config_in(tmp_path, *TWO, *(["cluster.lease.kind=file"] if "lease" in setting else []), setting))
+        check_syncers(config_in(tmp_path, *TWO, *settings))
     check_syncers(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123"))
 
 
@@ -433,10 +387,7 @@ def test_the_newest_answer_is_kept_and_a_drain_is_passed_on_once(watch: StatusWa
 
 
 def test_a_refusal_is_kept_in_words(watch: StatusWatch, syncer: FakeSyncer) -> None:
-    def refuse() -> None:
-        raise Refusal(Status.PERMISSION_DENIED, "only an admin may do this")
-
-    syncer.drain = refuse  # type: ignore[method-assign]
+    syncer.drain = Mock(side_effect=Refusal(Status.PERMISSION_DENIED, "only an admin may do this"))  # type: ignore[method-assign]
     watch.drain()
     until(lambda: watch.drain_refused)
     assert watch.drain_refused == "only an admin may do this"
@@ -477,12 +428,10 @@ def test_all_syncers_are_drained() -> None:
     pair = [Mock(latest=None, drain_accepted=False, drain_refused="") for _ in range(2)]
     watches = StatusWatches(pair)  # type: ignore[arg-type]
     assert watches.latest is None
-    watches.drain()
-    watches.hurry()
-    watches.close()
-    for each in pair:
-        for told in (each.drain, each.hurry, each.close):
-            told.assert_called_once_with()
+    for told in ("drain", "hurry", "close"):
+        getattr(watches, told)()
+        for each in pair:
+            getattr(each, told).assert_called_once_with()
     pair[0].drain_accepted = True
     assert not watches.drain_accepted
     pair[1].drain_accepted = True
