@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco.sync.events import Outcome
 from diloco.wire.channel import Guard, Pacer, StallWatch
 from diloco.wire.client import FollowClient, Pushing
 from diloco.wire.convert import unpack_push
@@ -27,6 +30,7 @@ from diloco.wire.messages import (
     PushAgain,
     PushCommit,
     PushPart,
+    PushResult,
     Refusal,
     Refused,
     Status,
@@ -223,3 +227,38 @@ def test_what_is_wanted_again_goes_on_the_stream_that_commits() -> None:
     assert again == [Frame(0, memoryview(PAYLOAD)[: 64 * KIB])]
     assert isinstance(commit, PushCommit)
     push.stop()
+
+
+LARGE_BYTES = (9 << 28) + 12345  # 2.25 GiB and a bit: over 2^31.
+
+
+class CountingSession:
+    """Keeps only how much came."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def write(self, offset: int, data: memoryview) -> None:
+        assert offset == self.offset
+        self.offset += len(data)
+
+    def commit(self, digest: str) -> PushResult:
+        return PushResult(Outcome.ACCEPTED, self.offset)
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.slow
+def test_an_update_of_more_than_2_gib_goes_through_in_little_memory(
+    wired: Wired, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wired.syncer, "open_push", lambda header: CountingSession())
+    client = wired.client(data_channels=3, chunk_bytes=MIB)
+    # Private and never written: every page of it is the one of zeros, and takes no memory.  It is never closed: a
+    # thread of gRPC may hold the last chunk for a moment longer than the push takes.
+    nothing = mmap.mmap(-1, LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    header = push_header(b"", payload_bytes=LARGE_BYTES)
+    assert client.push(header, memoryview(nothing)) == PushResult(Outcome.ACCEPTED, LARGE_BYTES)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 256 * 1024
