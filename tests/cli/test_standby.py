@@ -117,3 +117,16 @@ def test_ctrl_c_while_it_follows(tmp_path: Path) -> None:
         standby.signal(signal.SIGINT)
         assert standby.end() == 75
         assert "the same command resumes" in standby.text()
+
+
+@pytest.mark.slow
+def test_it_ends_when_the_run_has_finished_and_its_syncer_has_stopped(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        budget = ["cluster.replication.mode=sync", "run.seconds=6"]
+        syncer, first = place.syncer("otter", *budget)
+        primary = f"cluster.standby.primary={first}"
+        standby = place.start("standby", "standby", *FOLLOW, primary, *budget)
+        site = place.site("otter", first, "site-a", "run.seconds=6", "site.index=0", "site.num_sites=1")
+        for verb in (site, syncer, standby):
+            assert verb.end() == 0, verb.text()
+        assert standby.text().endswith("its syncer has stopped: there is nothing to stand by for\n")
