@@ -24,12 +24,12 @@ from diloco.doctor import warn
 from diloco.runs import canary
 from diloco.wire.checkup import Greeting, greet
 from diloco.wire.options import ServerOptions
-from tests.loopback.cluster import Process, eventually, free_port
+from tests.loopback.cluster import eventually, free_port
 from tests.loopback.cluster import serving as serving_toy
 from tests.runs.processes import TINY, place_in
 from tests.runs.test_canary import digest_of, trained_site
 from tests.syncer.building import Events, join, push, report, serving, update
-from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
+from tests.syncer.test_standby import BOUND_S, a_toy, following
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
@@ -39,14 +39,10 @@ if TYPE_CHECKING:
     from diloco.wire.options import SecurityOptions
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_site(tmp_path_factory.mktemp("site"))
-
-
 def test_a_digest_from_elsewhere_or_of_a_second_time_may_differ(
-    site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    site = trained_site(tmp_path)
     assert main(["canary", str(site), "--steps", "2", "--json", "--expect", digest_of(site)]) == 0
     assert json.loads(capsys.readouterr().out)["same"] is True
     digests = iter([(each * 64, 3) for each in "aaaab"])
@@ -245,34 +241,21 @@ def test_a_watch_of_a_real_syncer_reports_what_begins_and_what_ends(
     ]
 
 
-def test_a_killed_site_and_a_standby_that_has_gone_are_reported_and_the_watch_ends_with_the_run(
+def test_a_standby_that_has_gone_is_reported_and_the_watch_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(link, "SILENT_S", 1.0)
     toy = a_toy(tmp_path, mode="async")
-    with (
-        serving_toy(toy) as (syncer, address, log),
-        Process("site", toy, site="a", address=address, step_s=STEP_S) as site,
-    ):
-
-        def ago() -> Any:
-            sites: Any = syncer.status()["sites"]
-            return sites["a"]["heard_seconds_ago"]
-
+    with serving_toy(toy) as (syncer, address, _):
         with following(toy, address) as (standby, _):
             eventually(lambda: standby.state() is not None, BOUND_S, "it follows")
-            log.wait_for("published", 2, BOUND_S)
-            eventually(lambda: ago() is not None, BOUND_S, "a heartbeat")
             first = watched(monkeypatch, capsys, address, lambda: None)
-            site.kill()
         eventually(lambda: not syncer.replicator.status()["following"], BOUND_S, "it has gone")
-        eventually(lambda: (ago() or 0.0) > 1.0, BOUND_S, "it is silent")
         second = watched(monkeypatch, capsys, address, lambda: None)
         syncer.api.drain()
         eventually(lambda: syncer.status()["phase"] == "ended", BOUND_S, "the last version")
         third = watched(monkeypatch, capsys, address, syncer.stop, lambda: pytest.fail("it goes on"))
     assert first == []
-    assert second == ["begins SiteSilent a", "begins StandbyAway"]
+    assert second == ["begins StandbyAway"]
     assert third == []
 
 

@@ -21,12 +21,6 @@ from diloco.runs.scenario import ScenarioError, scenario_of
 from diloco.runs.up import OneSyncer, Outcome, syncers_of
 
 
-def test_compressors_on_the_validation_text_but_not_on_a_users_own() -> None:
-    bits = reference_bits(DataSection())
-    assert 1.0 < bits["xz"] < bits["zlib -9"] < 4.0
-    assert reference_bits(DataSection(kind="text", path="/nowhere")) == {}
-
-
 def config_in(path: Path, *overrides: str) -> RunConfig:
     return compose([f"run.dir={path / 'runs'}", *overrides])
 
@@ -230,11 +224,13 @@ def test_exit_codes() -> None:
         assert exit_code(history, Outcome(code), status) is wanted
 
 
-def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
+def test_the_head_of_the_view_says_what_runs_and_compressors_are_tried_on_our_own_text_alone(tmp_path: Path) -> None:
     facts = facts_of(config_in(tmp_path, "run.name=otter", "run.seconds=60"), 1_050_000)
-    assert facts.name == "otter"
-    assert facts.seconds == 60
+    assert (facts.name, facts.seconds) == ("otter", 60)
     assert "2x128 transformer, 1.05M values · stdlib · int4:32+zstd1" in facts.what
+    bits = reference_bits(DataSection())
+    assert 1.0 < bits["xz"] < bits["zlib -9"] < 4.0
+    assert reference_bits(DataSection(kind="text", path="/nowhere")) == {}
 
 
 @pytest.mark.parametrize(
@@ -271,16 +267,13 @@ def test_a_site_has_a_name_for_a_folder(tmp_path: Path) -> None:
 
 def test_a_wrong_setting_is_refused_before_anything_starts(here: Path) -> None:
     Path("no-sites.yaml").write_text("run: {name: otter}\n")
-    for words, arguments in (
-        (r"run\.init_from is 'nowhere': neither a \.safetensors file nor", ["run.init_from=nowhere", "run.name=otter"]),
-        (r"outer\.lr", ["outer.lr=-1"]),
-        (r"cluster\.sites is empty", ["--config", "no-sites.yaml"]),
-        (
-            r"^site\.memory_folder is 'none': no such folder",
-            ["inner.memory_checkpoint_every_steps=5", "site.memory_folder=none"],
-        ),
-        (r"^inner\.kernels is 'liger': its kernels are for accel", ["inner.kernels=liger", "site.device=cpu"]),
+    for words, line in (
+        (r"run\.init_from is 'nowhere': neither a \.safetensors file nor", "run.init_from=nowhere run.name=otter"),
+        (r"outer\.lr", "outer.lr=-1"),
+        (r"cluster\.sites is empty", "--config no-sites.yaml"),
+        (r"^site\.memory_folder is 'none'", "inner.memory_checkpoint_every_steps=5 site.memory_folder=none"),
+        (r"^inner\.kernels is 'liger': its kernels are for accel", "inner.kernels=liger site.device=cpu"),
     ):
         with pytest.raises(ConfigError, match=words):
-            main(arguments)
+            main(line.split())
         assert os.listdir(here) == ["no-sites.yaml"]

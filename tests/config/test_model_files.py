@@ -296,7 +296,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     for settings, words in (
         (
             [f"run.init_from={tmp_path}/ids.safetensors"],
-            "n is I64, and only parameters of floating point are exchanged",
+            "n is I64, and only parameters of floating point",
         ),
         ([f"run.init_from={tmp_path}/torn.safetensors"], "run.init_from is '.*torn.safetensors': it cannot be read"),
         ([f"run.init_from={tmp_path}/none.safetensors"], "run.init_from is '.*none.safetensors': it cannot be read"),

@@ -109,12 +109,8 @@ def with_a_past(root: Path, rounds: int = 4, *settings: str) -> Path:
     return root / "past"
 
 
-@cache
-def _first(rounds: int, settings: tuple[str, ...]) -> Path:
-    """Where the first of these runs is kept, of which the others are copies."""
-    root = Path(tempfile.mkdtemp(prefix="past-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    hand = Hand(configured(root, *settings))
+def play(hand: Hand, rounds: int) -> None:
+    """So many updates of either site to either fragment; then the syncer stops."""
     for site in "ab":
         hand.join(site)
     for _ in range(rounds):
@@ -122,4 +118,12 @@ def _first(rounds: int, settings: tuple[str, ...]) -> Path:
             for fragment in range(2):
                 hand.push(site, fragment)
     hand.stop()
+
+
+@cache
+def _first(rounds: int, settings: tuple[str, ...]) -> Path:
+    """Where the first of these runs is kept, of which the others are copies."""
+    root = Path(tempfile.mkdtemp(prefix="past-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    play(Hand(configured(root, *settings)), rounds)
     return root
