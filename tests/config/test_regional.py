@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.syncer import join_line
-from diloco.config import build, build_syncer, connecting
+from diloco.config import build, build_syncer
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.regional import FOLDER, above_of, is_region, upward_options
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
 from diloco.learner.region import Upward
-from diloco.syncer.server import Syncer
 from diloco.wire.messages import Refused
+from tests.models.pasts import syncer_of
 
 SMALL = ["model.layers=1", "model.dim=16", "model.heads=2", "model.context=16", "data.tokenizer=bytes"]
 SMALL.append("run.tokens=100")
@@ -30,15 +30,7 @@ TWO = ["outer.num_fragments=2", "outer.num_syncers=2"]
 def above(folder: Path, *settings: str, name: str = "top") -> Iterator[str]:
     """The syncer of a run called ``name``, and where it is."""
     config = compose([*SMALL, f"run.name={name}", "cluster.syncer.listen=127.0.0.1:0", *settings])
-    layout = build.layout_of(config)
-    syncer = Syncer(
-        build_syncer.syncer_options(config, RunDir(folder)),
-        build_syncer.plan(config, layout),
-        lambda: build.version_zero(config, layout),
-        connecting.server_options(config),
-        connecting.syncer_security(config),
-        lambda what, fields: None,
-    )
+    syncer = syncer_of(config, RunDir(folder))
     try:
         yield syncer.start()
     finally:
