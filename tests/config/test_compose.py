@@ -45,16 +45,19 @@ LLAMA = {
 """A ``config.json``."""
 
 
-def test_every_choice_of_every_group_composes(tmp_path: Path) -> None:
-    """Each time the next choice of every group, and of a group that has fewer its first ones once more."""
+CHOICES = {group: choices()[group] for group in GROUPS if group != "experiment"}
+"""Those of the experiments are composed below."""
+
+
+@pytest.mark.parametrize("number", sooner(range(max(map(len, CHOICES.values()))), 0, 1, 2))
+def test_every_choice_of_every_group_composes(number: int, tmp_path: Path) -> None:
+    """The choices of this number, and of a group that has fewer its first ones once more."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    groups = {group: choices()[group] for group in GROUPS if group != "experiment"}
-    for number in range(max(map(len, groups.values()))):
-        chosen = [f"{group}={names[number % len(names)]}" for group, names in groups.items()]
-        needs = ["data.path=.", *([f"run.init_from={tmp_path}"] if "model=imported" in chosen else [])]
-        config = compose([*chosen, *needs])
-        assert config.model.vocab_size
-        assert config.run.seconds
+    chosen = [f"{group}={names[number % len(names)]}" for group, names in CHOICES.items()]
+    needs = ["data.path=.", *([f"run.init_from={tmp_path}"] if "model=imported" in chosen else [])]
+    config = compose([*chosen, *needs])
+    assert config.model.vocab_size
+    assert config.run.seconds
 
 
 def test_what_is_null_of_the_model_is_what_its_folder_says(tmp_path: Path) -> None:

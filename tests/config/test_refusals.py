@@ -67,6 +67,7 @@ FILE = "cluster.lease.kind=file cluster.lease.path=/l.json"
         ("outer.dynamic_rounding=near", "outer.dynamic_rounding is 'near': one of down, up"),
         ("outer.merge_by=round", "outer.merge_by is 'round': one of site, update"),
         ("outer=eager outer.merge_by=update", "outer.adopt_alpha is null: from 0 to 1, with outer.merge_by=update"),
+        ("outer=eager outer.kind=gpa", "outer.adopt_alpha is null: from 0 to 1, with outer.kind=gpa, whose steps"),
         ("outer=async outer.correction=heloco", "outer.correction is 'heloco': kind 'sgd' has no momentum"),
         ("codec.feedback=2", "codec.feedback is 2.0: from 0 to 1"),
         ("codec.feedback=0.5", "codec.feedback is 0.5: with outer.adopt=rebase what codec.up rounds off stays"),
