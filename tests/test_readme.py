@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from diloco import Outer
 from diloco.cli.main import main
+from diloco.codec.registry import make_codec
 from diloco.config.keys import leaves, type_of
+from diloco.observe.eventlog import read_events
 from diloco.wire.options import ServerOptions
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
@@ -103,13 +106,14 @@ LOOPS = [
         ("lightning_trainer", "lightning", "python", "v0.safetensors"),
     )
 ]
+LORA = [
+    "python examples/lora.py init base v0.safetensors",
+    f"diloco syncer run.name=lora {FROM_FILE.format('v0.safetensors')} cluster.syncer.listen=127.0.0.1:7077",
+    *(f"python examples/lora.py base 127.0.0.1:7077 {site} 2" for site in ("fra 0", "iad 1")),
+    "python examples/lora.py loss runs/lora/fra/merged",
+]
 LOOPS += [
-    [
-        "python examples/lora.py init base v0.safetensors",
-        f"diloco syncer run.name=lora {FROM_FILE.format('v0.safetensors')} cluster.syncer.listen=127.0.0.1:7077",
-        *(f"python examples/lora.py base 127.0.0.1:7077 {site} 2" for site in ("fra 0", "iad 1")),
-        "python examples/lora.py loss runs/lora/fra/merged",
-    ],
+    LORA,
     [
         "python examples/moe.py mixtral init v0.safetensors",
         "diloco syncer run.name=moe run.tokens=400e3 outer.lr=1 outer.inner_steps=5 outer.num_fragments=4 "
@@ -163,6 +167,7 @@ SHORT: dict[str, list[str]] = {
     REGIONS[2]: [*REAL, "run.tokens=60000"],
     **{line: [] for lines in LOOPS for line in lines},
     **{lines[1]: ["run.tokens=40000", "outer.final_wait_s=5"] for lines in LOOPS},
+    LORA[1]: ["run.tokens=100000", "outer.final_wait_s=60"],
 }
 
 
@@ -335,6 +340,32 @@ def test_a_loop_of_ones_own(place: Place, lines: list[str]) -> None:
     for line in lines[4:]:
         after = start(place, line)
         assert after.end(60.0) == 0, after.text()
+    if lines is LORA:
+        assert_that_an_adapter_is_all_that_was_exchanged_and_merges(place, after)
+
+
+def assert_that_an_adapter_is_all_that_was_exchanged_and_merges(place: Place, merged: Verb) -> None:
+    base, first = (load_file(place.folder / name) for name in ("base/model.safetensors", "v0.safetensors"))
+    assert all("lora_" in name for name in first)
+    numel = sum(each.numel() for each in first.values())
+    assert numel < 0.4 * sum(each.numel() for each in base.values())
+    # A round: what is sent of one update, and what is taken of one version; the first is taken whole, in fp32.
+    bound = 1.05 * make_codec("int4:32").payload_bytes(numel)
+    for site in ("fra", "iad"):
+        events, _ = read_events(place.folder / f"runs/lora/sites/{site}/events.jsonl")
+        meter = [event for event in events if event["what"] == "meter"][-1]
+        updates = sum(event["what"] == "sealed" for event in events)
+        versions = sum(event["what"] in ("adopted", "retaken") for event in events) - 1
+        assert updates >= 2
+        assert meter["bytes_up"] / updates <= bound
+        assert (meter["bytes_down"] - 4 * numel) / versions <= bound
+    fra, iad = (load_file(place.folder / f"runs/lora/{site}/merged/model.safetensors") for site in ("fra", "iad"))
+    assert fra.keys() == base.keys(), "no adapter is left in it"
+    assert all(fra[name].equal(iad[name]) for name in fra)
+    untrained = Verb(place.folder, "loss-base", ["loss", "base"], script=str(ROOT / "examples/lora.py"))
+    assert untrained.end(60.0) == 0, untrained.text()
+    losses = [float(verb.text().rpartition(": loss ")[2].split()[0]) for verb in (merged, untrained)]
+    assert losses[0] < 0.8 * losses[1]
 
 
 @pytest.mark.slow

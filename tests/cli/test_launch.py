@@ -33,19 +33,6 @@ def called(place: Path) -> list[str]:
     return (place / "called").read_text().splitlines() if (place / "called").exists() else []
 
 
-@pytest.mark.parametrize("kind", ["docker", "slurm"])
-def test_what_is_printed_is_what_is_written(kind: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", kind, "--dry-run", *EVERY]) == 0
-    printed = capsys.readouterr().out
-    assert main(["launch", kind, "--dry-run", "--to", "out", *EVERY]) == 0
-    files = sorted((place / "out").iterdir())
-    assert files
-    for file in files:
-        assert f"# --- {file.name} ---\n{file.read_text()}" in printed
-    assert printed.count("# --- ") == len(files)
-    assert called(place) == []
-
-
 @pytest.mark.parametrize("kind", TOOLS)
 def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", kind, "--yes", *EVERY]) == 0
@@ -65,11 +52,22 @@ def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, capsys: 
     assert all(f"  {line}\n" in told for line in wanted), "it is said before it is done"
 
 
-def test_the_same_again_changes_nothing(place: Path) -> None:
-    for _ in range(2):
-        write(place / "out", [File("a", "text")])
-    with pytest.raises(ConfigError, match="out/a exists with other content"):
-        write(place / "out", [File("b", "text"), File("a", "other")])
+def test_what_is_printed_is_what_is_written_and_the_same_again_changes_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "--dry-run", *EVERY]) == 0
+    printed = capsys.readouterr().out
+    assert main(["launch", "slurm", "--dry-run", "--to", "out", *EVERY]) == 0
+    files = sorted((place / "out").iterdir())
+    assert files
+    for file in files:
+        assert f"# --- {file.name} ---\n{file.read_text()}" in printed
+    assert printed.count("# --- ") == len(files)
+    assert called(place) == []
+    same = File(files[0].name, files[0].read_text())
+    write(place / "out", [same])
+    with pytest.raises(ConfigError, match=f"out/{same.name} exists with other content"):
+        write(place / "out", [File("b", "text"), File(same.name, "other")])
     assert not (place / "out" / "b").exists(), "all or none"
 
 
@@ -85,50 +83,27 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stdin", "code", "calls"), [(Terminal("y\n"), 0, 3), (Terminal("\n"), 0, 0), (io.StringIO(), 2, 0)]
-)
-def test_a_user_must_agree(
-    stdin: io.StringIO,
-    code: int,
-    calls: int,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert main(["launch", "slurm", *EVERY]) == code
-    assert len(called(place)) == calls
-    assert ("there is no terminal to ask on: --yes runs the commands" in capsys.readouterr().err) is (code == 2)
+def test_a_user_must_agree(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for stdin, code, calls in ((Terminal("\n"), 0, 0), (io.StringIO(), 2, 0), (Terminal("y\n"), 0, 3)):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["launch", "slurm", *EVERY]) == code
+        assert len(called(place)) == calls
+        told = capsys.readouterr().err
+        assert ("there is no terminal to ask on: --yes runs the commands" in told) is (code == 2)
 
 
-def test_a_syncer_that_runs_elsewhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "slurm", "--dry-run", *AWAY]) == 0
-    told = capsys.readouterr()
-    assert "note: no files for the syncer, since other machines cannot reach it" in told.err
-    assert "syncer.sbatch" not in told.out
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "arguments"),
-    [
-        ("give one of docker, slurm, kubernetes, skypilot", 2, []),
-        ("give one of docker, slurm, kubernetes, skypilot, not nomad", 2, ["nomad"]),
-        ("not docker slurm", 2, ["docker", "slurm"]),
-        ("unknown key launch.imagee: did you mean launch.image?", 2, ["docker", "launch.imagee=x"]),
-        ("site.syncer is '127.0.0.1:7077': the address at which", 2, ["slurm", "--dry-run"]),
-        ("out/site-a.sbatch exists with other content", 2, ["slurm", "--dry-run", "--to", "out", *AWAY]),
-        ("sky is not installed here: --dry-run writes the files", 1, ["skypilot", *AWAY]),
-    ],
-)
-def test_a_mistake_is_one_line(
-    words: str, code: int, arguments: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_of_the_users_or_a_tool_that_is_not_there_is_named_and_nothing_is_written(
+    place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "out").mkdir()
     (place / "out" / "site-a.sbatch").write_text("mine")
     (place / "bin" / "sky").unlink()
-    assert main(["launch", *arguments]) == code
-    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
-    assert len(told) == 1
-    assert words in told[0]
-    assert (place / "out" / "site-a.sbatch").read_text() == "mine"
+    for words, code, arguments in (
+        ("out/site-a.sbatch exists with other content", 2, ["slurm", "--dry-run", "--to", "out", *AWAY]),
+        ("sky is not installed here: --dry-run writes the files", 1, ["skypilot", *AWAY]),
+    ):
+        assert main(["launch", *arguments]) == code
+        *notes, told = capsys.readouterr().err.splitlines()
+        assert words in told
+        assert all("no files for the syncer, since other machines cannot reach it" in note for note in notes)
+    assert [(file.name, file.read_text()) for file in (place / "out").iterdir()] == [("site-a.sbatch", "mine")]

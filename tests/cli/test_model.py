@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diloco.cli import model
 from diloco.cli.main import main
 from diloco.cli.model import size_of, texts
 from diloco.config import build
@@ -41,28 +39,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 pytestmark = pytest.mark.usefixtures("own_environment")
 
 
-@pytest.mark.parametrize(("asked", "version"), [pytest.param([], 8, marks=pytest.mark.slow), (["--version", "3"], 3)])
-def test_a_version_of_a_run_becomes_a_folder(
-    asked: list[str], version: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_version_of_a_run_becomes_a_folder_and_can_be_rounded_and_cut(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(run)
-    out = tmp_path / "model"
-    assert main(["export", str(run), "--to", str(out), *asked]) == 0
-    assert f"{out}: version {version} of past, " in capsys.readouterr().out
-    assert files(run) == before, "the run is only read"
-    found = read_values(str(out), read_options(str(out)))
-    wanted = take(str(run), version=version).parameters
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_it_can_be_rounded_and_cut(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "model"
-    assert main(["export", str(run), "--to", str(out), "--dtype", "bf16", "--shard-size", "20kB"]) == 0
-    assert "bytes of bf16" in capsys.readouterr().out
+    for name, version, dtype, asked in (
+        ("third", 3, torch.float32, ["--version", "3"]),
+        ("newest", 8, torch.bfloat16, ["--dtype", "bf16", "--shard-size", "20kB"]),
+    ):
+        out = tmp_path / name
+        assert main(["export", str(run), "--to", str(out), *asked]) == 0
+        said = capsys.readouterr().out
+        assert f"{out}: version {version} of past, " in said
+        assert ("bytes of bf16" in said) is (dtype == torch.bfloat16)
+        found = read_values(str(out), read_options(str(out)))
+        wanted = take(str(run), version=version).parameters
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name].to(dtype)) for name in wanted)
     assert len(list(out.glob("*.safetensors"))) > 1
-    values = read_values(str(out), read_options(str(out)))
-    assert {value.dtype for value in values.values()} == {torch.bfloat16}
+    assert files(run) == before, "the run is only read"
+    assert [size_of(text) for text in ("5GB", "1.5 MB", "20kB")] == [5 * 10**9, 1_500_000, 20_000]
 
 
 @pytest.mark.parametrize("url", ["memory://models/otter", "file://HERE/models/otter/"])
@@ -91,27 +87,30 @@ def test_a_version_is_sent_to_a_url_whole_or_not_at_all(
     refused(2, "files are there already", *asked, url)
 
 
-def test_a_syncer_says_of_which_model_its_values_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hand = Hand(configured(tmp_path))
+def test_a_syncer_says_of_which_model_its_values_are(
+    here: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hand = Hand(configured(here))
+    asked = ["export", "--syncer", hand.address]
+    with_file = [*asked, "--config", "past/config.yaml", "--to"]
     try:
+        assert main([*with_file, "first"]) == 0
+        assert "version 0 of past" in capsys.readouterr().out
         hand.join("a")
         hand.push("a", 0)
-        assert main(["export", "--syncer", hand.address, "--to", str(tmp_path / "model")]) == 0
+        assert main([*asked, "--to", "model"]) == 0
         assert "versions 1 0 of past" in capsys.readouterr().out
-        assert main(["export", "--syncer", hand.address, "--to", str(tmp_path / "x"), "model.heads=1"]) == 4
-        assert "model.heads is 2 in run past and 1 here" in capsys.readouterr().err
+        refused(4, "model.heads is 2 in run past and 1 here", *asked, "--to", "other", "model.heads=1")
+        refused(4, "by the settings here: give the run's own", *with_file, "other", "model.dim=64")
+        refused(2, "--version is 2: a syncer serves only its newest", *with_file, "other", "--version", "2")
+        assert main(["generate", "--syncer", hand.address, "--tokens", "3", "a"]) == 0
+        generated = capsys.readouterr().out
     finally:
         hand.stop()
-    wanted = take(str(tmp_path / "past")).parameters
-    found = read_values(str(tmp_path / "model"), read_options(str(tmp_path / "model")))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_sizes() -> None:
-    assert [size_of(text) for text in ("5GB", "1.5 MB", "20kB")] == [5 * 10**9, 1_500_000, 20_000]
-    for text in ("", "0GB", "-1GB", "5 TB", "GB"):
-        with pytest.raises(ConfigError, match="--shard-size"):
-            size_of(text)
+    assert generated == wanted(here / "past", b"a", tokens=3)
+    values = take("past").parameters
+    found = read_values("model", read_options("model"))
+    assert all(torch.equal(found[name], values[name]) for name in values)
 
 
 def wanted(run: Path, prompt: bytes, version: int | None = None, **options: float) -> str:
@@ -120,22 +119,15 @@ def wanted(run: Path, prompt: bytes, version: int | None = None, **options: floa
     return prompt.decode() + make_tokenizer("bytes").decode(tokens) + "\n"
 
 
-@pytest.mark.slow
-def test_it_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(run), "x=1 the sites", "--tokens", "30", "--seed", "4", "--top-k", "3"]) == 0
-    assert capsys.readouterr().out == wanted(run, b"x=1 the sites", tokens=30, seed=4, top_k=3)
-    asked = ["generate", str(run), "--version", "2", "--tokens", "9", "--temperature", "0", "x=1 the sites"]
-    assert main(asked) == 0
-    assert capsys.readouterr().out == wanted(run, b"x=1 the sites", 2, tokens=9, temperature=0)
-
-
-def test_without_a_prompt_a_text_begins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_goes_on_with_the_prompt_and_without_one_a_text_begins(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--version", "2", "--tokens", "9", "--seed", "4", "--top-k", "3", "--temperature", "0.5"]
+    assert main(["generate", str(run), "x=1 the sites", *options]) == 0
+    sampled = {"tokens": 9, "seed": 4, "top_k": 3, "temperature": 0.5}
+    assert capsys.readouterr().out == wanted(run, b"x=1 the sites", 2, **sampled)
     assert main(["generate", str(run), ""]) == 0
     assert len(capsys.readouterr().out) > 1
-    assert main(["generate", str(run), "data.end_of_file=false", "model.vocab_size=257", ""]) == 2
-    assert "prompt is '': at least one token" in capsys.readouterr().err
-    assert main(["generate", str(run), "a\udcff"]) == 2, "the shell gave a byte that is no text"
-    assert "can't encode" in capsys.readouterr().err
 
 
 def test_letters_come_whole_and_nothing_is_held_for_ever() -> None:
@@ -198,11 +190,10 @@ def ended(here: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("follow", [[], ["--follow"]])
 def test_a_finished_run_is_evaluated_on_the_whole_validation_split(
-    ended: Path, follow: list[str], capsys: pytest.CaptureFixture[str]
+    ended: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["eval", str(ended), *follow]) == 0
+    assert main(["eval", str(ended), "--follow"]) == 0
     assert "versions 7: val loss 5.5" in capsys.readouterr().out
     (event,) = read_events(ended / "events.jsonl")[0]
     assert (event["who"], event["what"], event["versions"], event["whole"]) == ("eval", "eval", [7], True)
@@ -251,137 +242,37 @@ def test_the_loss_is_of_the_model_that_the_syncer_says(
     assert found["val_loss"] == pytest.approx(score.val_loss, abs=1e-6)
 
 
-@pytest.fixture
-def trained(ended: Path) -> Path:
-    """A checkpoint of the values that the run's final model has."""
+def test_what_lies_in_files_has_the_loss_of_the_run(
+    ended: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     values = load_file(ended / "syncer/final/model.safetensors")
     folder = ended.parent / "warm" / "train" / "checkpoints"
     checkpoint.save(folder, "step-0000000001", {f"model/{name}": value for name, value in values.items()}, {})
     (folder.parents[1] / "config.yaml").write_bytes((ended / "config.yaml").read_bytes())
-    return folder
+    trained = str(folder)
 
-
-def test_what_lies_in_files_has_the_loss_of_the_run(
-    ended: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert main(["eval", str(ended), "--json"]) == 0
     of_run = json.loads(capsys.readouterr().out)
     assert of_run["versions"] == [7]
-    assert main(["export", str(trained), "--to", "model"]) == 0
-    assert main(["export", str(trained), "--to", "parts", "--format", "dcp"]) == 0
+    assert main(["export", trained, "--to", "model"]) == 0
+    assert main(["export", trained, "--to", "parts", "--format", "dcp"]) == 0
     capsys.readouterr()
     text = ["data=text", "data.path=text", "data.cache=cache", "inner.precision=fp32"]
-    for source, settings in ((str(trained), []), ("warm", []), ("model", text), ("parts", text)):
+    for source, settings in ((trained, []), ("warm", []), ("model", text), ("parts", text)):
         assert main(["eval", source, *settings, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["whole"], source
         assert found["val_loss"] == pytest.approx(of_run["val_loss"], abs=1e-5), source
         assert found["val_bits_per_byte"] == pytest.approx(of_run["val_bits_per_byte"], abs=1e-5), source
-        assert main(["eval", source, *settings]) == 0
-        said = capsys.readouterr().out
-        assert f"val loss {found['val_loss']:.4f} nats/token" in said
-        assert said.endswith("(whole validation split), of the text text text\n"), "which text it is judged on"
+    assert main(["eval", trained]) == 0
+    said = capsys.readouterr().out
+    assert f"val loss {found['val_loss']:.4f} nats/token" in said
+    assert said.endswith("(whole validation split), of the text text text\n"), "which text it is judged on"
     assert len(read_events(ended / "events.jsonl")[0]) == 1, "only of the run itself"
-
-
-@pytest.mark.slow
-def test_an_earlier_version_is_evaluated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Place(tmp_path)
-    past = with_a_past(tmp_path / "runs", 2, f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}")
-    losses = []
-    for version in (0, 4):
-        assert main(["eval", str(past), "--version", str(version), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["versions"] == [version, version]
-        losses.append(found["val_loss"])
-    assert losses[0] != losses[1]
-
-
-def test_a_running_syncer_is_asked(
-    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    hand = Hand(configured(tmp_path))
-    asked = ["export", "--syncer", hand.address, "--config", str(tmp_path / "past" / "config.yaml"), "--to"]
-    other = [*asked, str(tmp_path / "other")]
-    try:
-        assert main([*asked, str(tmp_path / "model")]) == 0
-        assert "version 0 of past" in capsys.readouterr().out
-        refused(4, "by the settings here: give the run's own", *other, "model.dim=64")
-        refused(2, "--version is 2: a syncer serves only its newest", *other, "--version", "2")
-        assert main(["generate", "--syncer", hand.address, "--tokens", "3", "a"]) == 0
-    finally:
-        hand.stop()
-    assert capsys.readouterr().out == wanted(tmp_path / "past", b"a", tokens=3)
-    assert (tmp_path / "model" / "config.json").is_file()
-
-
-SCORED = ["eval", "nowhere", "--tasks", "pets"]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "arguments"),
-    [
-        ("give one run folder", 2, ["export", "--to", "x"]),
-        ("give one run folder", 2, ["export", "RUN", "RUN", "--to", "x"]),
-        ("--to is missing", 2, ["export", "RUN"]),
-        ("it exists already", 2, ["export", "RUN", "--to", "RUN"]),
-        ("Protocol not known: nothing", 2, ["export", "RUN", "--to", "nothing://model"]),
-        ("--to is a URL with a password", 2, ["export", "RUN", "--to", "sftp://me:secret@there/model"]),
-        ("--version is 'last': a number from 0 on, or newest", 2, ["export", "RUN", "--to", "x", "--version", "last"]),
-        ("--version is '²'", 2, ["export", "RUN", "--to", "x", "--version", "²"]),
-        ("holds no more than version 8", 1, ["export", "RUN", "--to", "x", "--version", "9"]),
-        ("--shard-size is '5': a size", 2, ["export", "RUN", "--to", "x", "--shard-size", "5"]),
-        ("--shard-size is 5MB: only", 2, ["export", "RUN", "--to", "x", "--format", "dcp", "--shard-size", "5MB"]),
-        ("invalid choice: 'int4'", 2, ["export", "RUN", "--to", "x", "--dtype", "int4"]),
-        ("unknown key model.dimm", 2, ["export", "RUN", "--to", "x", "model.dimm=3"]),
-        ("has another model, or other fragments, than", 2, ["export", "RUN", "--to", "x", "model.tied=true"]),
-        ("does not answer", 3, ["export", "--syncer", "127.0.0.1:1", "--to", "x"]),
-        ("does not answer", 3, ["export", "--syncer", "127.0.0.1:1", "--to", "x", "run.name=past"]),
-        ("give a run, a checkpoint or a model's folder, a prompt", 2, ["generate", "RUN"]),
-        ("give a run, a checkpoint or a model's folder, a prompt", 2, ["generate", "RUN", "def", "f"]),
-        ("give a syncer's HOST:PORT and a prompt", 2, ["generate", "--syncer", "127.0.0.1:1"]),
-        ("--tokens is 0: at least 1", 2, ["generate", "RUN", "a", "--tokens", "0"]),
-        ("--temperature is -1.0", 2, ["generate", "RUN", "a", "--temperature", "-1"]),
-        ("--seed is -1", 2, ["generate", "RUN", "a", "--seed", "-1"]),
-        ("--top-k is -1", 2, ["generate", "RUN", "a", "--top-k", "-1"]),
-        ("invalid int value: 'x'", 2, ["generate", "RUN", "a", "--seed", "x"]),
-        ("'nowhere' is no run folder", 2, ["generate", "nowhere", "a"]),
-        ("the syncer of run ended does not answer", 3, ["eval", "ENDED"]),
-        ("the syncer at 127.0.0.1:1 does not answer", 3, ["eval", "--syncer", "127.0.0.1:1", "--follow"]),
-        ("is evaluated once, from its files", 2, ["eval", "CHECKPOINT", "--follow"]),
-        ("is evaluated once, from its files", 2, ["eval", "CHECKPOINT", "--syncer", "127.0.0.1:1"]),
-        ("--version is 3: a syncer serves", 2, ["eval", "--syncer", "127.0.0.1:1", "--version", "3"]),
-        ("data: path is 'nowhere'", 2, ["eval", "CHECKPOINT", "data.path=nowhere"]),
-        ("of another model", 2, ["eval", "CHECKPOINT", "model.dim=64"]),
-        ("--fewshot is 2: only --tasks uses it", 2, ["eval", "nowhere", "--fewshot", "2"]),
-        ("--include-path is there: only --tasks uses it", 2, ["eval", "nowhere", "--include-path", "there"]),
-        ("--tasks are scored once: no --follow", 2, [*SCORED, "--follow"]),
-        ("--tasks is 'a,,b': names of different tasks", 2, ["eval", "nowhere", "--tasks", "a,,b"]),
-        ("--tasks is 'a, a': names of different tasks", 2, ["eval", "nowhere", "--tasks", "a, a"]),
-        ("--include-path is 'there': an existing folder", 2, [*SCORED, "--include-path", "there"]),
-        ("--fewshot is -1: at least 0", 2, [*SCORED, "--fewshot", "-1"]),
-        ("--limit is 0: at least 1", 2, [*SCORED, "--limit", "0"]),
-        ("--tasks scores one model: give nowhere or --syncer", 2, [*SCORED, "--syncer", "127.0.0.1:1"]),
-        ("): pip install 'diloco[harness]'", 1, SCORED),
-    ],
-)
-def test_a_mistake_is_one_line(
-    words: str,
-    code: int,
-    arguments: list[str],
-    run: Path,
-    here: Path,
-    refused: Callable[..., None],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)  # As where the harness is not installed.
-    monkeypatch.delitem(sys.modules, "diloco.integrations.lm_eval", raising=False)
-    monkeypatch.setattr(model, "GIVE_UP_S", 0.5)
-    places = {"RUN": run}
-    if {"CHECKPOINT", "ENDED"} & {*arguments}:
-        places |= {"CHECKPOINT": request.getfixturevalue("trained"), "ENDED": request.getfixturevalue("ended")}
-    if "ENDED" in arguments:
-        (places["ENDED"] / "syncer/final/final.json").unlink()
-    refused(code, words, *(str(places.get(text, text)) for text in arguments))
-    assert not (here / "x").exists()
+    for words, more in (
+        ("is evaluated once, from its files", ["--follow"]),
+        ("is evaluated once, from its files", ["--syncer", "127.0.0.1:1"]),
+        ("data: path is 'nowhere'", ["data.path=nowhere"]),
+        ("of another model", ["model.dim=64"]),
+    ):
+        refused(2, words, "eval", trained, *more)

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,6 @@ from diloco.plan import studies
 from diloco.plan.estimate import PRESETS, Question
 from tests.lab.laboratories import rows, written
 from tests.loopback.cluster import eventually
-from tests.sooner import sooner
-
-SMALL = ["parameters=1e9", "step_s=2", "fragments=4"]
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -36,7 +32,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sooner(PRESETS, "gpt3_4dc"))
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_answers_in_time(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     began_s = time.process_time()
     found = told(capsys, f"+experiment={name}")
@@ -45,8 +41,7 @@ def test_a_preset_answers_in_time(name: str, capsys: pytest.CaptureFixture[str])
     bits = PRESETS[name].parameters * 4.5
     assert found["bytes_per_site_per_round_up"] == found["bytes_per_site_per_round_down"]
     assert 8 * found["bytes_per_site_per_round_up"] == pytest.approx(bits, rel=1e-6)
-    for key in ("gbps_for_utilisation", "syncer_bytes", "goodput"):
-        assert found[key] > 0
+    assert found["syncer_bytes"] > 0
     assert found["gbps_for_utilisation"] == pytest.approx(found["gbps_for_utilisation_formula"], rel=0.03)
     assert found["goodput"] == pytest.approx(found["goodput_formula"], abs=0.03)
 
@@ -66,7 +61,7 @@ def test_a_model_of_ones_own_in_words(
 ) -> None:
     monkeypatch.setattr(studies, "SITE_ROUNDS", 100)
     picture = tmp_path / "plan.svg"
-    assert main(["plan", *SMALL, "--plot", str(picture)]) == 0
+    assert main(["plan", "parameters=1e9", "step_s=2", "fragments=4", "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("1.00B parameters at 4 sites: to train 95 % of the time a site needs ")
     assert "as asked, simulated" in said
@@ -77,29 +72,6 @@ def test_a_model_of_ones_own_in_words(
         for size in ("1.00B", "10.0M")
         for words in ("one site", "a site with a part of the syncer", "one syncer")
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "parameters is not set: parameters=70e9, or +experiment=NAME"),
-        (["+experiment=100t_20d"], "+experiment is '100t_20d': did you mean 100t_20dc?"),
-        (["+experiment=zzz"], "+experiment is 'zzz': one of 100t_20dc, gpt3_4dc, 10b_8dc"),
-        ([*SMALL, "sits=3"], "unknown key sits: did you mean sites?"),
-        ([*SMALL, "outer.inner_steps=3"], "unknown key outer.inner_steps: did you mean inner_steps?"),
-        ([*SMALL, "sites=2.5"], "sites is '2.5': a whole number"),
-        ([*SMALL, "sites=inf"], "sites is 'inf': a whole number"),
-        ([*SMALL, "up_gbps=1,x"], "up_gbps is '1,x': numbers with commas between"),
-        ([*SMALL, "up_gbps="], "up_gbps is (): one value, or one for each of 4 sites"),
-        ([*SMALL, "sites"], "'sites' is no setting: key=value"),
-        ([*SMALL, "codec_up=int5"], "codec is 'int5'"),
-        ([*SMALL, "outer_kind=newton"], "outer_kind is 'newton': one of sgd"),
-        ([*SMALL, "utilisation=1"], "utilisation is 1.0: between 0 and 1"),
-        ([*SMALL, "--nope"], "--nope"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: list[str], words: str, refused: Callable[..., None]) -> None:
-    refused(2, words, "plan", *arguments)
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,26 +89,6 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line.split("]")[-1].split()) > 1 for line in settings), "a setting without a word about it"
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path, refused: Callable[..., None]) -> None:
-    mine = f"+lab={written(tmp_path, rows('a'))}"
-    for arguments, words in (
-        ([], "+lab is not given"),
-        (["+lab=smok"], "did you mean smoke?"),
-        ([mine, "--rows", "b"], "--rows is 'b': one of a"),
-        ([mine, "--seeds", "x"], "--seeds is 'x'"),
-        ([mine, "--seeds", ""], "--seeds is ''"),
-        ([mine, "--jobs", "0"], "--jobs is 0"),
-        ([mine, "outer.lrr=1"], "row a: unknown key outer.lrr"),
-        ([mine, "run.tokens=null"], "row a: run.tokens is None"),
-        ([mine, "outer.kind=nesterov", "outer.momentum=0"], "row a: outer.momentum is 0.0: kind"),
-    ):
-        refused(2, words, "lab", *arguments, "--out", str(tmp_path / "out"))
-    assert not (tmp_path / "out" / "cells").exists()
-
-
 @pytest.mark.slow
 def test_every_row_of_every_laboratory_may_be_trained() -> None:
     """Or it would end the laboratory when its turn comes, hours later."""
@@ -146,26 +98,6 @@ def test_every_row_of_every_laboratory_may_be_trained() -> None:
             if not row.control:
                 check(compose([*labs.OWN, *lab.settings, *row.settings]))
             assert name == lab.reference or row.against in ("", *lab.rows), (path.stem, name)
-
-
-@pytest.mark.slow
-def test_rows_of_the_same_settings_are_trained_once_and_shown_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine = written(tmp_path, rows("a", "b"))
-    assert main(["lab", f"+lab={mine}", "run.tokens=192", "--seeds", "0", "--out", str(tmp_path), "--json"]) == 0
-    said = capsys.readouterr()
-    a, b = json.loads(said.out)["rows"]
-    assert (a["row"], b["row"]) == ("a", "b")
-    assert a["losses"] == b["losses"]
-    assert len(a["seconds"]) == len(b["seconds"]) == 1
-    (cell,) = (tmp_path / "cells").iterdir()
-    assert "other code" not in said.err
-    cell.write_text(cell.read_text("utf-8").replace(labs.code_digest(), "0"), "utf-8")
-    assert main(["lab", f"+lab={mine}", "run.tokens=192", "--seeds", "0", "--out", str(tmp_path), "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["rows"][0]["losses"] == a["losses"]
-    assert "1 of 1 stored cells were trained by other code" in said.err
 
 
 @pytest.mark.slow
@@ -193,18 +125,26 @@ def _text(path: str | Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_smallest_laboratory_ends_and_goes_on_where_it_was(
+def test_the_smallest_laboratory_goes_on_where_it_was_and_trains_rows_of_the_same_settings_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``make lab-smoke``, with fewer tokens."""
-    less = ["+lab=smoke", "--out", str(tmp_path), "--jobs", "1", "run.tokens=3840", "--json"]
-    assert main(["lab", *less, "--rows", "sync"]) == 0
-    (sync,) = json.loads(capsys.readouterr().out)["rows"]
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
-    assert main(["lab", *less]) == 0
+    mine = written(tmp_path, rows("a", "b"))
+    asked = ["lab", f"+lab={mine}", "run.tokens=192", "--seeds", "0", "--out", str(tmp_path), "--json"]
+    assert main([*asked, "--rows", "a"]) == 0
+    said = capsys.readouterr()
+    (a,) = json.loads(said.out)["rows"]
+    assert "other code" not in said.err
+    (cell,) = (tmp_path / "cells").iterdir()
+    cell.write_text(cell.read_text("utf-8").replace(labs.code_digest(), "0"), "utf-8")
+    made = cell.stat().st_mtime_ns
+    assert main(asked) == 0
+    said = capsys.readouterr()
+    assert [(row["row"], row["losses"]) for row in json.loads(said.out)["rows"]] == [(n, a["losses"]) for n in "ab"]
+    assert [each.stat().st_mtime_ns for each in (tmp_path / "cells").iterdir()] == [made], "it was not made again"
+    assert "1 of 1 stored cells were trained by other code" in said.err
+
+    assert main(["lab", "+lab=smoke", "--out", str(tmp_path), "--jobs", "1", "run.tokens=3840", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [row["row"] for row in told["rows"]] == ["data_parallel", "sync", "decoupled"]
-    assert told["rows"][1]["losses"] == sync["losses"]
-    assert {path: path.stat().st_mtime_ns for path in made} == made, "what was there was not made again"
     assert all(row["losses"]["0"] < 5.6 for row in told["rows"]), "untrained: 5.55"
     assert "<svg" in (tmp_path / "smoke" / "report.html").read_text(encoding="utf-8")

@@ -24,41 +24,36 @@ from diloco.sync.journal import Record
 from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.syncer.backups import Vault, back_up
 from diloco.syncer.snapshots import read_image
-from tests.models.pasts import Hand, with_a_past
+from tests.models.pasts import Hand, configured, play, with_a_past
 from tests.models.test_read_warm_site import checkpointed
 from tests.sync.format_1 import encode_record
 from tests.syncer.building import files
 from tests.syncer.test_store import told
 
 
-@pytest.fixture
-def journal(tmp_path: Path) -> Path:
+def test_a_journal_is_shown_as_lines_whatever_names_it_a_torn_end_is_said_and_damage_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run" / "syncer" / "journal"
     folder.mkdir(parents=True)
     (tmp_path / "run" / "events.jsonl").touch()
     for number in (1, 2):
         record = encode_record(Record(number * 10**9, SyncerStarted(number), "0" * 16))
         (folder / f"journal-{number:06d}.log").write_bytes(record)
-    return tmp_path / "run"
-
-
-def test_a_journal_is_shown_as_lines_whatever_names_it(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for target in (journal, journal / "syncer"):
+    for target in (tmp_path / "run", folder.parent):
         assert main(["journal", "show", str(target)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[1] for line in lines if "SyncerStarted" in line] == ["SyncerStarted"] * 2
-        assert lines[1].split()[0] == "1.000000"
-        assert lines[3].split()[0] == "2.000000"
-    assert main(["journal", "show", str(journal / "syncer/journal/journal-000002.log")]) == 0
-    assert capsys.readouterr().out.count("SyncerStarted") == 1
-
-
-def test_a_torn_end_is_said_and_damage_is_an_error(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = journal / "syncer/journal/journal-000002.log"
+        assert [lines[at].split()[:2] for at in (1, 3)] == [
+            ["1.000000", "SyncerStarted"],
+            ["2.000000", "SyncerStarted"],
+        ]
+    path = folder / "journal-000002.log"
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:20])
     assert main(["journal", "show", str(path)]) == 0
-    assert "20 bytes of a turn that was being written" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("SyncerStarted") == 1
+    assert "20 bytes of a turn that was being written" in said
     path.write_bytes(whole[:-3] + b"xxx" + whole)
     assert main(["journal", "show", str(path)]) == 1
     assert "damaged" in capsys.readouterr().err
@@ -86,19 +81,19 @@ def test_everything_is_verified_and_the_first_damage_named(tmp_path: Path, capsy
     assert (captured.out, str(path) in captured.err) == ("", True)
 
 
-def test_every_version_is_compared_with_its_digest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_version_is_compared_with_its_digest_and_without_an_update_it_says_what_is_gone_and_keeps_an_image(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = files(run)
     assert main(["replay", str(run), "--verify"]) == 0
     said = capsys.readouterr().out
     assert "versions 0 0 to 8 8" in said
     assert "16 versions match the journal's digests, bit for bit" in said
     assert "1 snapshots match the replayed values" in said
-    assert files(run) == before, "the folder is only read"
+    assert main(["replay", str(run), "--to", "3", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["versions"], facts["versions_compared"]) == ([3, 3], 6)
 
-
-def test_without_an_update_it_says_what_is_gone_and_keeps_an_image(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     out = tmp_path / "image"
     chosen = ["--without", "site=b:versions=3..4:fragment=1"]
     assert main(["replay", str(run), *chosen, "--out", str(out)]) == 0
@@ -113,20 +108,13 @@ def test_without_an_update_it_says_what_is_gone_and_keeps_an_image(
     assert main(["replay", str(run), *chosen, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["digests"] == [values.digest for values in image.fragments]
-    assert facts["left_out"] == [
-        {"site": "b", "fragment": 1, "sequence": 2, "version": 4, "tokens": 100, "chosen": True}
-    ]
+    left_out = {"site": "b", "fragment": 1, "sequence": 2, "version": 4, "tokens": 100, "chosen": True}
+    assert facts["left_out"] == [left_out]
     assert facts["skipped"] == [{"fragment": 1, "version": 4}]
     final = load_file(out / "model.safetensors")
     assert sum(values.numel() for values in final.values()) == sum(v.published.numel() for v in image.fragments)
     assert all(bool(torch.isfinite(values).all()) for values in final.values())
-
-
-def test_up_to_a_version(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(run), "--to", "3", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["versions"] == [3, 3]
-    assert facts["versions_compared"] == 6
+    assert files(run) == before, "the folder is only read"
 
 
 @pytest.fixture
@@ -153,7 +141,13 @@ def assert_goes_on(run: Path, expected: list[int]) -> Hand:
 
 
 @pytest.mark.slow
-def test_from_an_image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_an_image_a_run_goes_on_also_a_finished_one(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`diloco up` would not have gone on with one that has finished."""
+    final = RunDir(run).final_model
+    final.parent.mkdir()
+    final.write_bytes(b"of before")
     image = tmp_path / "image"
     assert main(["replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -162,6 +156,10 @@ def test_from_an_image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "begins with versions 9 9" in said
     assert "without site=b:versions=3..4" in said
     assert "momentum as it was then" in said
+    (before,) = (run / "syncer").glob("final-before-*/model.safetensors")
+    assert f"the run had finished and now continues; its final model until now is in {before.parent}" in said
+    assert before.read_bytes() == b"of before"
+    assert not final.exists()
     hand = again(run)
     assert hand.digests() == told["digests"]
     merged = hand.syncer.core.ask(lambda machine: [line.tokens_merged for line in machine.state.sites["b"].lines])
@@ -172,50 +170,33 @@ def test_from_an_image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert event["held"] == [["a", 0, 400, 4], ["a", 1, 400, 4], ["b", 0, 300, 3], ["b", 1, 300, 3]]
 
 
-@pytest.mark.slow
-def test_a_finished_run_that_is_restored_has_not_finished(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_from_a_backup_into_a_lost_folder(
+    run: Path, tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`diloco up` would not have gone on with it."""
-    final = RunDir(run).final_model
-    final.parent.mkdir()
-    final.write_bytes(b"of before")
-    image = tmp_path / "image"
-    assert main(["replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image)]) == 0
-    assert main(["restore", str(run), "--from", str(image)]) == 0
-    (before,) = (run / "syncer").glob("final-before-*/model.safetensors")
-    assert f"the run had finished and now continues; its final model until now is in {before.parent}" in (
-        capsys.readouterr().out
-    )
-    assert before.read_bytes() == b"of before"
-    assert not final.exists()
-    assert_goes_on(run, [9, 9]).stop()
-
-
-def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = str(tmp_path / "vault")
     made, _ = back_up(run / "syncer", Vault(url))
     first = "20440101T000000.000000Z"  # By the release before, when the clock was ahead.
     (tmp_path / "vault/past" / made).rename(tmp_path / "vault/past" / first)
-    again(run).stop()  # Its start is in the journal.
-    newest, _ = back_up(run / "syncer", Vault(url))
-    assert list(Vault(url).backups("past")) == [first, newest]
-    assert main(["restore", str(run), "--from", url]) == 1
-    assert "is not empty" in capsys.readouterr().err
-    hand = again(run)
+    hand = again(run)  # Its start is in the journal.
     digests = hand.digests()
     hand.stop()
-    for source, wanted in ((url, newest), (f"{url}/past", newest), (f"{url}/past/{first}", first)):
+    newest, _ = back_up(run / "syncer", Vault(url))
+    refused(1, "is not empty", "restore", str(run), "--from", url)
+    unknown = "how many tokens it loses is unknown here: 800 tokens are merged"
+    for source, wanted, lost in (
+        (url, newest, unknown),
+        (f"{url}/past", newest, unknown),
+        (f"{url}/past/{first}", first, "it loses 200 tokens of the 1,000 that the run had published"),
+    ):
         shutil.rmtree(run / "syncer")
-        if later := wanted == first:
+        if wanted == first:
             log = EventLog(run / "events.jsonl", "syncer")
             log.emit("published", {"fragment": 0, "version": 10, "digest": "f" * 64, "run_tokens": 1000})
             log.close()
         assert main(["restore", str(run), "--from", source]) == 0
         said = capsys.readouterr().out
         assert f"backup {wanted}" in said
-        unknown = "how many tokens it loses is unknown here: 800 tokens are merged"
-        assert ("it loses 200 tokens of the 1,000 that the run had published" if later else unknown) in said
+        assert lost in said
     hand = assert_goes_on(run, [9, 9])
     hand.stop()
     assert hand.syncer.holdings.values[1].digest == digests[1]
@@ -241,26 +222,20 @@ def warm(run: Path, folder: Path, *, flip: bool = False) -> tuple[Path, list[str
     return folder, [each.digest for each in values]
 
 
-def with_events(run: Path, tmp_path: Path) -> Path:
-    """The same run with its syncer's events written down."""
-    log = EventLog(run / "events.jsonl", "syncer")
-    shutil.rmtree(run / "syncer")
-    hand = Hand(configs.read(run / "config.yaml"), log.emit)
-    for site in "ab":
-        hand.join(site)
-    for _ in range(3):
-        for site in "ab":
-            for fragment in range(2):
-                hand.push(site, fragment)
-    hand.stop()
+@pytest.fixture
+def told_run(tmp_path: Path) -> Path:
+    """A run whose syncer wrote its events down."""
+    config = configured(tmp_path)
+    log = EventLog(tmp_path / "past" / "events.jsonl", "syncer")
+    play(Hand(config, log.emit), 3)
     log.close()
-    return run
+    return tmp_path / "past"
 
 
 def test_from_a_warm_site_whose_bases_are_what_was_published(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    told_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_events(run, tmp_path)
+    run = told_run
     site, digests = warm(run, tmp_path / "site")
     shutil.rmtree(run / "syncer")
     assert main(["restore", str(run), "--from-site", str(site)]) == 0
@@ -285,9 +260,9 @@ def test_from_a_warm_site_whose_bases_are_what_was_published(
 
 @pytest.mark.slow
 def test_a_site_that_says_otherwise_than_what_was_published_is_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    told_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_events(run, tmp_path)
+    run = told_run
     site, _ = warm(run, tmp_path / "site", flip=True)
     shutil.copytree(run / "syncer", tmp_path / "old")
     shutil.rmtree(run / "syncer")
@@ -310,7 +285,7 @@ def moved(run: Path) -> Path:
     return run / "standby"
 
 
-def test_after_a_failover_all_that_look_back_look_where_the_run_went_on(
+def test_after_a_failover_all_that_look_back_look_where_the_run_went_on_unless_a_folder_is_named(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved(run)
@@ -326,11 +301,16 @@ def test_after_a_failover_all_that_look_back_look_where_the_run_went_on(
     assert hand.versions() == [10, 9]
     hand.stop()
     assert_unchanged(run / "syncer", before)
+    assert main(["restore", str(run / "syncer"), "--from", str(image)]) == 0
+    assert f"the run continues in {run / 'syncer'}" in capsys.readouterr().out
+    assert_goes_on(run, [9, 9]).stop()
 
 
 def test_a_run_that_another_process_leads_or_follows_is_left_alone(
-    run: Path, image: str, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    image = str(tmp_path / "image")
+    assert main(["replay", str(run), "--out", image]) == 0
     before = files(run / "syncer")
     with locked(run / "syncer"):
         refused(1, "stop this run's syncer first", "restore", str(run), "--from", image)
@@ -345,6 +325,7 @@ def test_a_run_that_another_process_leads_or_follows_is_left_alone(
         refused(1, "the run's syncer answers at 127.0.0.1:", "restore", str(run), "--from", image)
     assert_unchanged(standby, before)
     above = int(time.time()) + 10**6
+    capsys.readouterr()
     asked_again = ["restore", str(run), "--from", image, "--above", str(above), "--json"]
     assert main(asked_again) == 0, "an address that nobody serves is a dead one's"
     assert json.loads(capsys.readouterr().out)["lineage"] == above + 1
@@ -367,50 +348,3 @@ def test_a_site_alone_is_taken_but_none_of_an_earlier_lineage(
     shutil.rmtree(run / "syncer")
     words = f"is of lineage 1, and lineage {told['lineage']} has begun since"
     refused(1, words, "restore", str(run), "--from-site", str(site))
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "verb", "arguments"),
-    [
-        ("holds no journal", 2, "journal", ["show", "EMPTY"]),
-        ("is no run folder", 2, "replay", ["NOTHING"]),
-        ("has no config.yaml", 2, "replay", ["EMPTY"]),
-        ("--without 'b' has 'b': site=NAME", 2, "replay", ["RUN", "--without", "b"]),
-        ("the run has no site x; it has a, b", 1, "replay", ["RUN", "--without", "site=x:versions=1"]),
-        ("no such update was merged", 1, "replay", ["RUN", "--without", "site=b:versions=90..99"]),
-        ("--to is -1", 2, "replay", ["RUN", "--to", "-1"]),
-        ("invalid int value", 2, "replay", ["RUN", "--to", "x"]),
-        ("--out is '.': it exists already", 2, "replay", ["RUN", "--out", "."]),
-        ("give --from IMAGE|BACKUP or --from-site FOLDER", 2, "restore", ["RUN"]),
-        ("one of them", 2, "restore", ["RUN", "--from", "x", "--from-site", "y"]),
-        ("cluster.syncer.backup is ''", 2, "restore", ["RUN", "--list"]),
-        ("holds neither an image nor a backup of run past", 1, "restore", ["RUN", "--from", "nowhere"]),
-        ("Protocol not known", 1, "restore", ["RUN", "--from", "zz://x"]),
-        ("nowhere is not there", 1, "restore", ["RUN", "--from-site", "nowhere"]),
-    ],
-)
-def test_nonsense_is_one_line(
-    words: str, code: int, verb: str, arguments: list[str], run: Path, here: Path, refused: Callable[..., None]
-) -> None:
-    for name in ("EMPTY", "NOTHING"):
-        (here / name).mkdir()
-    (here / "EMPTY" / "events.jsonl").touch()
-    refused(code, words, verb, *(str(run) if text == "RUN" else text for text in arguments))
-
-
-@pytest.fixture
-def image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a replay of the run has left."""
-    assert main(["replay", str(run), "--out", str(tmp_path / "image")]) == 0
-    capsys.readouterr()
-    return str(tmp_path / "image")
-
-
-@pytest.mark.slow
-def test_a_data_folder_that_is_named_is_where_the_run_goes_on(
-    run: Path, image: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    moved(run)
-    assert main(["restore", str(run / "syncer"), "--from", image]) == 0
-    assert f"the run continues in {run / 'syncer'}" in capsys.readouterr().out
-    assert_goes_on(run, [9, 9]).stop()

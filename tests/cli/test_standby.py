@@ -23,29 +23,6 @@ pytestmark = pytest.mark.usefixtures("here")
 FOLLOW = ["follow", *TINY, "run.name=otter", "cluster.syncer.listen=127.0.0.1:0"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ([], "give one of follow, promote, detach, status"),
-        (["prommote", "a:1"], "give one of"),
-        (["promote"], "promote takes one HOST:PORT"),
-        (["follow", "a:1"], "follow takes no HOST:PORT, but settings"),
-        (["detach", "a:1", "--lossy"], "--lossy is not an option of detach"),
-        (["promote", "a:1", "--json"], "--json is not an option of promote"),
-        (["follow", *TINY], "run.name is null"),
-        (FOLLOW, "cluster.standby.primary is '': host:port"),
-        ([*FOLLOW, "cluster.standby.primary=a:1", "cluster.replication.mode=both"], "mode is 'both': one of off, sync"),
-        (
-            [*FOLLOW, "cluster.standby.primary=a:1", "cluster.syncer.listen=nowhere"],
-            "cluster.syncer.listen is 'nowhere'",
-        ),
-        (["status", "nowhere"], "'nowhere' is no run folder"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], why: str, refused: Callable[..., None]) -> None:
-    refused(2, why, "standby", *arguments)
-
-
 def test_what_an_operator_says_to_a_standby_and_to_a_syncer(
     tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,22 +105,6 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         assert (code, "run otter has finished; final version in runs/otter/standby/final" in said) == (0, True), said
 
 
-@pytest.mark.slow
-def test_it_ends_when_the_run_has_finished_and_its_syncer_has_stopped(tmp_path: Path) -> None:
-    with place_in(tmp_path) as place:
-        budget = ["cluster.replication.mode=sync", "run.seconds=6"]
-        syncer, first = place.syncer("otter", *budget)
-        own = [f"cluster.standby.primary={first}", "cluster.syncer.listen=127.0.0.1:0"]
-        standby = place.start("standby", "standby", "follow", *TINY, "run.name=otter", *own, *budget)
-        site = place.site("otter", first, "site-a", "run.seconds=6", "site.index=0", "site.num_sites=1")
-        assert site.end() == 0, site.text()
-        assert syncer.end() == 0, syncer.text()
-        assert standby.end() == 0, standby.text()
-        assert standby.text().endswith(
-            "run otter has finished and its syncer has stopped: there is nothing to stand by for\n"
-        )
-
-
 def test_ctrl_c_while_it_follows(tmp_path: Path) -> None:
     with place_in(tmp_path) as place:
         primary = f"cluster.standby.primary=127.0.0.1:{free_port()}"
@@ -156,3 +117,16 @@ def test_ctrl_c_while_it_follows(tmp_path: Path) -> None:
         standby.signal(signal.SIGINT)
         assert standby.end() == 75
         assert "the same command resumes" in standby.text()
+
+
+@pytest.mark.slow
+def test_it_ends_when_the_run_has_finished_and_its_syncer_has_stopped(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        budget = ["cluster.replication.mode=sync", "run.seconds=6"]
+        syncer, first = place.syncer("otter", *budget)
+        primary = f"cluster.standby.primary={first}"
+        standby = place.start("standby", "standby", *FOLLOW, primary, *budget)
+        site = place.site("otter", first, "site-a", "run.seconds=6", "site.index=0", "site.num_sites=1")
+        for verb in (site, syncer, standby):
+            assert verb.end() == 0, verb.text()
+        assert standby.text().endswith("its syncer has stopped: there is nothing to stand by for\n")

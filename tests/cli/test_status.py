@@ -99,47 +99,50 @@ def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path, refused: 
     assert syncer_addresses("a:1,b:2/c:3") == ["a:1,b:2", "c:3"], "of a syncer and its standby"
 
 
-def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
-    assert "NO UPDATES" not in heading(STATUS)
-    sites = {"site-a": {"updates_corrupt": 2, "bases_differed": 1}, "site-b": {"updates_corrupt": 0}}
-    told = heading({**STATUS, "not_ready": ["disk_full", "draining"], "sites": sites})
-    assert "TAKES NO UPDATES: disk_full, draining" in told
-    assert "site-a CORRUPTS DATA (2 updates and 1 bases)" in told
-    assert "site-b" not in told
-    broken = "permissions cannot be used, its last good content stays in force: permissions p: it is not JSON"
-    assert f"  {broken}  TAKES NO" in heading({**STATUS, "identity_complaints": [broken], "not_ready": ["disk_full"]})
-    assert "  BEHIND: if another" in heading({**STATUS, "behind": "if another syncer leads the run now"})
-    standby = {"mode": "sync", "standby": "osl", "following": True, "away_seconds": None, "detached": False}
-    assert "  standby osl follows" in heading({**STATUS, "replication": standby})
-    away = {**standby, "following": False, "away_seconds": 41.2}
-    assert "NO STANDBY for 41 s (start it, or: diloco standby detach)" in heading({**STATUS, "replication": away})
-    assert "detach" not in heading({**STATUS, "replication": away, "behind": "another leads"}), (
-        "or it begins a second run"
-    )
-    assert "ON ONE DISK until standby osl has" in heading({**STATUS, "replication": {**standby, "detached": True}})
-    assert "ON ONE DISK without a standby (start" in heading({**STATUS, "replication": {**away, "detached": True}})
-    assert "DISK" not in heading({**STATUS, "replication": {**standby, "mode": "off"}})
-    held = {"fragment": 1, "sequence": 7, "seconds": 12.4, "why": "its norm is 400 times the usual one"}
-    still = {"fragment": 1, "seconds": 31.4, "waits_for": ["site-b"], "why": "waiting for site-b of all 2 members"}
-    told = heading({**STATUS, "standstill": still})
-    assert told.endswith("  NO VERSION of fragment 1 for 31 s: waiting for site-b of all 2 members")
-    told = heading({**STATUS, "sites": {"site-a": {"held": [held]}, "site-b": {"held": []}}})
-    assert "HELD for 12 s: site-a 1 7: its norm is 400 times the usual one (diloco admit, diloco refuse)" in told
+STANDBY = {"mode": "sync", "standby": "osl", "following": True, "away_seconds": None, "detached": False}
+AWAY = {**STANDBY, "following": False, "away_seconds": 41.2}
+BACKUP = {"age_s": 12.4, "failing": "", "last": "x", "url": "vault"}
+BROKEN = "permissions cannot be used, its last good content stays in force: permissions p: it is not JSON"
+HELD = [{"fragment": 1, "sequence": 7, "seconds": 12.4, "why": "its norm is 400 times the usual one"}]
 
 
-def test_an_earlier_syncers_merge_is_no_open_round() -> None:
-    assert details({"fragments": [{"version": 3, "arrived": ["site-a"], "members": [], "merging": True}]}) == ""
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"not_ready": ["disk_full", "draining"]}, "TAKES NO UPDATES: disk_full, draining"),
+        ({"sites": {"site-a": {"updates_corrupt": 2, "bases_differed": 1}}}, "site-a CORRUPTS DATA (2 updates and 1 b"),
+        ({"identity_complaints": [BROKEN], "not_ready": ["disk_full"]}, f"  {BROKEN}  TAKES NO"),
+        ({"behind": "if another syncer leads the run now"}, "  BEHIND: if another"),
+        ({"replication": STANDBY}, "  standby osl follows"),
+        ({"replication": AWAY}, "NO STANDBY for 41 s (start it, or: diloco standby detach)"),
+        ({"replication": {**STANDBY, "detached": True}}, "ON ONE DISK until standby osl has"),
+        ({"replication": {**AWAY, "detached": True}}, "ON ONE DISK without a standby (start"),
+        (
+            {"standstill": {"fragment": 1, "seconds": 31.4, "waits_for": ["site-b"], "why": "waiting for site-b"}},
+            "  NO VERSION of fragment 1 for 31 s: waiting for site-b",
+        ),
+        (
+            {"sites": {"site-a": {"held": HELD}, "site-b": {"held": []}}},
+            "HELD for 12 s: site-a 1 7: its norm is 400 times the usual one (diloco admit, diloco refuse)",
+        ),
+        ({"lineage": 1_795_235_467, "backup": BACKUP}, "restored 2026-11-21 04:31:07 UTC  backup 12 s old"),
+        (
+            {"backup": {**BACKUP, "age_s": None, "without_s": 7200.0, "failing": "no route"}},
+            "backup none for 7200 s, FAILING: no route",
+        ),
+        ({"backup": {**BACKUP, "age_s": None}}, "backup none yet"),  # An earlier release's.
+    ],
+)
+def test_what_must_be_seen_at_once_is_in_the_first_line(found: dict[str, object], words: str) -> None:
+    assert words in heading({**STATUS, **found})
 
 
-def test_a_restored_run_and_its_backups_are_in_the_first_line() -> None:
-    assert "restored" not in heading({**STATUS, "lineage": 1, "backup": None})
-    assert "backup" not in heading({**STATUS, "lineage": 1, "backup": None})
-    backup = {"age_s": 12.4, "failing": "", "last": "x", "url": "vault"}
-    told = heading({**STATUS, "lineage": 1_795_235_467, "backup": backup})
-    assert "restored 2026-11-21 04:31:07 UTC  backup 12 s old" in told
-    failing = heading({**STATUS, "backup": {**backup, "age_s": None, "without_s": 7200.0, "failing": "no route"}})
-    assert "backup none for 7200 s, FAILING: no route" in failing
-    assert "backup none yet" in heading({**STATUS, "backup": {**backup, "age_s": None}}), "an earlier release's"
+def test_what_is_well_says_nothing_in_the_first_line() -> None:
+    told = heading({**STATUS, "lineage": 1, "backup": None, "replication": {**STANDBY, "mode": "off"}})
+    assert not [words for words in ("NO UPDATES", "restored", "backup", "DISK", "CORRUPTS") if words in told]
+    assert "site-b" not in heading({**STATUS, "sites": {"site-b": {"updates_corrupt": 0}}})
+    told = heading({**STATUS, "replication": AWAY, "behind": "another leads"})
+    assert "detach" not in told, "or it begins a second run"
 
 
 def a_run(folder: Path, *events: dict[str, object]) -> Path:
@@ -226,21 +229,26 @@ def test_the_tokens_of_the_whole_are_the_mean_over_fragments() -> None:
     assert "on 2 syncers  25% to 50% of the run  versions 0:10,1:11,2:12,3:13  125 tokens merged, the mean" in line
 
 
-def ends(monkeypatch: pytest.MonkeyPatch, code: ExitCode, why: str) -> None:
-    """Let the syncer b:2 end the verb, where it is asked; a:1 answers."""
-
-    def asked(address: str, settings: list[str]) -> dict[str, Any]:
-        if address == "b:2":
-            raise VerbError(code, why)
-        return of([0], 100, 0.25)
-
-    monkeypatch.setattr(status, "status_of", asked)
-
-
-def test_one_that_is_away_is_named_and_the_others_are_shown(
+def test_a_syncer_that_is_away_is_named_and_the_others_are_shown_but_a_refusal_is_no_absence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ends(monkeypatch, ExitCode.UNREACHABLE, "the syncer at b:2 does not answer: refused")
+    answers: dict[str, Any] = {"a:1": of([0], 100, 0.25), "b:2": of([1], 100, 0.25)}
+
+    def answer(address: str, settings: object) -> Any:
+        if isinstance(found := answers[address], VerbError):
+            raise found
+        return found
+
+    monkeypatch.setattr(status, "status_of", answer)
+    assert main(["status", "a:1/b:2"]) == ExitCode.OK
+    told = capsys.readouterr().out
+    assert "on 2 syncers  25% of the run" in told
+    assert told.count("nimble-otter") == 3
+    assert "\nsyncer b:2 holds fragments 1 of the model, and counts them from 0:\n" in told
+    assert main(["status", "a:1", "b:2", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["run_tokens"] == 100
+
+    answers["b:2"] = VerbError(ExitCode.UNREACHABLE, "the syncer at b:2 does not answer: refused")
     assert main(["status", "a:1/b:2"]) == ExitCode.UNREACHABLE
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.endswith("100 tokens merged, the mean over these fragments  DOES NOT ANSWER: b:2")
@@ -248,14 +256,16 @@ def test_one_that_is_away_is_named_and_the_others_are_shown(
     assert as_one({"b:2": {"unreachable": "gone"}})["run_tokens"] is None
     assert whole_line({"b:2": {"unreachable": "gone"}}) == "1 syncers  DOES NOT ANSWER: b:2"
 
-
-def test_a_refusal_is_no_absence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ends(monkeypatch, ExitCode.FAILED, "it does not tell")
+    answers["b:2"] = VerbError(ExitCode.FAILED, "it does not tell")
     assert main(["status", "a:1/b:2"]) == ExitCode.FAILED
     assert "does not tell" in capsys.readouterr().err
+    assert status.leading("b:2,a:1", [])[0] == "a:1", "of several addresses of one, who refuses hides no other"
+    answers["a:1"] = VerbError(ExitCode.UNREACHABLE, "a:1 does not answer")
+    with pytest.raises(VerbError, match="it does not tell"):
+        status.leading("a:1,b:2", [])
 
 
-STANDBY = {"role": "standby", "name": "iad", "following": True, "primary": "a:1", "versions": [4], "epoch": 1}
+FOLLOWER = {"role": "standby", "name": "iad", "following": True, "primary": "a:1", "versions": [4], "epoch": 1}
 ALONE = {"turns_behind": 0, "failed": None}
 OTHERS: list[tuple[dict[str, dict[str, Any]], str, str]] = [
     ({"a:1": {}, "b:2": {"epoch": 90}}, "b:2", "the syncer at a:1 is AN OLD ONE: stop it (lineage 1, epoch 3)"),
@@ -266,9 +276,9 @@ OTHERS: list[tuple[dict[str, dict[str, Any]], str, str]] = [
     ),
     ({"a:1": {}, "b:2": {}}, "a:1", "the syncer at b:2 is the same one, or a copy of it (lineage 1, epoch 3)"),
     ({"a:1": {}, "b:2": {"run_id": "other"}}, "a:1", "the syncer at b:2 serves another run, other"),
-    ({"a:1": STANDBY, "b:2": {}}, "b:2", "a:1: standby iad follows a:1  versions 4"),
+    ({"a:1": FOLLOWER, "b:2": {}}, "b:2", "a:1: standby iad follows a:1  versions 4"),
     ({"b:2": {}}, "b:2", "the syncer at a:1 does not answer: refused"),
-    ({"b:2": STANDBY}, "b:2", "the syncer at a:1 does not answer: refused"),
+    ({"b:2": FOLLOWER}, "b:2", "the syncer at a:1 does not answer: refused"),
 ]
 
 
@@ -287,46 +297,30 @@ def test_of_several_addresses_the_syncer_of_the_highest_epoch_is_shown_and_told_
     def asking(address: str, *given: object, **more: object) -> Iterator[SimpleNamespace]:
         if address not in there:
             raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: refused")
-        found = {**STATUS, **there[address]} if there[address] is not STANDBY else {**STANDBY, **ALONE}
+        found = {**STATUS, **there[address]} if there[address] is not FOLLOWER else {**FOLLOWER, **ALONE}
         yield SimpleNamespace(status=lambda: found, drain=lambda: drained.append(address))
 
     monkeypatch.setattr(status, "asking", asking)
     assert main(["status", "a:1, b:2"]) == ExitCode.OK
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("standby iad" if there[leads] is STANDBY else "run nimble-otter")
+    assert first.startswith("standby iad" if there[leads] is FOLLOWER else "run nimble-otter")
     assert second.startswith(said)
     assert main(["drain", "a:1,b:2"]) == ExitCode.OK
     assert drained == [leads]
 
 
-def test_the_verb_shows_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    known = {"a:1": of([0], 100, 0.25), "b:2": of([1], 100, 0.25)}
-    monkeypatch.setattr(status, "status_of", lambda address, settings: known[address])
-    assert main(["status", "a:1/b:2"]) == ExitCode.OK
-    told = capsys.readouterr().out
-    assert "on 2 syncers  25% of the run" in told
-    assert told.count("nimble-otter") == 3
-    assert "\nsyncer b:2 holds fragments 1 of the model, and counts them from 0:\n" in told
-    assert main(["status", "a:1", "b:2", "--json"]) == ExitCode.OK
-    assert json.loads(capsys.readouterr().out)["run_tokens"] == 100
-
-
-def test_units_and_the_stages_of_the_latest_rounds_are_shown_where_there_are_any() -> None:
+def test_units_and_rounds_are_shown_where_there_are_any() -> None:
     assert details(STATUS) == details({**STATUS, "units": None}) == ""
     assert details({**STATUS, "units": UNITS}).startswith("units of 64 sequences: 1,300 leased, 1,201 processed, ")
     costs = {"receive_s": 1.25, "read_s": 0.001, "publish_s": 0.0125}
-    fragments = [{"version": 4, "costs": costs}, {"version": 5, "costs": None}]
-    assert details({**STATUS, "fragments": fragments}) == (
-        "round 4 of fragment 0: receive 1,250.0 ms, read 1.0 ms, publish 12.5 ms\n"
-    )
-
-
-def test_an_open_round_is_shown_with_the_sites_it_waits_for() -> None:
     opened = {"version": 4, "arrived": ["fra"], "awaited": ["iad", "osl"], "open_seconds": 2.5, "merging": False}
     met = {**opened, "awaited": [], "grace_seconds_left": 0.75}
-    assert details({**STATUS, "fragments": [opened, met]}).splitlines() == [
-        "open: fragment 0, next version 5, arrived fra, awaited iad, osl, open for 2.5 s, grace left no quorum yet",
-        "open: fragment 1, next version 5, arrived fra, awaited -, open for 2.5 s, grace left 0.8 s",
+    earlier = {"version": 3, "arrived": ["site-a"], "members": [], "merging": True}  # It is no open round.
+    fragments = [{"version": 4, "costs": costs}, opened, met, {"version": 5, "costs": None}, earlier]
+    assert details({**STATUS, "fragments": fragments}).splitlines() == [
+        "open: fragment 1, next version 5, arrived fra, awaited iad, osl, open for 2.5 s, grace left no quorum yet",
+        "open: fragment 2, next version 5, arrived fra, awaited -, open for 2.5 s, grace left 0.8 s",
+        "round 4 of fragment 0: receive 1,250.0 ms, read 1.0 ms, publish 12.5 ms",
     ]
 
 
@@ -334,21 +328,6 @@ def test_what_the_syncer_says_is_no_markup(capsys: pytest.CaptureFixture[str]) -
     backup = {"age_s": 1.0, "without_s": 1.0, "last": "", "failing": "cannot write [/mnt/b]: [bold]gone"}
     status._print({**STATUS, "backup": backup}, False)
     assert backup["failing"] in capsys.readouterr().out
-
-
-def test_one_address_that_refuses_does_not_hide_the_syncer_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: dict[str, Any] = {"a:1": {**STATUS}, "b:1": VerbError(ExitCode.FAILED, "b:1 refuses")}
-
-    def answer(address: str, settings: object) -> Any:
-        if isinstance(found := answers[address], VerbError):
-            raise found
-        return found
-
-    monkeypatch.setattr(status, "status_of", answer)
-    assert status.leading("b:1,a:1", [])[0] == "a:1"
-    answers["a:1"] = VerbError(ExitCode.UNREACHABLE, "a:1 does not answer")
-    with pytest.raises(VerbError, match="b:1 refuses"):
-        status.leading("a:1,b:1", [])
 
 
 def test_a_dashboard_takes_no_other_syncer_for_the_first() -> None:

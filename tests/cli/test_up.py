@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,6 @@ from diloco.durable import locked
 from diloco.observe.history import RunHistory
 from diloco.runs.scenario import ScenarioError, scenario_of
 from diloco.runs.up import OneSyncer, Outcome, syncers_of
-from tests.sooner import sooner
-
-
-def test_compressors_on_the_validation_text_but_not_on_a_users_own() -> None:
-    bits = reference_bits(DataSection())
-    assert 1.0 < bits["xz"] < bits["zlib -9"] < 4.0
-    assert reference_bits(DataSection(kind="text", path="/nowhere")) == {}
 
 
 def config_in(path: Path, *overrides: str) -> RunConfig:
@@ -50,9 +44,11 @@ def finish(run_dir: RunDir) -> None:
 
 
 def test_a_new_run_has_a_name_a_configuration_and_is_the_latest(tmp_path: Path) -> None:
+    first = begun(tmp_path)
     config = config_in(tmp_path, "run.resume=never")
     run_dir, again = chosen(config)
     assert not again
+    assert run_dir.root != first.root, "it is made where the latest could go on"
     assert run_dir.root.name == config.run.name
     assert (tmp_path / "runs" / "latest").resolve() == run_dir.root.resolve()
     # A child that is started again must be able to go on.
@@ -74,41 +70,37 @@ def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished_though_its_sy
     assert chosen(config_in(tmp_path)) == (second, True)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    sooner(["outer.lr=0.5", "network.rtt_ms=200", "scenario=none", "inner.lr=0.001"], "scenario=none", "outer.lr=0.5"),
-)
-def test_another_configuration_is_another_run(setting: str, tmp_path: Path, capsys: Any) -> None:
+def test_another_configuration_is_another_run(tmp_path: Path, capsys: Any) -> None:
     first = begun(tmp_path)
-    with pytest.raises(ConfigError, match=f"run.resume is 'must': .* is another run: {setting.partition('=')[0]} is"):
-        chosen(config_in(tmp_path, setting, "run.resume=must"))
-    run_dir, again = chosen(config_in(tmp_path, setting))
-    assert not again
-    key, _, value = setting.partition("=")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"a new run, since {first.root} is another run: {key} is {value}")
-    assert run_dir.root != first.root
+    for key, value in (("scenario", "none"), ("outer.lr", "0.5"), ("network.rtt_ms", "200")):
+        setting = f"{key}={value}"
+        with pytest.raises(ConfigError, match=f"run.resume is 'must': .* is another run: {key} is"):
+            chosen(config_in(tmp_path, setting, "run.resume=must"))
+        run_dir, again = chosen(config_in(tmp_path, setting))
+        assert not again
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"a new run, since {first.root} is another run: {key} is {value}")
+        assert run_dir.root != first.root
+        (tmp_path / "runs" / "latest").unlink()
+        (tmp_path / "runs" / "latest").symlink_to(first.root.name)
 
 
-def test_a_named_run_says_what_it_takes_anew(tmp_path: Path, capsys: Any) -> None:
+def test_a_named_run_says_what_it_takes_anew_and_goes_on_with_more_room_for_sites(tmp_path: Path, capsys: Any) -> None:
     first = begun(tmp_path)
+    name = f"run.name={first.root.name}"
     others = ["network=loopback", "site.threads=2", "scenario=none"]
-    assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
+    assert chosen(config_in(tmp_path, name, *others))[1]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("changed: network.emulate is false now and was true; ")
     assert line.endswith("; and 3 more")
-    assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
+    assert chosen(config_in(tmp_path, name, *others))[1]
     assert capsys.readouterr().out == ""
-
-
-def test_a_named_run_goes_on_with_more_room_for_sites(tmp_path: Path, capsys: Any) -> None:
-    first = begun(tmp_path)
-    config = config_in(tmp_path, f"run.name={first.root.name}", "outer.sites_max=40")
+    config = config_in(tmp_path, name, *others, "outer.sites_max=40")
     with ExitStack() as stack:
         assert choose_run(config, stack, frozenset({"outer.sites_max"})) == (first, True)
     assert capsys.readouterr().out == "changed: outer.sites_max is 40 now and was 16\n"
     assert configs.read(first.config).outer.sites_max == 40
-    assert chosen(config_in(tmp_path)) == (first, True)
+    assert chosen(config_in(tmp_path, *others)) == (first, True)
     assert capsys.readouterr().out == "note: outer.sites_max=40, as in the run's configuration\n"
 
 
@@ -135,26 +127,16 @@ def test_what_does_not_go_on_gives_way_to_a_new_run_and_is_refused_by_name(tmp_p
         chosen(config_in(tmp_path, name))
 
 
-def test_a_new_run_is_made_where_the_latest_could_go_on_when_told_to(tmp_path: Path) -> None:
-    first = begun(tmp_path)
-    assert chosen(config_in(tmp_path, "run.resume=never"))[0].root != first.root
-
-
-@pytest.mark.parametrize(
-    ("settings", "leased"),
-    [
+def test_a_new_run_leases_units_of_its_one_text_unless_it_is_to_be_the_same_twice(tmp_path: Path) -> None:
+    for settings, leased in (
         ([], True),
         (["inner.deterministic=true"], False),
         (["outer.lock_step=true"], False),
         (["data.leased=false"], False),
         (["data.leased=true", "inner.deterministic=true"], True),
-    ],
-)
-def test_a_new_run_leases_units_of_its_one_text_unless_it_is_to_be_the_same_twice(
-    settings: list[str], leased: bool, tmp_path: Path
-) -> None:
-    run_dir, _ = chosen(config_in(tmp_path, *settings))
-    assert configs.read(run_dir.config).data.leased is leased
+    ):
+        run_dir, _ = chosen(config_in(tmp_path, "run.resume=never", *settings))
+        assert configs.read(run_dir.config).data.leased is leased
 
 
 @pytest.mark.slow
@@ -229,77 +211,69 @@ def test_a_run_of_two_syncers_goes_on_until_both_have_finished(tmp_path: Path) -
     assert chosen(config_in(tmp_path, *two))[0].root != run_dir.root
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "status", "wanted"),
-    [
+def test_exit_codes() -> None:
+    for ending, code, status, wanted in (
         ("finished", ExitCode.OK, "ok", ExitCode.OK),
         ("finished", ExitCode.OK, "the tokens of site-a do not balance", ExitCode.FAILED),
         ("drained", ExitCode.OK, "drained: the same command resumes it", ExitCode.DRAINED),
         (None, ExitCode.OK, "the run did not reach its end", ExitCode.FAILED),
         ("drained", ExitCode.FAILED, "stopped at once, by hand", ExitCode.FAILED),
-    ],
-)
-def test_exit_codes(ending: Any, code: ExitCode, status: str, wanted: ExitCode) -> None:
-    history = RunHistory()
-    history.ending = ending
-    assert exit_code(history, Outcome(code), status) is wanted
+    ):
+        history = RunHistory()
+        history.ending = ending
+        assert exit_code(history, Outcome(code), status) is wanted
 
 
-def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
+def test_the_head_of_the_view_says_what_runs_and_compressors_are_tried_on_our_own_text_alone(tmp_path: Path) -> None:
     facts = facts_of(config_in(tmp_path, "run.name=otter", "run.seconds=60"), 1_050_000)
-    assert facts.name == "otter"
-    assert facts.seconds == 60
+    assert (facts.name, facts.seconds) == ("otter", 60)
     assert "2x128 transformer, 1.05M values · stdlib · int4:32+zstd1" in facts.what
+    bits = reference_bits(DataSection())
+    assert 1.0 < bits["xz"] < bits["zlib -9"] < 4.0
+    assert reference_bits(DataSection(kind="text", path="/nowhere")) == {}
 
 
 @pytest.mark.parametrize(
-    ("setting", "wanted"),
+    ("setting", "words"),
     [
-        ("site.index=0", r"site\.index is 0: diloco up gives"),
-        ("site.num_sites=3", r"site\.num_sites is 3"),
-        ("site.id=site-b", r"site\.id is 'site-b'"),
-        ("site.syncer=otherhost:1", r"site\.syncer is 'otherhost:1'"),
-        ("site.nodes=2", r"site\.nodes is 2: diloco up gives"),
-        ("cluster.sites.site-b.nodes=2", r"cluster\.sites\.site-b\.nodes is 2: diloco up has one machine"),
-        ("cluster.syncer.folder=there", r"cluster\.syncer\.folder is 'there': diloco up keeps"),
-        ("outer.quorum=4", r"outer\.quorum is 4: cluster\.sites has 3, so that no round would ever close"),
-        ("outer.quorum_min=4", r"outer\.quorum_min is 4: cluster\.sites has 3"),
-        (
-            "cluster.replication.mode=sync",
-            r"cluster\.replication\.mode is 'sync': it acknowledges nothing without a standby",
-        ),
-        ("upstream.endpoint=a:1", r"upstream\.endpoint is 'a:1': diloco up runs a whole run"),
+        ("site.index=0", "site.index is 0: diloco up gives"),
+        ("site.num_sites=3", "site.num_sites is 3"),
+        ("site.id=site-b", "site.id is 'site-b'"),
+        ("site.syncer=otherhost:1", "site.syncer is 'otherhost:1'"),
+        ("site.nodes=2", "site.nodes is 2: diloco up gives"),
+        ("cluster.sites.site-b.nodes=2", "cluster.sites.site-b.nodes is 2: diloco up has one machine"),
+        ("cluster.syncer.folder=there", "cluster.syncer.folder is 'there': diloco up keeps"),
+        ("outer.quorum=4", "outer.quorum is 4: cluster.sites has 3, so that no round would ever close"),
+        ("outer.quorum_min=4", "outer.quorum_min is 4: cluster.sites has 3"),
+        ("cluster.replication.mode=sync", "mode is 'sync': it acknowledges nothing without a standby"),
+        ("upstream.endpoint=a:1", "upstream.endpoint is 'a:1': diloco up runs a whole run"),
+        ("cluster.sites.eval.nproc=1", "cluster.sites has 'eval': "),
+        ("cluster.sites.up.nproc=1", "cluster.sites has 'up': "),
+        ("cluster.sites.syncer.nproc=1", "cluster.sites has 'syncer': "),
     ],
 )
-def test_what_up_decides_by_itself_is_refused(setting: str, wanted: str, tmp_path: Path) -> None:
-    check(config_in(tmp_path))
-    with pytest.raises(ConfigError, match=wanted):
+def test_what_up_decides_by_itself_is_refused(setting: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
         check(config_in(tmp_path, setting))
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [("eval", "another process"), ("up", "another process"), ("syncer", "another process"), ("-a", "letters, digits")],
-)
-def test_a_site_needs_a_name_of_its_own(name: str, wanted: str, tmp_path: Path) -> None:
+def test_a_site_has_a_name_for_a_folder(tmp_path: Path) -> None:
     config = config_in(tmp_path)
-    config.cluster.sites[name] = ClusterSite()
-    with pytest.raises(ConfigError, match=f"cluster.sites has '{name}': .*{wanted}"):
+    check(config)
+    config.cluster.sites["-a"] = ClusterSite()
+    with pytest.raises(ConfigError, match=r"cluster.sites has '-a': .*letters, digits"):
         check(config)
 
 
 def test_a_wrong_setting_is_refused_before_anything_starts(here: Path) -> None:
     Path("no-sites.yaml").write_text("run: {name: otter}\n")
-    for words, arguments in (
-        (r"run\.init_from is 'nowhere': neither a \.safetensors file nor", ["run.init_from=nowhere", "run.name=otter"]),
-        (r"outer\.lr", ["outer.lr=-1"]),
-        (r"cluster\.sites is empty", ["--config", "no-sites.yaml"]),
-        (
-            r"^site\.memory_folder is 'none': no such folder",
-            ["inner.memory_checkpoint_every_steps=5", "site.memory_folder=none"],
-        ),
-        (r"^inner\.kernels is 'liger': its kernels are for accel", ["inner.kernels=liger", "site.device=cpu"]),
+    for words, line in (
+        (r"run\.init_from is 'nowhere': neither a \.safetensors file nor", "run.init_from=nowhere run.name=otter"),
+        (r"outer\.lr", "outer.lr=-1"),
+        (r"cluster\.sites is empty", "--config no-sites.yaml"),
+        (r"^site\.memory_folder is 'none'", "inner.memory_checkpoint_every_steps=5 site.memory_folder=none"),
+        (r"^inner\.kernels is 'liger': its kernels are for accel", "inner.kernels=liger site.device=cpu"),
     ):
         with pytest.raises(ConfigError, match=words):
-            main(arguments)
+            main(line.split())
         assert os.listdir(here) == ["no-sites.yaml"]

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.config import build, build_syncer, connecting
-from diloco.config.build_syncer import lease, replication_options, standby_primary
+from diloco.config.build_syncer import lease, replication_options
 from diloco.config.compose import compose, settle
 from diloco.config.connecting import unanswered
 from diloco.config.errors import ConfigError
@@ -38,60 +38,18 @@ from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
-@pytest.fixture
-def config() -> RunConfig:
-    return settle(RunConfig())
-
-
-def test_without_a_word_nothing_is_replicated_and_an_operator_says_who_leads(config: RunConfig) -> None:
+def test_replication_and_a_lease_are_built_as_they_are_said_and_without_a_word_there_are_none() -> None:
+    config = settle(RunConfig())
     assert replication_options(config).mode == "off"
     assert lease(config) is None
-
-
-def test_a_short_timeout_asks_more_often(config: RunConfig) -> None:
     config.cluster.replication.mode, config.cluster.replication.timeout_s = "sync", 2.0
     options = replication_options(config)
     assert (options.mode, options.timeout_s, options.alive_s) == ("sync", 2.0, 0.5)
     config.cluster.replication.timeout_s = 60.0
     assert replication_options(config).alive_s == 1.0
-
-
-@pytest.mark.parametrize(
-    ("mode", "timeout_s", "why"),
-    [
-        ("both", 5.0, r"cluster\.replication\.mode is 'both': one of off, sync, async"),
-        ("sync", 0.1, r"cluster\.replication\.timeout_s is 0\.1: at least 0\.5"),
-        ("sync", float("nan"), r"cluster\.replication\.timeout_s is nan"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_words(config: RunConfig, mode: str, timeout_s: float, why: str) -> None:
-    config.cluster.replication.mode, config.cluster.replication.timeout_s = mode, timeout_s
-    with pytest.raises(ConfigError, match=why):
-        replication_options(config)
-
-
-@pytest.mark.parametrize(
-    ("primary", "name", "why"),
-    [
-        ("", "standby", r"cluster\.standby\.primary is ''"),
-        ("fra:7077,iad:7077", "standby", r"cluster\.standby\.primary is 'fra:7077,iad:7077': host:port"),
-        ("fra:7077", "syncer", r"cluster\.standby\.name is 'syncer'.* and not 'syncer'"),
-        ("fra:7077", "a/b", r"cluster\.standby\.name is 'a/b'"),
-    ],
-)
-def test_a_standby_needs_whom_to_follow_and_a_name(config: RunConfig, primary: str, name: str, why: str) -> None:
-    config.cluster.standby.primary, config.cluster.standby.name = primary, name
-    with pytest.raises(ConfigError, match=why):
-        standby_primary(config)
-    config.cluster.standby.primary, config.cluster.standby.name = "fra.example:7077", "standby"
-    assert standby_primary(config) == "fra.example:7077"
-
-
-def test_a_lease_is_built_as_it_is_said(config: RunConfig) -> None:
     config.run.name, section = "otter", config.cluster.lease
     section.kind, section.path, section.ttl_s = "file", "/shared/lease.json", 4.0
     made = lease(config)
@@ -103,38 +61,14 @@ def test_a_lease_is_built_as_it_is_said(config: RunConfig) -> None:
     assert (made.place, made.ttl_s) == ("etcd:/diloco/otter/lease", 4.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"kind": "zookeeper"}, r"cluster\.lease\.kind is 'zookeeper': one of none, file, etcd"),
-        ({"kind": "file"}, r"cluster\.lease\.path is '': kind=file needs it"),
-        ({"kind": "file", "path": "lease.json"}, r"cluster\.lease\.path is 'lease\.json': an absolute path"),
-        ({"path": "/lease.json"}, r"cluster\.lease\.path is given, and is for kind=file"),
-        ({"kind": "etcd"}, r"cluster\.lease\.endpoints is \[\]: kind=etcd needs it"),
-        ({"kind": "etcd", "endpoints": ["fra:2379"]}, r"cluster\.lease\.endpoints has 'fra:2379'"),
-        ({"kind": "etcd", "endpoints": ["http://fra:2379"], "ttl_s": 2.5}, r"cluster\.lease\.ttl_s is 2\.5: whole"),
-        ({"kind": "file", "path": "/lease.json", "ttl_s": 0.5}, r"cluster\.lease\.ttl_s is 0\.5: 1 to 3600"),
-        ({"kind": "file", "path": "/lease.json", "ttl_s": float("nan")}, r"cluster\.lease\.ttl_s is nan"),
-    ],
-)
-def test_a_lease_that_cannot_be_is_refused_in_words(config: RunConfig, settings: dict[str, object], why: str) -> None:
-    for name, value in settings.items():
-        setattr(config.cluster.lease, name, value)
-    with pytest.raises(ConfigError, match=why):
-        lease(config)
-
-
 # --- Both ends of the wire as they are configured --------------------------------------------------------------------
 
 
-def test_a_site_sets_how_many_connections_it_uses_and_how_much_of_its_link() -> None:
+def test_a_site_sets_its_connections_and_rates_and_an_emulated_link_is_the_networks_but_for_what_it_says() -> None:
     usual = connecting.client_options(small())
     assert (usual.data_channels, usual.up_mbps, usual.down_mbps) == (1, 0.0, 0.0)
     chosen = connecting.client_options(small("site.data_channels=4", "site.up_mbps=200", "site.down_mbps=1000"))
     assert (chosen.data_channels, chosen.up_mbps, chosen.down_mbps) == (4, 200.0, 1000.0)
-
-
-def test_a_link_is_the_networks_but_for_what_the_site_says() -> None:
     config = small("cluster=local4", "network=wan_bad")
     plain, far = connecting.link_options(config, "site-a"), connecting.link_options(config, "site-d")
     assert (plain.rtt_ms, plain.mbps, plain.stall_percent) == (150.0, 20.0, 5.0)
@@ -162,55 +96,36 @@ def test_what_a_site_shows_is_looked_at_before_anything_starts(tmp_path: Path) -
 GIVE = "speaks TLS: give site.tls_ca, and site.tls_cert and site.tls_key if it asks for them"
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-@pytest.fixture
-def mutual(authority: Authority) -> Iterator[str]:
-    """The address of a syncer that wants to see certificates."""
-    cert, key = authority.issue("syncer", *LOOPBACK)
-    options = SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True)
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), options)
-    yield server.address
-    server.stop(0.2)
-
-
-@pytest.mark.parametrize("verb", [["status"], ["drain"], ["standby", "status"]])
-def test_a_verb_says_that_tls_is_spoken_there(mutual: str, verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*verb, mutual]) == 3
-    said = capsys.readouterr().err
-    assert f"{mutual} {GIVE}" in said
-    assert said.count("\n") == 1
-
-
-def test_a_verb_says_that_a_certificate_may_be_wanted(
-    mutual: str, authority: Authority, capsys: pytest.CaptureFixture[str]
+def test_a_verb_and_a_site_say_how_tls_differs_at_the_two_ends_and_nothing_where_that_would_not_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["status", mutual, f"site.tls_ca={authority.ca}"]) == 3
-    assert f"{mutual} speaks TLS, and may want site.tls_cert and site.tls_key" in capsys.readouterr().err
-
-
-def test_a_site_says_it_of_the_address_where_somebody_is(mutual: str) -> None:
-    config = compose(["site.id=a", f"site.syncer='127.0.0.1:{free_port()}, {mutual}'"])
-    said = join_text(config, "unreachable", "Join: Socket closed")
-    assert f"Join: Socket closed; {mutual} {GIVE}" in said
-    assert "TLS" not in join_text(config, "refused", "evicted from the run")
-
-
-def test_nothing_is_added_where_it_would_not_help(mutual: str, authority: Authority) -> None:
-    cert, key = authority.site("site/a")
-    everything = SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key)
-    assert unanswered(mutual, everything, "why") == "why"
-    assert unanswered(f"127.0.0.1:{free_port()}", SecurityOptions(), "why") == "why"
-    plain = serve(FakeSyncer(), ServerOptions(run_id=RUN))
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("syncer", *LOOPBACK)
+    wants = SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True)
+    servers = [serve(FakeSyncer(), ServerOptions(run_id=RUN), *security) for security in ([wants], [])]
+    mutual, plain = (server.address for server in servers)
     try:
-        assert unanswered(plain.address, SecurityOptions(), "why") == "why"
-        told = unanswered(plain.address, SecurityOptions(tls_ca=authority.ca), "why")
-        assert told == f"why; {plain.address} does not speak TLS: leave site.tls_ca out"
+        for verb in ["status"], ["standby", "status"]:
+            assert main([*verb, mutual]) == 3
+            said = capsys.readouterr().err
+            assert f"{mutual} {GIVE}" in said
+            assert said.count("\n") == 1
+        assert main(["status", mutual, f"site.tls_ca={authority.ca}"]) == 3
+        assert f"{mutual} speaks TLS, and may want site.tls_cert and site.tls_key" in capsys.readouterr().err
+        config = compose(["site.id=a", f"site.syncer='127.0.0.1:{free_port()}, {mutual}'"])
+        assert f"Join: Socket closed; {mutual} {GIVE}" in join_text(config, "unreachable", "Join: Socket closed")
+        assert "TLS" not in join_text(config, "refused", "evicted from the run")
+
+        cert, key = authority.site("site/a")
+        everything = SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key)
+        assert unanswered(mutual, everything, "why") == "why"
+        assert unanswered(f"127.0.0.1:{free_port()}", SecurityOptions(), "why") == "why"
+        assert unanswered(plain, SecurityOptions(), "why") == "why"
+        told = unanswered(plain, SecurityOptions(tls_ca=authority.ca), "why")
+        assert told == f"why; {plain} does not speak TLS: leave site.tls_ca out"
     finally:
-        plain.stop(0.2)
+        for server in servers:
+            server.stop(0.2)
 
 
 # --- Several syncers in the configuration, and where one of several writes its events --------------------------------
@@ -260,23 +175,17 @@ def test_each_of_two_has_its_own_fragments_at_their_own_times() -> None:
     assert disagreement(ours, theirs) == "cluster.syncer.index is 1 at the site and 0 at the syncer"
 
 
-def test_a_site_has_an_address_for_each() -> None:
+def test_a_site_has_an_address_for_each_syncer() -> None:
     config = compose([*TWO, "site.syncer=a:1,b:1/c:2"])
     assert [part.site.syncer for part in towards(config)] == ["a:1,b:1", "c:2"]
     assert [part.cluster.syncer.index for part in towards(config)] == [0, 1]
     assert in_whole_order(((0, 2), (1, 3)), ([10, 12], [11, 13])) == [10, 11, 12, 13]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+    for settings, words in (
         ([*TWO, "site.syncer=a:1"], "site.syncer is 'a:1': 2 addresses with / between, one for each"),
         (["site.syncer=a:1/b:2"], "site.syncer is 'a:1/b:2': one address, since outer.num_syncers=1"),
-    ],
-)
-def test_too_few_or_too_many_addresses_are_named(settings: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        towards(compose(settings))
+    ):
+        with pytest.raises(ConfigError, match=words):
+            towards(compose(settings))
 
 
 def test_a_syncers_own_numbers_and_the_whole_models(tmp_path: Path) -> None:

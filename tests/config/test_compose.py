@@ -37,14 +37,16 @@ from diloco.sync.options import MAY_CHANGE
 from tests.lab.laboratories import rows, written
 from tests.sooner import sooner
 
-CHOICES = {group: choices()[group] for group in GROUPS if group != "experiment"}
-"""Those of the experiments are composed below."""
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 2000, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3},
     **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
     **{"rope_theta": 5e5, "tie_word_embeddings": True},
 }
 """A ``config.json``."""
+
+
+CHOICES = {group: choices()[group] for group in GROUPS if group != "experiment"}
+"""Those of the experiments are composed below."""
 
 
 @pytest.mark.parametrize("number", sooner(range(max(map(len, CHOICES.values()))), 0, 1, 2))
@@ -97,47 +99,6 @@ def test_every_yaml_file_is_short_and_reached_by_a_group() -> None:
     assert all(len(path.read_text().splitlines()) <= 15 for path in files)
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("outter.lr=1", "unknown key outter.lr: did you mean outer.lr?"),
-        ("+typo=1", "unknown key typo: there are run, model, data,"),
-        ("lr=1", "unknown key lr: did you mean inner.lr?"),
-        ("outer.lr.x=3", "unknown key outer.lr.x: did you mean outer.lr?"),
-        (
-            "cluster.sites.a.slowdwn=1",
-            "unknown key cluster.sites.a.slowdwn: did you mean cluster.sites.<name>.slowdown?",
-        ),
-        ("cluster.sites={a: {slowdwn: 1}}", "unknown key cluster.sites.a.slowdwn"),
-        ("outer=dilco", "unknown choice outer=dilco: did you mean outer=diloco?"),
-        (
-            "model=nothing_like_it",
-            "unknown choice model=nothing_like_it: one of 150m, 15m, 1b, 60m, imported, small, tiny",
-        ),
-        ("outer.lr=abc", "outer.lr is 'abc': a number"),
-        ("model.layers=2.5", "model.layers is 2.5: a whole number"),
-        ("inner.clip=null", "inner.clip is null: a number"),
-        ("run.seconds=soon", "run.seconds is 'soon': a number, or null"),
-        ("inner.betas=3", "inner.betas is 3: numbers in [ ]"),
-        ("cluster.sites=3", "cluster.sites is 3: a section, not a value: set its keys"),
-        ("inner.tied", "'inner.tied' is no setting"),
-        ("~outer.lr=1", "nothing can be taken out"),
-        ("outer.lr=1,2", "several values"),
-        ("a b=3", "'a b=3' cannot be read"),
-        ("run.tokens=-1", "run.tokens is -1: more than 0"),
-        ("run.resume=maybe", "run.resume is 'maybe': one of auto, never, must"),
-        ("run.name=a/b", "run.name is 'a/b'"),
-        ("data.tokenizer=words", "data.tokenizer is 'words': one of bytes, bpe1024"),
-        ("model.vocab_size=100", "model.vocab_size is 100: bpe1024 has 1024"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(override: str, words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        compose([override])
-    assert words in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
 def test_settings_land_where_they_say() -> None:
     config = compose(
         [
@@ -155,13 +116,13 @@ def test_settings_land_where_they_say() -> None:
     assert config.inner.sequence_length == config.model.context
 
 
-@pytest.mark.parametrize("text", ["diloco==0.1.0", "diloco[gpu]==0.1.0", "diloco>=1", "/runs/a [old]/b"])
-def test_text_that_the_grammar_of_overrides_lacks_needs_no_second_quotes(text: str, tmp_path: Path) -> None:
-    config = compose([f"launch.package={text}"])
-    assert config.launch.package == compose([f'launch.package="{text}"']).launch.package == text
-    write(config, tmp_path / "config.yaml")
-    assert read(tmp_path / "config.yaml", [f"launch.package={text}"]).launch.package == text
-    for refused in ("run.tokens=1==2", "launch.package='diloco", "launch.package=[${run.name}]=="):
+def test_text_that_the_grammar_of_overrides_lacks_needs_no_second_quotes(tmp_path: Path) -> None:
+    for text in ("diloco[gpu]==0.1.0", "diloco>=1", "/runs/a [old]/b"):
+        config = compose([f"launch.package={text}"])
+        assert config.launch.package == compose([f'launch.package="{text}"']).launch.package == text
+        write(config, tmp_path / "config.yaml")
+        assert read(tmp_path / "config.yaml", [f"launch.package={text}"]).launch.package == text
+    for refused in ("launch.package='diloco", "launch.package=[${run.name}]=="):
         with pytest.raises(ConfigError, match="cannot be read"):
             compose([refused])
 
@@ -182,37 +143,34 @@ def test_a_written_configuration_reads_the_same_without_hydra(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "words"),
+    ("text", "override", "words"),
     [
-        ("outer: {lrr: 1}", [], "unknown key outer.lrr: did you mean outer.lr?"),
-        ("outer: {lr: x}", [], "outer.lr is 'x': a number"),
-        ("outer: {num_fragments: true}", [], "outer.num_fragments is True: a whole number"),  # its default is 1
-        ("outer: [1]", [], "outer is [1]: a section"),
-        ("[1]", [], "a section"),
-        ("a: [", [], "config.yaml cannot be read at line 2"),
-        ("{}", ["outter.lr=1"], "unknown key outter.lr"),
-        ("{}", ["outer=diloco"], "outer=diloco chooses a group, and --config"),
-        ("{}", ["site.id"], "is no setting"),
-        ("{}", ["inner.betas=[0.8"], "'inner.betas=[0.8' cannot be read"),
-        ("{}", ["inner.lr=fast"], "inner.lr is 'fast': a number"),
-        ("{}", ["run.tokens=1.5e0"], "run.tokens is 1.5: a whole number"),
+        (b"outer: {lrr: 1}", "", "unknown key outer.lrr: did you mean outer.lr?"),
+        (b"outer: {lr: x}", "", "outer.lr is 'x': a number"),
+        (b"outer: {num_fragments: true}", "", "outer.num_fragments is True: a whole number"),  # its default is 1
+        (b"outer: [1]", "", "outer is [1]: a section"),
+        (b"[1]", "", "a section"),
+        (b"a: [", "", "config.yaml cannot be read at line 2"),
+        (b"run:\n  tokens: 1\n  tokens: 2\n", "", "at line 3, column 3: found duplicate key tokens"),
+        (b"run: &itself {name: *itself}", "", "cannot be read: it is nested too deeply, or holds itself"),
+        (b"\xff\xfe\x00", "", "config.yaml cannot be read"),
+        (None, "", "config.yaml cannot be read"),
+        (b"{}", "outter.lr=1", "unknown key outter.lr"),
+        (b"{}", "outer=diloco", "outer=diloco chooses a group, and --config"),
+        (b"{}", "site.id", "is no setting"),
+        (b"{}", "inner.betas=[0.8", "'inner.betas=[0.8' cannot be read"),
+        (b"{}", "inner.lr=fast", "inner.lr is 'fast': a number"),
+        (b"{}", "run.tokens=1.5e0", "run.tokens is 1.5: a whole number"),
     ],
 )
-def test_a_file_is_checked_like_a_command_line(tmp_path: Path, text: str, overrides: list[str], words: str) -> None:
+def test_a_file_is_checked_like_a_command_line(tmp_path: Path, text: bytes | None, override: str, words: str) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(text)
+    if text is not None:
+        path.write_bytes(text)
     with pytest.raises(ConfigError) as refused:
-        read(path, overrides)
+        read(path, [override] if override else [])
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("data", [b"\xff\xfe\x00", None])
-def test_a_file_that_is_no_text_or_not_there_is_named(data: bytes | None, tmp_path: Path) -> None:
-    if data is not None:
-        (tmp_path / "model.yaml").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"model\.yaml cannot be read"):
-        read(tmp_path / "model.yaml")
 
 
 def test_the_run_card_of_an_earlier_release_is_still_that_of_the_same_settings() -> None:
@@ -225,27 +183,22 @@ def test_the_run_card_of_an_earlier_release_is_still_that_of_the_same_settings()
     assert set(shared_config(compose([]))) >= set(ALWAYS_SHARED.split())
 
 
-def test_which_settings_may_change_on_a_running_run(tmp_path: Path) -> None:
-    """Those of the list, and no other that a run's sites and its syncer share."""
+def test_only_settings_of_the_list_may_change_on_a_running_run_and_unnamed_they_stay_as_it_has_them(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "config.yaml"
+    one, now = compose([]), compose(["outer.sites_max=40"])
     configs.write(compose(["outer.sites_max=20"]), path)
-    configs.require_same(compose(["outer.sites_max=40"]), path)
+    configs.require_same(now, path)
     for key, value in (("outer.quorum", "2"), ("outer.site_timeout_s", "9"), ("run.seconds", "5")):
         with pytest.raises(VerbError, match=f"{key} is .* now and"):
             configs.require_same(compose(["outer.sites_max=40", f"{key}={value}"]), path)
     assert {"outer.sites_max"} == MAY_CHANGE
-    one, more = compose([]), compose(["outer.sites_max=40"])
-    assert shared_digest(one) == shared_digest(more) == shared_digest(one, earlier=True)
-    assert shared_digest(one) != shared_digest(more, earlier=True)
+    assert shared_digest(one) == shared_digest(now) == shared_digest(one, earlier=True)
+    assert shared_digest(one) != shared_digest(now, earlier=True)
     assert set(ALWAYS_SHARED.split()) >= MAY_CHANGE, "or it were left out at its default, and the digest another"
-
-
-def test_one_that_may_change_and_is_not_named_stays_as_the_run_has_it(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    configs.write(compose(["outer.sites_max=20"]), path)
-    kept, changed = configs.keep_run_settings(compose([]), path, {"outer.lr"})
+    kept, changed = configs.keep_run_settings(one, path, {"outer.lr"})
     assert (kept.outer.sites_max, changed) == (20, ["outer.sites_max=20"])
-    now = compose(["outer.sites_max=40"])
     assert configs.keep_run_settings(now, path, {"outer.sites_max"}) == (now, [])
 
 
@@ -336,20 +289,17 @@ def test_who_leases_units_must_agree_on_what_they_are() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
-        ({"outer.from_a_later_release": "1"}, "unknown key outer.from_a_later_release"),
-        ({"outer.lr": "fast"}, "outer.lr is 'fast': a number"),
-        ({"outer.quorum": "${oc.env:NOWHERE}"}, r"outer\.quorum is '\$\{oc\.env:NOWHERE\}'"),
-        ({"site.nproc": "1"}, "site.nproc is 1 at the syncer, and this release reads nothing: "),
-        ({"codec.feedback": "null"}, "codec.feedback is null at the syncer, and this release reads nothing: "),
-    ],
-)
-def test_a_run_that_this_release_would_understand_as_another_is_refused(told: dict[str, str], words: str) -> None:
+def test_a_run_that_this_release_would_understand_as_another_is_refused() -> None:
     whole = shared_config(compose([]))
-    with pytest.raises(ConfigError, match=words):
-        from_shared({**whole, **told}, {})
+    for key, text, words in (
+        ("outer.from_a_later_release", "1", "unknown key outer.from_a_later_release"),
+        ("outer.lr", "fast", "outer.lr is 'fast': a number"),
+        ("outer.quorum", "${oc.env:NOWHERE}", r"outer\.quorum is '\$\{oc\.env:NOWHERE\}'"),
+        ("site.nproc", "1", "site.nproc is 1 at the syncer, and this release reads nothing: "),
+        ("codec.feedback", "null", "codec.feedback is null at the syncer, and this release reads nothing: "),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            from_shared({**whole, key: text}, {})
     with pytest.raises(ConfigError, match=r"outer.lr is not set at the syncer, and this release reads 0.7"):
         from_shared({key: text for key, text in whole.items() if key != "outer.lr"}, {})
 
@@ -365,27 +315,17 @@ def test_what_is_done_to_a_configuration_does_not_come_back_with_the_next(make: 
     assert repr(make()) == wanted
 
 
-@pytest.mark.parametrize("name", ["1e3", "0e5", "2026-11-24", "yes", "017", "null", "nan"])
-def test_a_name_is_read_as_it_was_written_whatever_it_looks_like(name: str, tmp_path: Path) -> None:
-    config = compose([])
-    config.run.name = name
-    write(config, tmp_path / "config.yaml")
-    assert read(tmp_path / "config.yaml").run.name == name
-
-
-def test_a_file_says_numbers_as_the_command_line_does_and_each_key_once(tmp_path: Path) -> None:
+def test_a_file_says_numbers_as_the_command_line_does_and_a_name_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("run: {tokens: 1e6, name: 2026-11-24}\nouter: {lr: 5e-1}\n")
     found = read(path)
     assert (found.run.tokens, found.run.name, found.outer.lr) == (1_000_000, "2026-11-24", 0.5)
     found = read(path, ["tokens=2e6", "inner.lr=1e-4", "inner.betas=[8e-1,0.9]"])
     assert (found.run.tokens, found.inner.lr, found.inner.betas) == (2_000_000, 1e-4, [0.8, 0.9]), "on top of it"
-    path.write_text("run:\n  tokens: 1\n  tokens: 2\n")
-    with pytest.raises(ConfigError, match=r"cannot be read at line 3, column 3: found duplicate key tokens"):
-        read(path)
-    path.write_text("run: &itself {name: *itself}")
-    with pytest.raises(ConfigError, match=r"cannot be read: it is nested too deeply, or holds itself$"):
-        read(path)
+    for name in ("1e3", "0e5", "2026-11-24", "yes", "017", "null", "nan"):
+        found.run.name = name
+        write(found, path)
+        assert read(path).run.name == name
 
 
 # --- The presets of ``configs/experiment`` ---------------------------------------------------------------------------
@@ -509,10 +449,6 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_every_preset_has_a_row() -> None:
-    assert {*choices()["experiment"]} == {*PRESETS, DEMO}
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_what_its_paper_says(preset: str) -> None:
     paper, values = PRESETS[preset]
@@ -526,7 +462,8 @@ def test_a_preset_is_what_its_paper_says(preset: str) -> None:
     build_syncer.check(config)
 
 
-def test_the_demo_is_what_runs_without_a_word() -> None:
+def test_every_preset_has_a_row_and_the_demo_is_what_runs_without_a_word() -> None:
+    assert {*choices()["experiment"]} == {*PRESETS, DEMO}
     assert compose([f"experiment={DEMO}"]) == compose([])
     assert compose([]).outer.share_weighted
     assert advice(compose([])) == []

@@ -48,15 +48,12 @@ def trained(options: ModelOptions) -> Transformer:
     return model
 
 
+OTHER = {"tied": True, "heads": 4, "kv_heads": 2, "rope_theta": 5e5, "norm_eps": 1e-5, "vocab_size": 300}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(
-    ("tokenizer", "other"),
-    [
-        pytest.param("bpe1024", {"context": 512}, marks=pytest.mark.slow),
-        ("bytes", {"tied": True, "heads": 4, "kv_heads": 2, "rope_theta": 5e5, "norm_eps": 1e-5, "vocab_size": 300}),
-    ],
-)
+@pytest.mark.parametrize(("tokenizer", "other"), [("bpe1024", {"context": 512}), ("bytes", OTHER)])
 def test_an_exported_model_gives_the_same_logits(
     tokenizer: str, other: dict[str, Any], tmp_path: Path, transformers: Any
 ) -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.syncer import join_line
-from diloco.config import build, build_syncer, connecting
+from diloco.config import build, build_syncer
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.regional import FOLDER, above_of, is_region, upward_options
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
 from diloco.learner.region import Upward
-from diloco.syncer.server import Syncer
 from diloco.wire.messages import Refused
+from tests.models.pasts import syncer_of
 
 SMALL = ["model.layers=1", "model.dim=16", "model.heads=2", "model.context=16", "data.tokenizer=bytes"]
 SMALL.append("run.tokens=100")
@@ -30,15 +30,7 @@ TWO = ["outer.num_fragments=2", "outer.num_syncers=2"]
 def above(folder: Path, *settings: str, name: str = "top") -> Iterator[str]:
     """The syncer of a run called ``name``, and where it is."""
     config = compose([*SMALL, f"run.name={name}", "cluster.syncer.listen=127.0.0.1:0", *settings])
-    layout = build.layout_of(config)
-    syncer = Syncer(
-        build_syncer.syncer_options(config, RunDir(folder)),
-        build_syncer.plan(config, layout),
-        lambda: build.version_zero(config, layout),
-        connecting.server_options(config),
-        connecting.syncer_security(config),
-        lambda what, fields: None,
-    )
+    syncer = syncer_of(config, RunDir(folder))
     try:
         yield syncer.start()
     finally:
@@ -66,19 +58,21 @@ def test_what_the_papers_preset_has_that_others_have_not() -> None:
     assert top.final_wait_s > config.outer.final_wait_s
 
 
-def test_when_the_run_is_over_the_one_above_says() -> None:
-    alone, ruled = compose(SMALL), compose([*SMALL, *REGION, "run.seconds=5"])
+def test_a_region_is_told_when_the_run_is_over_and_says_nothing_of_its_own_to_its_sites(tmp_path: Path) -> None:
+    alone, ruled = compose(SMALL), compose([*SMALL, *REGION, "run.seconds=5", "run.name=mine"])
     assert build.outer_options(alone).token_budget == 100
     assert (build.outer_options(ruled).token_budget, build.outer_options(ruled).run_ns) == (0, 0)
     assert not is_region(alone)
     assert is_region(ruled)
     assert above_of(alone, Path(), build_syncer.plan(alone, build.layout_of(alone)), lambda what, fields: None) is None
-
-
-def test_what_is_the_regions_own_is_not_said_to_its_sites() -> None:
-    line = join_line(compose([*SMALL, *REGION, "run.name=mine"]), "127.0.0.1:7", [*SMALL, *REGION], None)
+    line = join_line(ruled, "127.0.0.1:7", [*SMALL, *REGION], None)
     assert "upstream" not in line
-    assert "model.dim=16" in join_line(compose([*SMALL, "run.name=mine"]), "127.0.0.1:7", [*SMALL, "inner.lr=1"], None)
+    for address, settings, words in (
+        ("nowhere", [], r"upstream\.endpoint"),
+        ("127.0.0.1:1", [f"site.token_file={tmp_path / 'none'}"], r"site\.token_file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            speaker(region(address, *settings), tmp_path / "data")
 
 
 def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> None:
@@ -103,27 +97,6 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
     with pytest.raises(VerbError, match="did not send its run's settings") as refused:
         speaker(config, data)
     assert refused.value.code is ExitCode.UNREACHABLE
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "words"),
-    [
-        (["model.dim=32"], [], "model.dim is 16 in this region and 32 in the run above"),
-        (["outer.num_fragments=2"], [], "outer.num_fragments is 1 in this region and 2 in the run above"),
-        (["outer.lock_step=true", "outer.quorum=all"], [], "outer.lock_step is True in the run above"),
-        (["data.leased=true"], [], "data.leased is True in the run above"),
-        (["codec.up=topk"], [], "codec.up is 'topk' in the run above"),
-        (["codec.feedback=0.5", "outer.adopt=overwrite"], [], "codec.feedback is 0.5 in the run above"),
-        (TWO, TWO[:1], "outer.num_syncers is 1 in this region and 2 in the run above"),
-    ],
-)
-def test_a_run_above_that_it_cannot_be_part_of_is_refused(
-    tmp_path: Path, theirs: list[str], ours: list[str], words: str
-) -> None:
-    with above(tmp_path / "top", *theirs) as address, pytest.raises(VerbError) as refused:
-        speaker(region(address, *ours), tmp_path / "data")
-    assert words in str(refused.value)
-    assert refused.value.code is ExitCode.MISMATCH
 
 
 def test_each_of_several_syncers_is_a_site_of_the_one_above_of_its_number(tmp_path: Path) -> None:
@@ -152,24 +125,34 @@ def test_each_of_several_syncers_is_a_site_of_the_one_above_of_its_number(tmp_pa
                 speaker(region(f"{address}/{address}", *TWO), tmp_path / "none")
 
 
-def test_an_endpoint_that_was_a_mistake_is_asked_no_more_and_one_of_another_run_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        (["model.dim=32"], [], "model.dim is 16 in this region and 32 in the run above"),
+        (["outer.num_fragments=2"], [], "outer.num_fragments is 1 in this region and 2 in the run above"),
+        (["outer.lock_step=true", "outer.quorum=all"], [], "outer.lock_step is True in the run above"),
+        (["data.leased=true"], [], "data.leased is True in the run above"),
+        (["codec.up=topk"], [], "codec.up is 'topk' in the run above"),
+        (["codec.feedback=0.5", "outer.adopt=overwrite"], [], "codec.feedback is 0.5 in the run above"),
+        (TWO, TWO[:1], "outer.num_syncers is 1 in this region and 2 in the run above"),
+    ],
+)
+def test_a_run_above_that_it_cannot_be_part_of_is_refused_and_nothing_of_it_kept(
+    tmp_path: Path, theirs: list[str], ours: list[str], words: str
+) -> None:
+    with above(tmp_path / "top", *theirs) as address, pytest.raises(VerbError) as refused:
+        speaker(region(address, *ours), tmp_path / "data")
+    assert words in str(refused.value)
+    assert refused.value.code is ExitCode.MISMATCH
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_run_above_may_move_but_another_one_is_refused(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with above(tmp_path / "wrong", "model.dim=32", name="wrong") as address, pytest.raises(VerbError) as refused:
-        speaker(region(address), data)
-    assert "model.dim is 16 in this region and 32" in str(refused.value)
-    assert not data.exists()
-    with above(tmp_path / "top") as address:
-        speaker(region(address), data).close()
-    with above(tmp_path / "moved") as address:
-        speaker(region(address), data).close()
+    for place in ("top", "moved"):
+        with above(tmp_path / place) as address:
+            speaker(region(address), data).close()
     with above(tmp_path / "other", name="other") as address:
         with pytest.raises(VerbError, match="is of run other, and this is a region of run top") as refused:
             speaker(region(address), data)
         assert refused.value.code is ExitCode.MISMATCH
-
-
-def test_addresses_and_files_that_cannot_be_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"upstream\.endpoint"):
-        speaker(region("nowhere"), tmp_path / "data")
-    with pytest.raises(ConfigError, match=r"site\.token_file"):
-        speaker(region("127.0.0.1:1", f"site.token_file={tmp_path / 'none'}"), tmp_path / "data")

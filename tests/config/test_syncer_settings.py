@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,6 +36,8 @@ def test_any_syncer_or_standby_that_answers_tells_the_run(tmp_path: Path) -> Non
     assert told.run_id == "mine"
     assert told.shared["outer.lr"] == "0.25"
     assert told.shared.keys() == shared_config(compose(["model.kind=file"])).keys()
+    with pytest.raises(ValueError, match="address is 'here': host:port wanted"):
+        syncer_settings.ask("here/there", PLAIN, 1.0)
 
 
 def test_what_is_a_syncers_own_is_no_rule_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,26 +51,19 @@ def answer(**changes: object) -> ProbeAnswer:
     return replace(ProbeAnswer(PROTOCOL, PROTOCOL - 1, "mine", shared_config={"outer.lr": "0.7"}), **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("found", "kind", "words"),
-    [
+def test_why_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, kind, words in (
         (answer(shared_config={}), "mismatch", "of an earlier release"),
         (answer(protocol=PROTOCOL + 3, protocol_oldest=PROTOCOL + 2), "mismatch", "the syncer speaks"),
         (Refused(Status.UNIMPLEMENTED, "no such method"), "mismatch", "of an earlier release"),
         (Refused(Status.UNAUTHENTICATED, "who are you"), "refused", "who are you"),
         (Unreachable("Probe: nobody there"), "unreachable", "nobody there"),
-    ],
-)
-def test_why_nothing_is_told(monkeypatch: pytest.MonkeyPatch, found: object, kind: str, words: str) -> None:
-    def probe(checkup: Checkup, ask: ProbeAsk) -> SimpleNamespace:
-        if isinstance(found, Exception):
-            raise found
-        return SimpleNamespace(answer=found)
-
-    monkeypatch.setattr(Checkup, "probe", probe)
-    with pytest.raises(JoinFailed, match=words) as failed:
-        syncer_settings.ask("127.0.0.1:1", PLAIN, 0.1)
-    assert failed.value.kind == kind
+    ):
+        answers = found if isinstance(found, Exception) else SimpleNamespace(answer=found)
+        monkeypatch.setattr(Checkup, "probe", Mock(side_effect=[answers] * 9))
+        with pytest.raises(JoinFailed, match=words) as failed:
+            syncer_settings.ask("127.0.0.1:1", PLAIN, 0.1)
+        assert failed.value.kind == kind
 
 
 def test_who_is_not_there_yet_is_waited_for_and_that_is_said_once(
@@ -85,11 +81,6 @@ def test_who_is_not_there_yet_is_waited_for_and_that_is_said_once(
     assert syncer_settings.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
     said = "no answer from 127.0.0.1:1 yet: not yet; trying for 60 s more (site.join_timeout_s)\n"
     assert capsys.readouterr().err == said
-
-
-def test_what_is_no_address_is_named() -> None:
-    with pytest.raises(ValueError, match="address is 'here': host:port wanted"):
-        syncer_settings.ask("here/there", PLAIN, 1.0)
 
 
 @pytest.fixture
@@ -136,23 +127,20 @@ def test_a_preset_of_another_release_yields_to_the_run_in_what_came_later(monkey
         of_site(["site.id=fra", *PRESET, "outer.staleness_power=0.5"])
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
+def test_a_site_that_contradicts_its_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_run(monkeypatch, "run.tokens=2e9", "outer.lr=0.4", "data.tokenizer=bytes")
+    for said, words in (
         ("outer.lr=0.5", r"outer\.lr is 0\.4 in run mine and 0\.5 here: leave that setting out"),
         ("outer.lr=0.7", r"outer\.lr is 0\.4 in run mine and 0\.7 here"),  # The default, but said.
         ("run.name=other", r"run\.name is other here, and the syncer at 127\.0\.0\.1:7077 has run mine"),
         ("experiment=default", r"outer\.inner_steps is 15 in run mine and 30 here"),
         ("run.seconds=60", r"run\.seconds is null in run mine and 60\.0 here"),
-    ],
-)
-def test_a_site_that_contradicts_its_run_is_refused_by_name(
-    said: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_run(monkeypatch, "run.tokens=2e9", "outer.lr=0.4")
-    with pytest.raises(VerbError, match=words) as refused:
-        of_site(["site.id=fra", said])
-    assert refused.value.code is ExitCode.MISMATCH
+    ):
+        with pytest.raises(VerbError, match=words) as refused:
+            of_site(["site.id=fra", said])
+        assert refused.value.code is ExitCode.MISMATCH
+    with pytest.raises(ConfigError, match=r"data\.tokenizer is bytes in run mine: model\.vocab_size is 257"):
+        of_site(["site.id=fra", "data.tokenizer=bpe1024"])
 
 
 def test_a_syncer_decides_nothing_that_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +150,6 @@ def test_a_syncer_decides_nothing_that_is_this_machines(monkeypatch: pytest.Monk
         monkeypatch.setattr(syncer_settings, "ask", lambda *asked, told=told: told)
         with pytest.raises(VerbError, match=f"{key} is /elsewhere in run mine"):
             of_site(["site.id=fra"])
-
-
-def test_what_cannot_be_with_the_runs_own_is_said_by_the_name_of_what_contradicts_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    of_run(monkeypatch, "data.tokenizer=bytes")
-    with pytest.raises(ConfigError, match=r"data\.tokenizer is bytes in run mine: model\.vocab_size is 257"):
-        of_site(["site.id=fra", "data.tokenizer=bpe1024"])
 
 
 def test_a_site_that_was_here_before_needs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,18 +207,15 @@ def test_a_tokenizer_of_a_file_must_be_here_too(tmp_path: Path) -> None:
 
 
 def test_an_earlier_release_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(self: Checkup, ask: object) -> None:
-        raise Refused(Status.UNIMPLEMENTED, "Method not found!")
-
-    monkeypatch.setattr(Checkup, "probe", unknown)
+    monkeypatch.setattr(Checkup, "probe", Mock(side_effect=Refused(Status.UNIMPLEMENTED, "Method not found!")))
     with pytest.raises(ConfigError, match=r"run\.name is null"):
         of_client("127.0.0.1:1", [])
     assert of_client("127.0.0.1:1", ["run.name=x", "model.dim=64"]).model.dim == 64
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "words"),
-    [
+def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = syncer_settings.ask(hand.address, PLAIN, 0.0)
+    for key, text, words in (
         ("data.tokenizer", "${oc.env:HOME}", r"data\.tokenizer is '\$\{oc\.env:HOME\}': text"),
         ("data.tokenizer", "???", r"data\.tokenizer is '\?\?\?': text"),
         ("data.tokenizer", "bytes,bpe1024", r"data\.tokenizer is 'bytes,bpe1024'"),
@@ -246,17 +223,12 @@ def test_an_earlier_release_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         ("model.layers", "{dim: 8}", r"model\.layers is '\{dim: 8\}': a whole number"),
         ("model.lairs", "2", r"unknown key model\.lairs: did you mean model\.layers"),
         ("data.tokenizer@run", "bytes", r"unknown key data\.tokenizer@run"),
-    ],
-)
-def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(
-    hand: Hand, key: str, text: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = syncer_settings.ask(hand.address, PLAIN, 0.0)
-    strange = replace(told, shared={**told.shared, key: text})
-    monkeypatch.setattr(syncer_settings, "ask", lambda *asked, **more: strange)
-    with pytest.raises(ConfigError, match=words) as refused:
-        of_client(hand.address, [])
-    assert "\n" not in str(refused.value)
+    ):
+        strange = replace(told, shared={**told.shared, key: text})
+        monkeypatch.setattr(syncer_settings, "ask", lambda *asked, strange=strange, **more: strange)
+        with pytest.raises(ConfigError, match=words) as refused:
+            of_client(hand.address, [])
+        assert "\n" not in str(refused.value)
 
 
 def test_a_client_waits_for_a_syncer_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

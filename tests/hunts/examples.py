@@ -33,7 +33,7 @@ INNER += ["inner.warmup_steps=0", "inner.precision=fp32", "inner.checkpoint_ever
 CACHE = "runs/.data"
 EXAMPLES = ("plain_loop", "fsdp_loop", "accelerate_loop", "hf_trainer", "lightning_trainer")
 ELSEWHERE = ("lora", "moe", "torchtitan_site")
-"""Examples with a test of their own: tests/integrations/test_lora.py, test_moe.py and test_torchtitan.py."""
+"""Examples with a test of their own: in tests/test_readme.py, and tests/integrations/test_moe.py and _torchtitan.py."""
 OURS = "trainer"
 LIKE = {"hf_trainer": OURS, **dict.fromkeys(("fsdp_loop", "accelerate_loop", "lightning_trainer"), "plain_loop")}
 """For an example, the one that trains the same model on the same text."""

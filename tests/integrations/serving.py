@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.config import build, build_syncer, connecting
 from diloco.config.compose import compose
 from diloco.config.model_files import save_version0
 from diloco.config.run_dir import RunDir
 from diloco.learner.agent import Agent
 from diloco.syncer.server import Syncer
+from tests.models.pasts import syncer_of
 from tests.runs.processes import wait_for
 
 QUICK = ["outer.inner_steps=5", "codec.up=fp32", "codec.down=fp32", "outer.final_wait_s=2", "outer.site_timeout_s=60"]
@@ -46,15 +46,7 @@ def serving_file(folder: Path, first: Path, *settings: str) -> Iterator[Served]:
     """A syncer of run ``mine`` whose version 0 is in the file ``first``."""
     mine = ["run.name=mine", "model.kind=file", f"run.init_from={first}", "cluster.syncer.listen=127.0.0.1:0"]
     config = compose([*mine, *QUICK, *settings])
-    layout = build.layout_of(config)
-    syncer = Syncer(
-        build_syncer.syncer_options(config, RunDir(folder / "served")),
-        build_syncer.plan(config, layout),
-        lambda: build.version_zero(config, layout),
-        connecting.server_options(config),
-        connecting.syncer_security(config),
-        lambda what, fields=None: None,
-    )
+    syncer = syncer_of(config, RunDir(folder / "served"))
     try:
         yield Served(syncer, syncer.start())
     finally:

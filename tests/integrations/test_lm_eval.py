@@ -183,22 +183,16 @@ def test_each_kind_of_task_gives_what_the_formula_gives(
     assert tasks["pets_made"]["metrics"]["exact_match"]["value"] == 1.0
 
 
-def test_it_is_said_to_people_too(said: dict[str, tuple[int, str, str]]) -> None:
+def test_people_are_told_in_words_and_a_mistake_is_one_line(said: dict[str, tuple[int, str, str]]) -> None:
     code, out, errors = said["people"]
     assert code == 0, errors
     assert out.startswith("the model in otter: pets (2 questions): acc ")
-
-
-@pytest.mark.parametrize(
-    ("which", "code", "words"),
-    [
+    for which, code, words in (
         ("unknown", 2, "diloco eval: --tasks: there is no petz: did you mean pets?"),
         ("gone", 1, "diloco eval: --tasks pets_gone: FileNotFoundError: "),
         ("beams", 2, "diloco eval: a task sets num_beams for generation, which is not supported here"),
-    ],
-)
-def test_a_mistake_is_one_line(which: str, code: int, words: str, said: dict[str, tuple[int, str, str]]) -> None:
-    found, out, errors = said[which]
-    assert (found, out) == (code, ""), errors
-    assert errors.splitlines()[-1].startswith(words)
-    assert "Traceback" not in errors
+    ):
+        found, out, errors = said[which]
+        assert (found, out) == (code, ""), errors
+        assert errors.splitlines()[-1].startswith(words)
+        assert "Traceback" not in errors

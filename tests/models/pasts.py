@@ -43,22 +43,29 @@ def configured(root: Path, *settings: str) -> RunConfig:
     return config
 
 
+def quiet(what: str, fields: dict[str, object]) -> None:
+    """Nobody hears the syncer's events."""
+
+
+def syncer_of(config: RunConfig, run_dir: RunDir, emit: Callable[[str, dict[str, object]], None] = quiet) -> Syncer:
+    """The syncer of ``config`` in this process."""
+    layout = build.layout_of(config)
+    return Syncer(
+        build_syncer.syncer_options(config, run_dir),
+        build_syncer.plan(config, layout),
+        lambda: build.version_zero(config, layout),
+        connecting.server_options(config),
+        connecting.syncer_security(config),
+        emit,
+    )
+
+
 class Hand:
     """The syncer of ``config`` in this process, and the sites ``a`` and ``b`` that one speaks for by hand."""
 
-    def __init__(
-        self, config: RunConfig, emit: Callable[[str, dict[str, object]], None] = lambda what, fields: None
-    ) -> None:
+    def __init__(self, config: RunConfig, emit: Callable[[str, dict[str, object]], None] = quiet) -> None:
         self.config, self.layout = config, build.layout_of(config)
-        run_dir = RunDir(Path(config.run.dir) / str(config.run.name))
-        self.syncer = Syncer(
-            build_syncer.syncer_options(config, run_dir),
-            build_syncer.plan(config, self.layout),
-            lambda: build.version_zero(config, self.layout),
-            connecting.server_options(config),
-            connecting.syncer_security(config),
-            emit,
-        )
+        self.syncer = syncer_of(config, RunDir(Path(config.run.dir) / str(config.run.name)), emit)
         self.address = self.syncer.start()
 
     def join(self, site: str, process: str = "0123abcd") -> int:
@@ -109,12 +116,8 @@ def with_a_past(root: Path, rounds: int = 4, *settings: str) -> Path:
     return root / "past"
 
 
-@cache
-def _first(rounds: int, settings: tuple[str, ...]) -> Path:
-    """Where the first of these runs is kept, of which the others are copies."""
-    root = Path(tempfile.mkdtemp(prefix="past-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    hand = Hand(configured(root, *settings))
+def play(hand: Hand, rounds: int) -> None:
+    """So many updates of either site to either fragment; then the syncer stops."""
     for site in "ab":
         hand.join(site)
     for _ in range(rounds):
@@ -122,4 +125,12 @@ def _first(rounds: int, settings: tuple[str, ...]) -> Path:
             for fragment in range(2):
                 hand.push(site, fragment)
     hand.stop()
+
+
+@cache
+def _first(rounds: int, settings: tuple[str, ...]) -> Path:
+    """Where the first of these runs is kept, of which the others are copies."""
+    root = Path(tempfile.mkdtemp(prefix="past-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    play(Hand(configured(root, *settings)), rounds)
     return root

@@ -81,7 +81,9 @@ def test_an_observer_holds_what_was_published_bit_for_bit(config: RunConfig) -> 
         assert torch.equal(gather(fragment, named_parameters_once(model)), values)
 
 
-def test_values_that_are_not_the_published_ones_are_fetched_whole(config: RunConfig) -> None:
+def test_values_that_are_not_the_published_ones_are_fetched_whole_and_those_of_another_model_refused(
+    config: RunConfig,
+) -> None:
     layout = build.layout_of(config)
     shelf: Any = Shelf(build.version_zero(config, layout))
     observer = Observer(shelf, "x", layout)
@@ -95,14 +97,10 @@ def test_values_that_are_not_the_published_ones_are_fetched_whole(config: RunCon
     observer.refresh()
     assert observer.versions == [1, 0]
     assert shelf.asked == [-1, -1]
-
-
-def test_values_of_another_model_are_refused_in_words(config: RunConfig) -> None:
     there = build.layout_of(compose([*TINY, "run.name=x", "outer.num_fragments=2", "model.dim=64"]))
-    shelf: Any = Shelf([torch.zeros(fragment.numel) for fragment in there.fragments])
-    observer = Observer(shelf, "x", build.layout_of(config))
+    other: Any = Shelf([torch.zeros(fragment.numel) for fragment in there.fragments])
     with pytest.raises(VerbError, match=f"fragment 0 has {there.fragments[0].numel} values at the syncer and"):
-        observer.refresh()
+        Observer(other, "x", layout).refresh()
 
 
 def test_an_untrained_model_scores_like_chance_on_the_part_and_on_the_whole(config: RunConfig) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,12 @@ def digests_of(taken: Taken) -> list[str]:
     return [digest(gather(part, taken.parameters), "") for part in build.whole_layout(taken.config).fragments]
 
 
+Past = tuple[Path, dict[int, list[str]]]
+
+
 @pytest.fixture(scope="module")
-def past(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run stopped at version 6 of both fragments; the digests of its versions lie beside it."""
+def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
+    """A run stopped at version 6 of both fragments, and the digests of its versions."""
     root = tmp_path_factory.mktemp("runs")
     hand = Hand(configured(root))
     hand.join("a")
@@ -40,31 +42,26 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if version == 4:
             hand.syncer.api.snapshot()
     hand.stop()
-    (root / "digests").write_text("\n".join(" ".join(told[version]) for version in sorted(told)))
-    return root / "past"
+    return root / "past", told
 
 
-def published(past: Path, version: int) -> list[str]:
-    return (past.parent / "digests").read_text().splitlines()[version].split()
-
-
-@pytest.mark.parametrize("version", [None, 5, 4, 0])
-def test_any_version_that_is_kept_can_be_taken(past: Path, version: int | None) -> None:
-    number = 6 if version is None else version
-    for source in (past, past / "syncer"):
-        taken = take(str(source), ["site.device=cpu"], version=version)
-        assert taken.versions == (number, number)
-        assert taken.called == f"version {number} of past"
-        assert digests_of(taken) == published(past, number)
+def test_any_version_that_is_kept_can_be_taken(past: Past) -> None:
+    run, published = past
+    for version, number in ((None, 6), (5, 5), (4, 4), (0, 0)):
+        for source in (run, run / "syncer"):
+            taken = take(str(source), ["site.device=cpu"], version=version)
+            assert taken.versions == (number, number)
+            assert taken.called == f"version {number} of past"
+            assert digests_of(taken) == published[number]
     values = named_parameters_once(taken.model())
     assert all(torch.equal(values[name], taken.parameters[name]) for name in values)
     with pytest.raises(VerbError, match=r"--version is 7: .*holds no more than version 6"):
-        take(str(past), version=7)
+        take(str(run), version=7)
 
 
 @pytest.mark.gpu
-def test_a_model_is_computed_on_the_device_of_its_settings(past: Path) -> None:
-    on_gpu, on_cpu = (take(str(past), [f"site.device={device}"]).model() for device in ("auto", "cpu"))
+def test_a_model_is_computed_on_the_device_of_its_settings(past: Past) -> None:
+    on_gpu, on_cpu = (take(str(past[0]), [f"site.device={device}"]).model() for device in ("auto", "cpu"))
     assert [next(model.parameters()).device.type for model in (on_gpu, on_cpu)] == ["cuda", "cpu"]
     options = SamplingOptions(tokens=20, temperature=0.0)
     assert list(generate(on_gpu, [1, 2, 3], options)) == list(generate(on_cpu, [1, 2, 3], options))
@@ -73,10 +70,10 @@ def test_a_model_is_computed_on_the_device_of_its_settings(past: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(past: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_is_refused_by_name(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^site\.device is 'cuda': torch finds no CUDA device here"):
-        take(str(past), ["site.device=cuda"]).model()
+        take(str(past[0]), ["site.device=cuda"]).model()
 
 
 def test_a_running_syncer_gives_its_newest(tmp_path: Path) -> None:
@@ -101,17 +98,11 @@ def checkpointed(folder: Path, config: configs.RunConfig, seed: int) -> dict[str
     return values
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
-    """The folder of `diloco train`, with two checkpoints, and the values in the newer one."""
+def test_what_was_trained_can_be_taken_also_from_parts_of_ranks_and_with_a_configuration(tmp_path: Path) -> None:
     config = configured(tmp_path)
     folder = tmp_path / "past" / "train" / "checkpoints"
     checkpointed(folder, config, 1)
-    return folder, checkpointed(folder, config, 2)
-
-
-def test_what_was_trained_can_be_taken(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    folder, values = trained
+    values = checkpointed(folder, config, 2)
     for source in (folder, folder.parents[1], folder / "step-0000000002", folder.parent):
         taken = take(str(source))
         assert taken.parameters.keys() == values.keys()
@@ -126,37 +117,25 @@ def test_what_was_trained_can_be_taken(trained: tuple[Path, dict[str, torch.Tens
     with pytest.raises(VerbError, match="does not say what was published"):
         take(str(folder.parent), version=2)
 
-
-def test_what_ranks_have_kept_in_parts_is_taken_whole(
-    trained: tuple[Path, dict[str, torch.Tensor]],
-) -> None:
-    folder, values = trained
     for rank in range(2):
-        halves = {name: value.tensor_split(2) for name, value in values.items()}
-        kept = {
-            f"model/{name}": Part(
-                half[rank].clone(), (rank * len(half[0]), *[0] * (half[0].ndim - 1)), tuple(values[name].shape)
-            )
-            for name, half in halves.items()
-        }
+        kept = {}
+        for name, value in values.items():
+            half = value.tensor_split(2)
+            begin = (rank * len(half[0]), *[0] * (value.ndim - 1))
+            kept[f"model/{name}"] = Part(half[rank].clone(), begin, tuple(value.shape))
         write_part(folder, "step-0000000003", rank, kept)
     commit(folder, "step-0000000003", 2, {}, 3)
     taken = take(str(folder))
     assert all(torch.equal(taken.parameters[name], value) for name, value in values.items())
 
-
-def test_without_a_configuration_a_checkpoint_says_nothing(
-    trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    folder, _ = trained
-    config = (tmp_path / "past" / "config.yaml").rename(tmp_path / "elsewhere.yaml")
+    elsewhere = (tmp_path / "past" / "config.yaml").rename(tmp_path / "elsewhere.yaml")
     with pytest.raises(ConfigError, match=r"no config\.yaml above it describes the model"):
         take(str(folder))
-    assert take(str(folder), file=config).parameters
+    assert take(str(folder), file=elsewhere).parameters
 
 
-def test_a_folder_of_the_field_is_taken_with_its_model(past: Path, tmp_path: Path) -> None:
-    taken = take(str(past))
+def test_a_folder_of_the_field_is_taken_with_its_model(past: Past, tmp_path: Path) -> None:
+    taken = take(str(past[0]))
     options = build.model_options(taken.config)
     folder = tmp_path / "out's"
     write_folder(folder, taken.parameters, options, make_tokenizer("bytes"), shard_bytes=10**9)
