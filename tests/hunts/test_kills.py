@@ -31,8 +31,7 @@ def test_a_short_hunt_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     code = crash.main(["--kills", "40", "--seed", "4"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (code, found["violations"]) == (0, 0), found
-    assert found["kills"] >= 40
-    assert found["kills"] == sum(found["killed_at"].values())
+    assert 40 <= found["kills"] == sum(found["killed_at"].values())
     assert found["steps_named"] == len(Step) - len(NEVER) == len(found["kills_by_step"])
     assert 0 < found["steps_killed_at"] <= found["steps_named"]
     assert found["rounds"].keys() >= {"lock-step", "standby"}
@@ -86,7 +85,7 @@ def test_a_spread_names_the_middle_and_the_end() -> None:
     assert spread([]) == {"p50": 0.0, "p95": 0.0, "max": 0.0}
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
+# --- Ranks, verbs and whole folders ----------------------------------------------------------------------------------
 
 
 @pytest.mark.hunt
@@ -94,9 +93,6 @@ def test_a_spread_names_the_middle_and_the_end() -> None:
 def test_a_site_comes_back_when_one_of_its_ranks_is_killed(parallel: str, memory: int, tmp_path: Path) -> None:
     found = RankKills(tmp_path, 1, 2, parallel, memory).run()
     assert sum(found["killed"]) == 2  # type: ignore[call-overload]
-
-
-# --- One kill of the real syncer verb, and the audit of the run that continues after it ------------------------------
 
 
 @pytest.mark.slow
@@ -107,8 +103,6 @@ def test_a_syncer_verb_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     assert killed.total() == before + 2
     assert killed["diloco syncer: syncer.ack"] == 1
 
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 SMALL = [text for text in TINY if not text.startswith(("run.seconds", "data.cache"))]
 
@@ -127,8 +121,3 @@ def test_a_run_whose_syncer_lost_its_folder_is_restored_as_it_says(
     assert 0 < seconds["told"] < seconds["restored"] < seconds["serving"] < seconds["all_merged"] < BOUND_S
     assert found[way]["tokens"]["merged"] > 0
     assert found["violations"] == 0
-
-
-def test_a_way_that_there_is_not_is_named() -> None:
-    with pytest.raises(SystemExit, match="--ways is 'luck': some of backup, site"):
-        disaster.main(["--ways", "luck"])

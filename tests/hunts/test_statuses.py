@@ -86,13 +86,6 @@ def test_a_stranger_to_tls_reaches_no_handler(mtls: Siege) -> None:
     assert (after.counters, after.decoded, after.state) == (before.counters, before.decoded, before.state)
 
 
-def test_a_certificate_without_exactly_one_spiffe_uri_is_unauthenticated(mtls: Siege) -> None:
-    access = mtls.workers[0].access
-    for path in (f"{ADMIN}Status", f"{SYNC}Pull", f"{SYNC}Push", f"{SYNC}Join"):
-        for who in ("nameless", "foreign name"):
-            assert access.make(Call(statuses.NOT_KNOWN, path, [b""], who))[0] == "UNAUTHENTICATED", (path, who)
-
-
 @pytest.mark.parametrize(("version", "refused"), [("TLSv1_1", 0), ("TLSv1_2", 1), ("TLSv1_3", 0)])
 def test_tls_older_than_1_3_is_unauthenticated_or_no_connection_at_all(mtls: Siege, version: str, refused: int) -> None:
     counted = mtls.target.look().counters.get("refused_unauthenticated", 0)
