@@ -217,15 +217,15 @@ def journals() -> Iterator[tuple[str, Reader]]:
         assert any(told == bodies[: len(told)] for bodies in whole), "frames that were never written in this order"
         return [decode_records(frame.body, frame.offset) for frame in found.frames]
 
-    def crafted_second(raw: bytes) -> object:
-        return decode_records(raw, 0)
-
     def crafted_header(raw: bytes) -> object:
         return read_segment(_unit(b"\xd1JH\x02", chain_after(bytes(32), raw), raw))
 
     header_body = segments[0][UNIT.size : segments[0].index(FRAME[:2], UNIT.size)]
     yield "journal 2", Reader(segments, second, (JournalError,), shuffled(UNIT, 1), 3)
-    yield "turn of journal 2", Reader([encode_records(records[:3])], crafted_second, (JournalError,), crafted, 2)
+    yield (
+        "turn of journal 2",
+        Reader([encode_records(records[:3])], lambda raw: decode_records(raw, 0), (JournalError,), crafted, 2),
+    )
     yield "header of journal 2", Reader([header_body], crafted_header, (JournalError,), crafted)
 
 
@@ -501,9 +501,7 @@ def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
 
         yield f"format 1, snapshot's {path.name}", replaced(path, snapshot, (SnapshotError,), 0.5)
 
-    def run_json() -> object:
-        return Store(folder / "syncer", card_of(toy)).journal.close()
-
+    run_json = lambda: Store(folder / "syncer", card_of(toy)).journal.close()  # noqa: E731
     yield "format 1, run.json", replaced(folder / "syncer" / "run.json", run_json, (StoreError,), 0.5)
     yield from checkpoint_files(folder / "a" / "checkpoints" / "00000001", "format 1, ")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,28 +26,22 @@ from tests.hunts.swarm import pieces
 from tests.hunts.target import View, guarded
 from tests.hunts.test_statuses import ELSEWHERE
 
-Capture = pytest.CaptureFixture[str]
+Hunted = Callable[..., Any]
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.slow  # The hunts are tested where they run, in .ci/run.
 
 
-def last_line(capsys: Capture) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
-
-
-def test_bad_updates_are_refused_or_bounded_and_clean_ones_enter(capsys: Capture) -> None:
-    assert admission.main(["--places", "4", "--rounds", "24"]) == 0
-    found = last_line(capsys)
+def test_bad_updates_are_refused_or_bounded_and_clean_ones_enter(hunted: Hunted) -> None:
+    found, _ = hunted(admission, "--places", "4", "--rounds", "24")
     assert (found["violations"], found["false_refusals"], found["updates"]) == (0, 0, 24 * 8)
     for kind in admission.ALWAYS_REFUSED:
         assert found[f"{kind}_refused"] == 4
 
 
-def test_the_hunt_sees_a_syncer_that_admits_everything(capsys: Capture, monkeypatch: Patch) -> None:
+def test_the_hunt_sees_a_syncer_that_admits_everything(hunted: Hunted, monkeypatch: Patch) -> None:
     monkeypatch.setattr(admission, "HealthOptions", lambda: HealthOptions(policy="admit"))
-    assert admission.main(["--places", "1", "--rounds", "30"]) == 1
-    assert ": scale of " in capsys.readouterr().out
+    _, said = hunted(admission, "--places", "1", "--rounds", "30")
+    assert ": scale of " in said
 
 
 # --- The swarm, and how every hunt tells what it finds ---------------------------------------------------------------
@@ -60,21 +55,21 @@ def test_the_hunt_sees_a_syncer_that_admits_everything(capsys: Capture, monkeypa
     ],
 )
 def test_a_violation_is_one_line_with_the_command_that_replays_it(
-    owner: object, name: str, broken: object, more: list[str], capsys: Capture, monkeypatch: Patch
+    owner: object, name: str, broken: object, more: list[str], hunted: Hunted, monkeypatch: Patch
 ) -> None:
     """The hunt's processes are forked, so that they inherit the patched function."""
     options = ["--seed", "3", "--seeds", "1", *more]
-    assert swarm.main([*options, "--jobs", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found, _ = hunted(swarm, *options, "--jobs", "1")
     assert (found["hunt"], found["seed"], found["ran"]["seeds"], found["violations"]) == ("swarm", 3, 1, 0)
     monkeypatch.setattr(owner, name, broken)
-    assert swarm.main([*options, "--jobs", "1"]) == 1
-    line, last = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"python -m tests.hunts.swarm {' '.join(options)}  # liveness: ")
-    assert json.loads(last)["violations"] == 1
+    found, said = hunted(swarm, *options, "--jobs", "1")
+    assert said.startswith(f"python -m tests.hunts.swarm {' '.join(options)}  # liveness: ")
+    assert (found["violations"], len(said.splitlines())) == (1, 2)
 
 
-def test_a_replay_has_the_options_that_were_given_as_they_are_typed(tmp_path: Path, capsys: Capture) -> None:
+def test_a_replay_has_the_options_that_were_given_as_they_are_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hunt = Hunt("example", "An example.")
     hunt.option("at-step", "any", "where")
     hunt.option("settings", "", "more of them")
@@ -91,7 +86,7 @@ def test_a_replay_has_the_options_that_were_given_as_they_are_typed(tmp_path: Pa
     assert ": two lines (test_admission.py:" in second
     assert (kept / "evidence").exists()
     assert hunt.finish({}) == 1
-    assert last_line(capsys)["violations"] == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["violations"] == 2
     shutil.rmtree(kept)
 
 
@@ -113,10 +108,9 @@ def test_two_sites_of_two_layouts_exchange_what_two_processes_do(tmp_path: Path)
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
-def test_sites_of_every_layout_and_of_four_together(adopt: str, capsys: Capture) -> None:
-    code = layouts.main(["--rounds", "3", "--adopt", adopt, *(["--mixed"] if adopt == "overwrite" else [])])
-    found = last_line(capsys)
-    assert (code, found["violations"], found["mismatches"]) == (0, 0, 0), found
+def test_sites_of_every_layout_and_of_four_together(adopt: str, hunted: Hunted) -> None:
+    found, _ = hunted(layouts, "--rounds", "3", "--adopt", adopt, *(["--mixed"] if adopt == "overwrite" else []))
+    assert (found["violations"], found["mismatches"]) == (0, 0), found
     assert found["compared"] >= 80
 
 
@@ -137,9 +131,8 @@ def world(tmp_path: Path) -> World:
     return World("site-a", "site-b", fortress.layout(), fortress.agreement(), "f00dfeed", 2, [3, 3], [3, 3])
 
 
-def test_a_share_of_the_hunt(capsys: Capture) -> None:
-    assert fuzz.main(["--n", "400", "--seed", "9000", "--variant", "tokens"]) == 0
-    found = last_line(capsys)
+def test_a_share_of_the_hunt(hunted: Hunted) -> None:
+    found, _ = hunted(fuzz, "--n", "400", "--seed", "9000", "--variant", "tokens")
     assert (found["hunt"], found["unknown_or_internal"], found["violations"]) == ("fuzz", 0, 0)
     assert found["calls"] >= 400
     for answer in ("OK", "INVALID_ARGUMENT", "PERMISSION_DENIED", "DATA_LOSS", "refused/non_finite", "UNIMPLEMENTED"):
@@ -213,10 +206,9 @@ def test_what_a_look_inside_shows_is_judged(world: World, kind: str, after: View
 # --- Fuzzed inputs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_share_of_the_inputs(capsys: Capture) -> None:
+def test_a_share_of_the_inputs(hunted: Hunted) -> None:
     """A part of the thirty thousand inputs that .ci/run takes."""
-    assert fuzz_inputs.main(["--n", "1000", "--seed", "9000", "--jobs", "1"]) == 0
-    found = last_line(capsys)
+    found, _ = hunted(fuzz_inputs, "--n", "1000", "--seed", "9000", "--jobs", "1")
     assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 1000, 0)
     assert found["taken"] > 50, "nothing was accepted"
     assert found["refused"] > 500, "nothing was refused"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -104,30 +104,29 @@ def test_no_sync_is_left_out_of_the_mutants(folder: Path) -> None:
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("forgotten", ["", "journal.sync", "spool.sync"])
-def test_real_cuts_lose_nothing_unless_a_sync_is_forgotten(forgotten: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = powercut.main(["--cuts", "3", "--rounds", "0", "--forget", forgotten])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_real_cuts_lose_nothing_unless_a_sync_is_forgotten(forgotten: str, hunted: Callable[..., Any]) -> None:
+    found, _ = hunted(powercut, "--cuts", "3", "--rounds", "0", "--forget", forgotten)
     if "not_permitted" in found:
         pytest.skip(found["not_permitted"])
-    assert code == (1 if forgotten else 0), found
+    assert (found["violations"] > 0) == bool(forgotten), found
 
 
 # --- A flipped bit is named or harmless, and a start that recovers another state is a violation ----------------------
 
 
-def test_every_damage_is_named_or_harmless(capsys: pytest.CaptureFixture[str]) -> None:
-    assert flips.main(["--flips", "80", "--seed", "7"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_every_damage_is_named_or_harmless(hunted: Callable[..., Any]) -> None:
+    found, _ = hunted(flips, "--flips", "80", "--seed", "7")
+    assert found["violations"] == 0
     assert found["found"]["named"] > 50
     assert found["found"]["still to be merged"] > 12
 
 
 def test_a_start_that_does_not_look_at_what_it_is_still_to_merge_is_a_violation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, hunted: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(Store, "_check_waiting", lambda store, machine: None)
-    assert flips.main(["--flips", "40", "--seed", "7"]) == 1
-    assert "a start recovers another state" in capsys.readouterr().out
+    _, said = hunted(flips, "--flips", "40", "--seed", "7")
+    assert "a start recovers another state" in said
 
 
 # --- A few kills of restores and backups, and the table of their steps is complete -----------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.hunts.poison import Poisoning
 from tests.runs.processes import place_in
 
 Patch = pytest.MonkeyPatch
+Hunted = Callable[..., Any]
 
 
 def weighed_as_said(turn: rounds.Turn, index: int, merged: set[str]) -> dict[str, float]:
@@ -40,21 +41,20 @@ WRONG: dict[str, tuple[int, dict[str, object]]] = {
 """What the hunt says of a machine that believes too much, or the last one too little; and a seed that showed it."""
 
 
-def test_honest_sites_are_believed_and_lies_move_no_more_than_the_truth(capsys: pytest.CaptureFixture[str]) -> None:
-    assert liars.main(["--n", "300"]) == 0, capsys.readouterr().out
+def test_honest_sites_are_believed_and_lies_move_no_more_than_the_truth(hunted: Hunted) -> None:
+    found, said = hunted(liars, "--n", "300")
+    assert found["violations"] == 0, said
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_believes_too_much_or_too_little_is_found(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_believes_too_much_or_too_little_is_found(words: str, monkeypatch: Patch, hunted: Hunted) -> None:
     """Try the seed that showed it when this was written, and other seeds if that no longer does."""
     seed, changes = WRONG[words]
     for name, value in changes.items():
         monkeypatch.setattr(f"diloco.sync.{name}", value)
     for each in (seed, *range(200)):
-        found = liars.main(["--seed", str(each), "--n", "1"])
-        if found and words in capsys.readouterr().out:
+        _, said = hunted(liars, "--seed", str(each), "--n", "1")
+        if words in said:
             return
     pytest.fail(f"{words}: not seen")
 
@@ -68,11 +68,9 @@ SMALL = (
 
 
 @pytest.mark.hunt
-def test_poison_is_taken_out_of_a_run_of_real_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_poison_is_taken_out_of_a_run_of_real_training(hunted: Hunted) -> None:
     """Shorter than the hunt, which checks the poison's harm and what is left of it."""
-    poison.main(["--tokens", "60000", "--at", "2", "--updates", "1", "--settings", SMALL])
-    said = capsys.readouterr().out
-    found = json.loads(said.splitlines()[-1])
+    found, said = hunted(poison, "--tokens", "60000", "--at", "2", "--updates", "1", "--settings", SMALL)
     assert "left_out" in found, said
     assert found["left_out"] >= 1
     assert found["tokens_restored"] >= 60000

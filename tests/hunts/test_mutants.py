@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -22,6 +23,9 @@ from tests.hunts.cutting import YEAR_S, follow, tell
 from tests.hunts.mutant_sites import in_both, marked, sites_of
 from tests.hunts.mutants import PACKAGES, ROOT, Bench, Record
 
+Capture = pytest.CaptureFixture[str]
+Hunted = Callable[..., Any]
+Patch = pytest.MonkeyPatch
 AREA = '''
 LIMIT = 3
 
@@ -81,7 +85,7 @@ def written(tree: Path, files: dict[str, str]) -> Path:
     return tree
 
 
-def run(tree: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], dict[str, Any]]:
+def run(tree: Path, capsys: Capture, *words: str) -> tuple[list[str], dict[str, Any]]:
     """Run the hunt; return its line for each mutant, and the row."""
     assert mutants.main([*ASKED, *words], tree, forkserver()) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -94,7 +98,7 @@ def everything(tree: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.slow
-def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys: Capture) -> None:
     """A test that fails without a mutant is left out, and kills none."""
     tests = TEST_AREA + "\n\ndef test_no_more():\n    assert area(2, 3) == 7\n"
     written(tmp_path, {"tiny/core/area.py": AREA + UNUSED, "tests/core/test_area.py": tests})
@@ -117,9 +121,7 @@ def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys:
     assert (row["share_killed"], row["share_killed_of_covered"]) == (0.375, 0.6)
 
 
-def test_a_seed_draws_the_same_mutants(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seed_draws_the_same_mutants(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Bench, "record", lambda *_: Record())  # No test reaches anything: only the draw is printed.
     written(tmp_path, {"tiny/core/area.py": AREA + UNUSED})
     one, again, other = (run(tmp_path, capsys, "--n", "4", "--seed", seed)[0] for seed in ("3", "3", "4"))
@@ -129,7 +131,7 @@ def test_a_seed_draws_the_same_mutants(
 
 @pytest.mark.slow
 def test_a_mutant_with_which_a_test_hangs_is_killed_by_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(mutants, "TEST_S", 1.0)
     written(tmp_path, {"tiny/core/count.py": COUNT, "tests/core/test_count.py": TEST_COUNT})
@@ -151,7 +153,7 @@ def test_a_place_that_only_another_process_reaches_is_reached_by_the_test_that_s
 
 
 @pytest.mark.slow
-def test_the_same_draw_in_another_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_draw_in_another_commit(tmp_path: Path, capsys: Capture) -> None:
     nothing = "def test_nothing():\n    pass\n"
     written(tmp_path, {"tiny/core/shapes.py": PRODUCT, "tests/core/test_shapes.py": nothing})
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "before"]):
@@ -208,17 +210,14 @@ def test_each_place_in_a_part_of_the_product_can_be_marked_and_changed() -> None
 
 
 @pytest.mark.slow
-def test_clocks_jump_under_living_processes_and_nothing_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    code = clocks.main(["--jumps", "10"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (code, found["violations"]) == (0, 0), found
+def test_clocks_jump_under_living_processes_and_nothing_is_wrong(hunted: Hunted) -> None:
+    found, _ = hunted(clocks, "--jumps", "10")
+    assert found["violations"] == 0, found
     assert (found["done"], found["runs"]) == (10, 1)
     assert found["backups_misdated"] > 0, "no process read another time"
 
 
-def test_the_product_is_told_the_time_of_the_file_and_others_the_true_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_product_is_told_the_time_of_the_file_and_others_the_true_one(tmp_path: Path, monkeypatch: Patch) -> None:
     for module, name in ((standby, "time"), (diloco.syncer.backups, "datetime")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr("sys.modules", {each.__name__: each for each in (standby, diloco.syncer.backups)})
@@ -251,10 +250,9 @@ def test_what_no_true_clock_gives_is_named() -> None:
 
 
 @pytest.mark.hunt
-def test_many_cuts_cost_a_small_share(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cuts.main(["--cuts", "8", "--mib", "192", "--seed", "3"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["push_cuts"], found["pull_cuts"]) == (8, 8)
+def test_many_cuts_cost_a_small_share(hunted: Hunted) -> None:
+    found, _ = hunted(cuts, "--cuts", "8", "--mib", "192", "--seed", "3")
+    assert (found["violations"], found["push_cuts"], found["pull_cuts"]) == (0, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +263,9 @@ def test_many_cuts_cost_a_small_share(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_what_is_sent_twice_or_arrives_changed_is_a_violation(
-    name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, value: object, words: str, monkeypatch: Patch, hunted: Hunted
 ) -> None:
     monkeypatch.setattr(cuts, name, value)
-    assert cuts.main(["--cuts", "2", "--mib", "4"]) == 1
-    said = capsys.readouterr().out
+    _, said = hunted(cuts, "--cuts", "2", "--mib", "4")
     assert words in said
     assert "push" in said
