@@ -222,10 +222,8 @@ def journals() -> Iterator[tuple[str, Reader]]:
 
     header_body = segments[0][UNIT.size : segments[0].index(FRAME[:2], UNIT.size)]
     yield "journal 2", Reader(segments, second, (JournalError,), shuffled(UNIT, 1), 3)
-    yield (
-        "turn of journal 2",
-        Reader([encode_records(records[:3])], lambda raw: decode_records(raw, 0), (JournalError,), crafted, 2),
-    )
+    crafted_second = lambda raw: decode_records(raw, 0)  # noqa: E731
+    yield "turn of journal 2", Reader([encode_records(records[:3])], crafted_second, (JournalError,), crafted, 2)
     yield "header of journal 2", Reader([header_body], crafted_header, (JournalError,), crafted)
 
 
