@@ -13,7 +13,6 @@ import statistics
 import sys
 from collections import Counter
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from diloco.sync import events as ev
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import Measuring
-from tests.hunts.pseudo_gradients import SITES, Scene, Sent, Training
+from tests.hunts.pseudo_gradients import FRAGMENTS, INNER_STEPS, SITES, Sent, Training
 from tests.hunts.reporting import Hunt
 
 FAULTS = ("nan", "scale", "sign", "exponent_bit", "stale_replay", "wrong_layout")
@@ -38,13 +37,12 @@ BEGINS = 20
 class Run:
     """A training, and the machine that receives every update of it."""
 
-    def __init__(self, scene: Scene, seed: int) -> None:
-        self.training = Training(scene, seed)
-        everybody = len(scene.speeds)
-        options = OuterOptions(num_fragments=scene.fragments, quorum=everybody, staleness_max=2)
+    def __init__(self, rounds: int, seed: int) -> None:
+        self.training = Training(rounds, seed)
+        options = OuterOptions(num_fragments=FRAGMENTS, quorum=len(SITES), staleness_max=2)
         self.machine = OuterSync(options)
         self.machine.handle(ev.SyncerStarted(1, HealthOptions()), 0)
-        for name in SITES[:everybody]:
+        for name in SITES:
             self.machine.handle(ev.JoinRequested(1, name, name), 0)
 
     def answer(self, machine: OuterSync, sent: Sent, sequence: int, base: int, values: Tensor) -> fx.AnswerPush:
@@ -53,7 +51,7 @@ class Run:
         measuring.add(sums_of(values, sent.momentum))
         vitals = measuring.vitals()
         event = ev.UpdateArrived(
-            *(1, sent.site, 1, sent.fragment, sequence, base, sent.steps, sent.steps, 1, 1),
+            *(1, sent.site, 1, sent.fragment, sequence, base, INNER_STEPS, INNER_STEPS, 1, 1),
             *(f"{sent.site}-{sent.fragment}-{sequence}", "payload", "fp32", vitals.finite, False),
             *(vitals.norm, vitals.cosine),
         )
@@ -99,17 +97,14 @@ class Run:
 def main(arguments: list[str] | None = None) -> int:
     """Run the hunt; return 1 when a bad update was accepted or a good one refused."""
     hunt = Hunt("admission", __doc__)
-    hunt.parser.add_argument(
-        "--places", type=int, default=20, help="rounds at which each fault is injected (default: 20)"
-    )
-    hunt.parser.add_argument("--rounds", type=int, default=1000, help="clean rounds (default: 1000)")
+    hunt.option("places", 20, "rounds at which each fault is injected")
+    hunt.option("rounds", 1000, "clean rounds")
     given = hunt.asked(arguments)
     random = Random(given.seed)
-    run = Run(Scene(rounds=given.rounds, inner_steps=2), given.seed)
+    run = Run(given.rounds, given.seed)
     at = set(random.sample(range(BEGINS, given.rounds), given.places))
     counts: Counter[str] = Counter()
     updates = false_refusals = 0
-    replay: dict[str, Any] = {"seed": given.seed, "places": given.places, "rounds": given.rounds}
     for number, arrived in enumerate(run.training.updates()):
         if number in at:
             victim = random.choice(arrived)
@@ -118,13 +113,13 @@ def main(arguments: list[str] | None = None) -> int:
                 counts[f"{kind}_{outcome}"] += 1
                 bounded = kind not in ALWAYS_REFUSED and ratio <= HealthOptions().norm_ratio_max
                 if outcome != "refused" and not bounded:
-                    hunt.violated(f"round {number}: {kind} of {ratio:.3g} times the usual norm is {outcome}", **replay)
+                    hunt.violated(f"round {number}: {kind} of {ratio:.3g} times the usual norm is {outcome}")
         for sent in arrived:
             updates += 1
             answer = run.take(sent)
             if answer.outcome is not ev.Outcome.ACCEPTED:
                 false_refusals += 1
-                hunt.violated(f"round {number}: a clean update of {sent.site} is {answer}", **replay)
+                hunt.violated(f"round {number}: a clean update of {sent.site} is {answer}")
     return hunt.finish({"updates": updates, "false_refusals": false_refusals, **dict(sorted(counts.items()))})
 
 

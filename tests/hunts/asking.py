@@ -7,7 +7,7 @@ import importlib
 import itertools
 import pkgutil
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,10 @@ class World:
     last: dict[int, tuple[PushHeader, bytes]] = field(default_factory=dict)
 
     def join(self, **changes: Any) -> JoinAsk:
-        fields: dict[str, Any] = {
-            "protocol": PROTOCOL,
-            "run_id": RUN,
-            "lineage": 1,
-            "site_id": self.site,
-            "process": self.process,
-            "layout_fingerprint": self.layout.fingerprint,
-            "layout_json": self.layout.to_json().encode(),
-            "shared_config": dict(self.agreement.shared),
-        }
-        return JoinAsk(**(fields | changes))
+        layout, shared = self.layout, dict(self.agreement.shared)
+        text = layout.to_json().encode()
+        ask = JoinAsk(PROTOCOL, RUN, 1, self.site, self.process, layout.fingerprint, text, shared)
+        return replace(ask, **changes)
 
     def update(self, chance: random.Random, encoding: str = "fp32", **changes: Any) -> tuple[PushHeader, bytes]:
         """Return the next update of one of the fragments, valid except for ``changes``."""
@@ -98,24 +91,10 @@ class World:
         if payload is None:
             dice = torch.Generator().manual_seed(chance.getrandbits(32))
             payload = make_codec(encoding).encode(torch.randn(numel, generator=dice))
-        fields: dict[str, Any] = {
-            "run_id": RUN,
-            "site_id": self.site,
-            "incarnation": self.incarnation,
-            "fragment": fragment,
-            "sequence": self.watermarks[fragment] + 1,
-            "base_version": self.versions[fragment],
-            "tokens": 50,
-            "steps": 5,
-            "step_ns": 1_000_000,
-            "cursor": 5,
-            "final": False,
-            "encoding": encoding,
-            "payload_bytes": len(payload),
-            "numel": numel,
-            "digest": hashlib.sha256(payload).hexdigest(),
-        }
-        return PushHeader(**(fields | changes)), payload
+        here = (RUN, self.site, self.incarnation, fragment, self.watermarks[fragment] + 1, self.versions[fragment])
+        digest = hashlib.sha256(payload).hexdigest()
+        header = PushHeader(*here, 50, 5, 1_000_000, 5, False, encoding, len(payload), numel, digest)
+        return replace(header, **changes), payload
 
 
 def pushed(header: PushHeader, payload: bytes, at: int = 0) -> list[bytes]:

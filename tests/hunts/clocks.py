@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,12 +34,11 @@ from diloco.syncer.replaying import Rules
 from diloco.syncer.restoring import Kept, Known, restore_backup
 from diloco.syncer.store import RunCard
 from diloco.wire.client import AdminClient
-from diloco.wire.messages import WireError
 from tests.hunts.cutting import KINDS, tell
-from tests.hunts.disaster import PARTS
-from tests.hunts.reporting import Hunt, why
-from tests.loopback.cluster import Process, free_port
-from tests.loopback.toy import RUN, Toy
+from tests.hunts.lives import Nodes, check_balance, merged_by_site
+from tests.hunts.reporting import Hunt
+from tests.loopback.cluster import Process
+from tests.loopback.toy import RUN
 
 BOUND_S = 30.0
 SITES = {"a": 0.02, "b": 0.03}
@@ -66,52 +65,38 @@ def untrue(status: object, name: str = "status") -> Iterator[str]:
             yield f"{name} is {status}"
 
 
-@dataclass
 class Clocks:
     """One run from its first process to its end."""
 
-    folder: Path
-    seed: int
-    by: str
-    counts: Counter[str] = field(default_factory=Counter)
-    misdated: int = 0
-    """Backups whose date is more than a year off."""
-
-    def __post_init__(self) -> None:
-        self.dice = random.Random(f"clocks/{self.seed}")
-        outer = {"num_fragments": 2, "grace": "fixed", "grace_ns": 5_000_000}
-        self.vault = Vault(str(self.folder / "vault"))
-        self.toy = Toy(
-            folder=str(self.folder),
-            codec="int8",
-            inner_steps=4,
-            seed=11,
-            outer=outer,
-            replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2},
-            lease=str(self.folder / "lease.json") if self.by == "lease" else "",
-            lease_ttl_s=1.0,
-            backup={"url": self.vault.url, "every_s": 0.7},
-        )
-        self.ports = [free_port(), free_port()]
+    def __init__(self, folder: Path, seed: int, by: str, counts: Counter[str]) -> None:
+        self.by, self.counts = by, counts
+        self.dice = random.Random(f"clocks/{seed}")
+        self.vault = Vault(str(folder / "vault"))
+        backup = {"url": self.vault.url, "every_s": 0.7}
+        self.nodes = Nodes(folder, lease=by == "lease", ttl_s=1.0, backup=backup)
         self.leads, self.follows = 0, -1
         self.next = 0
         self.living: dict[str, Process] = {}
         self.known: tuple[int, int, Counter[str]] = (0, 0, Counter())
         self.reach: tuple[int, ...] = ()
         self.dated: dict[str, str] = {}
+        self.misdated = 0
+        """Backups whose date is more than a year off."""
 
     def run(self, jumps: int) -> None:
-        (self.folder / "clocks").mkdir(parents=True)
+        (self.nodes.folder / "clocks").mkdir(parents=True)
         with ExitStack() as self.alive:
             self._lead(0)
             for site in SITES:
-                self._begin("site", site, site=site, step_s=SITES[site], checkpoint_every=3, address=self._both())
+                self._train(site)
             self._follow()
             for number in range(jumps):
                 self._jump()
                 match AT.get(number % 10):
                     case "site":
-                        self._site_dies(self.dice.choice(sorted(SITES)))
+                        site = self.dice.choice(sorted(SITES))
+                        self.living.pop(site).kill()
+                        self._train(site)
                     case "take_over":
                         self._take_over()
                     case "restart":
@@ -125,22 +110,19 @@ class Clocks:
 
     # --- processes -----------------------------------------------------------------------------------------------
 
-    def _both(self) -> str:
-        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
-
-    def _address(self, number: int) -> str:
-        return f"127.0.0.1:{self.ports[number % 2]}"
-
     def _clock(self, name: str) -> Path:
-        return self.folder / "clocks" / name
+        return self.nodes.folder / "clocks" / name
 
     def _begin(self, role: str, name: str, **mine: object) -> Process:
         """Start a process under its own clock, of a random kind."""
         tell(self._clock(name), self.dice.choice(KINDS))
-        process = Process(role, self.toy, clock=str(self._clock(name)), **mine)
-        self.alive.callback(process.__exit__)
-        self.living[name] = process
+        process = Process(role, self.nodes.toy, clock=str(self._clock(name)), **mine)
+        self.living[name] = self.alive.enter_context(process)
         return process
+
+    def _train(self, site: str) -> None:
+        both = f"{self.nodes.address(0)},{self.nodes.address(1)}"
+        self._begin("site", site, site=site, step_s=SITES[site], checkpoint_every=3, address=both)
 
     def _said(self, process: Process, what: str, count: int = 1, text: str = "") -> None:
         """Wait until ``process`` has logged ``what``; fail if any process ends or ``BOUND_S`` passes."""
@@ -155,13 +137,10 @@ class Clocks:
             assert process.wait(0) is None, f"{name} ended with {process.wait(0)}: {process.errors}"
             assert not process.errors, f"{name}: {process.errors}"
 
-    def _kill(self, name: str) -> None:
-        self.living.pop(name).kill()
-
-    def _lead(self, number: int) -> None:
-        self.leads = number
-        process = self._begin("syncer", f"node-{number}", data=f"node-{number}", port=self.ports[number % 2])
+    def _lead(self, number: int) -> Process:
+        process = self._begin("syncer", f"node-{number}", **self.nodes.home(number))
         self._said(process, "listening")
+        return process
 
     def _follow(self) -> None:
         """Start a new standby, and wait until it has caught up."""
@@ -170,13 +149,12 @@ class Clocks:
             self.next += 1
         self.follows = self.next
         name = f"node-{self.follows}"
-        mine = {"data": name, "port": self.ports[self.follows % 2], "primary": self._address(self.leads)}
-        self._begin("standby", name, **mine)
+        self._begin("standby", name, primary=self.nodes.address(self.leads), **self.nodes.home(self.follows))
         leader = self.living[f"node-{self.leads}"]
-        if self.toy.lease:  # As in the failover hunt: until then it is not the heir.
+        if self.nodes.toy.lease:  # As in the failover hunt: until then it is not the heir.
             self._said(leader, "note", text=f"names {name}-")
         until = time.monotonic() + BOUND_S
-        with AdminClient(self._address(self.leads)) as operator:
+        with AdminClient(self.nodes.address(self.leads)) as operator:
             while (said := dict(operator.status()["replication"]))["detached"] or not said["following"]:  # type: ignore[call-overload]
                 self._all_live()
                 assert time.monotonic() < until, f"{name} does not follow in {BOUND_S} s: {said}"
@@ -189,29 +167,23 @@ class Clocks:
         tell(self._clock(self.dice.choice(sorted(self.living))), kind)
         self.counts[kind] += 1
 
-    def _site_dies(self, site: str) -> None:
-        self._kill(site)
-        self._begin("site", site, site=site, step_s=SITES[site], checkpoint_every=3, address=self._both())
-
     def _take_over(self) -> None:
         """Kill the syncer and let the standby lead; where a verb promoted it, the old one comes back without sites."""
         old = self.leads
-        self._kill(f"node-{old}")
+        self.living.pop(f"node-{old}").kill()
         self.leads = self.follows
         process = self.living[f"node-{self.leads}"]
-        if not self.toy.lease:
-            with AdminClient(self._address(self.leads)) as operator:
+        if not self.nodes.toy.lease:
+            with AdminClient(self.nodes.address(self.leads)) as operator:
                 operator.promote(lossy=self.dice.random() < LOSSY)
         self._said(process, "listening")
-        if not self.toy.lease:
+        if not self.nodes.toy.lease:
             self._said(process, "published")
-            mine = {"data": f"node-{old}", "port": self.ports[old % 2]}
-            back = self._begin("syncer", f"node-{old}", **mine)
-            self._said(back, "listening")
+            back = self._lead(old)
             (started,) = process.log.of("syncer_started")
             (again,) = back.log.of("syncer_started")
             assert again["epoch"] < started["epoch"], f"the old syncer came back with an epoch as high: {again}"  # type: ignore[operator]
-            self._kill(f"node-{old}")
+            self.living.pop(f"node-{old}").kill()
         self._follow()
 
     def _restart(self, *, lost: bool) -> None:
@@ -219,28 +191,28 @@ class Clocks:
         if lost:
             self._said(self.living[f"node-{self.leads}"], "backup")
         for number in (self.follows, self.leads):
-            self._kill(f"node-{number}")
+            self.living.pop(f"node-{number}").kill()
         if lost:
-            self._restore(self.folder / f"node-{self.leads}")
+            self._restore(self.nodes.folder / f"node-{self.leads}")
         self._lead(self.leads)
         self._follow()
 
     def _restore(self, folder: Path) -> None:
         """Restore ``folder`` as ``diloco restore --from`` does, which reads the run's events too."""
         shutil.rmtree(folder)
-        shutil.rmtree(self.folder / f"archive-{folder.name}", ignore_errors=True)
+        shutil.rmtree(self.nodes.folder / f"archive-{folder.name}", ignore_errors=True)
         name, facts = self._furthest()
         every = [each for each in self.vault.backups(RUN).values() if isinstance(each, BackupFacts)]
         most = max((each.lineage, each.run_tokens) for each in every)
         assert (facts.lineage, facts.run_tokens) == most, f"{name} is restored, but another has {most}"
-        plan, (outer, rule) = self.toy.plan(), self.toy.rules()
+        plan, (outer, rule) = self.nodes.toy.plan(), self.nodes.toy.rules()
         card = RunCard(RUN, plan.agreement.layout_fingerprint, plan.shared_digest)
         clock_s = tell(self._clock("restore"), self.dice.choice(KINDS))
         known = Known(clock_s, max(self.known[1], facts.lineage), max(each.epoch for each in every))
         folder.mkdir()
         with locked(folder):
             fetch = lambda to: self.vault.fetch(RUN, name, to)  # noqa: E731
-            restored = restore_backup(folder, card, Rules(outer, rule, self.toy.codec), fetch, "a test", known)
+            restored = restore_backup(folder, card, Rules(outer, rule, self.nodes.toy.codec), fetch, "a test", known)
         assert restored.run_tokens >= facts.run_tokens, f"{asdict(restored)} is less than the backup {facts}"
         assert restored.lineage > self.known[1], f"lineage {restored.lineage} after {self.known[1]}"
         self.known = (self.known[0], restored.lineage, Counter())
@@ -274,7 +246,7 @@ class Clocks:
                 event for event in process.log.of("note") if "evicted" in str(event) or "implausible" in str(event)
             ]
             assert not notes, f"{name}: {notes}"
-        with AdminClient(self._address(self.leads)) as operator:
+        with AdminClient(self.nodes.address(self.leads)) as operator:
             status = operator.status()
         wrong = list(untrue(status))
         assert not wrong, "; ".join(wrong)
@@ -291,26 +263,16 @@ class Clocks:
 
     def _end(self) -> None:
         """Drain the run, and check that every site's ledger balances."""
-        with AdminClient(self._address(self.leads)) as operator:
-            operator.drain()
-        state = None
-        for name in (*SITES, f"node-{self.leads}"):
-            process = self.living[name]
-            assert process.wait(BOUND_S) == 0, f"{name} ended with {process.wait(0)}: {process.errors}"
-        state = Kept(self.folder / f"node-{self.leads}").points()[-1].state
+        sites = {site: self.living[site] for site in SITES}
+        done = self.nodes.drained(self.living[f"node-{self.leads}"], self.leads, sites)
+        merged = merged_by_site(Kept(self.nodes.folder / f"node-{self.leads}").points()[-1].state)
         for site in SITES:
-            (done,) = self.living[site].log.of("finished")
-            ledger: dict[str, int] = done["ledger"]  # type: ignore[assignment]
-            assert done["ending"] == "drained", done
-            assert ledger["processed"] == sum(ledger[part] for part in PARTS), f"site {site}: {ledger}"
-            lines = state.sites[site].lines
-            held = sum(line.tokens_merged for line in lines) // len(lines)
-            assert ledger["merged"] == held, f"site {site} says {ledger}, the syncer {held}"
+            check_balance(site, done[site].ledger, merged)
 
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("clocks", __doc__)
-    hunt.parser.add_argument("--jumps", type=int, default=200, help="number of jumps (default: 200)")
+    hunt.option("jumps", 200, "number of jumps")
     asked = hunt.asked(arguments)
     counts: Counter[str] = Counter()
     runs = misdated = 0
@@ -318,12 +280,8 @@ def main(arguments: list[str] | None = None) -> int:
         while counts.total() < asked.jumps and not hunt.violations:
             here, by = Path(folder) / str(runs), ("verb", "lease")[runs % 2]
             run = Clocks(here, asked.seed * 1000 + runs, by, counts)
-            try:
+            with hunt.judging(f"run {runs} (by {by})", here):
                 run.run(min(EACH, asked.jumps - counts.total()))
-            except (AssertionError, WireError) as error:
-                kept = shutil.copytree(here, tempfile.mkdtemp(prefix="clocks-kept-"), dirs_exist_ok=True)
-                what = f"run {runs} (by {by}), kept in {kept}: {why(error)}"
-                hunt.violated(what, jumps=asked.jumps, seed=asked.seed)
             runs, misdated = runs + 1, misdated + run.misdated
     for kind in KINDS:
         print(f"{kind}: {counts[kind]}", flush=True)

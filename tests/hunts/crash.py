@@ -28,9 +28,8 @@ import torch
 from safetensors.torch import load_file
 
 from diloco.durable import Step
-from diloco.learner.agent import Finished
-from diloco.wire.messages import WireError
-from tests.hunts.reporting import Hunt, why
+from tests.hunts.lives import ended
+from tests.hunts.reporting import Hunt
 from tests.hunts.short_lives import SHORT, ShortLives, draw, named
 from tests.hunts.standby_lives import STANDBY, StandbyLives
 from tests.hunts.verb_lives import VerbLives
@@ -272,11 +271,8 @@ class Killing:
     # --- afterwards --------------------------------------------------------------------------------------------
 
     def _audited(self) -> History:
-        finished: dict[str, Finished] = {}
-        for site in SITES:
-            (event,) = self.actors[site].logs[-1].of("finished")
-            assert event["ending"] == "finished", event
-            finished[site] = Finished(event["ending"], str(event["why"]), event["ledger"])  # type: ignore[arg-type]
+        finished = {site: ended(self.actors[site].logs[-1]) for site in SITES}
+        assert {done.ending for done in finished.values()} == {"finished"}, finished
         logs = {site: self.actors[site].logs for site in SITES}
         return audit(self.toy, self.actors["syncer"].logs, logs, finished)
 
@@ -373,23 +369,18 @@ class Crashes:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("crash", __doc__)
-    hunt.parser.add_argument("--kills", type=int, default=100, help="the least number of kills (default: 100)")
+    hunt.option("kills", 100, "the least number of kills")
     asked = hunt.asked(arguments)
-    replay = {"seed": asked.seed, "kills": asked.kills}
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
         crashes = Crashes(Path(folder), asked.seed)
         for number in itertools.count():
-            if crashes.kills >= asked.kills:
+            if crashes.kills >= asked.kills or hunt.violations:
                 break
-            try:
+            with hunt.judging(f"round {number}", Path(folder)):
                 crashes.round(number, asked.kills - crashes.kills)
-            except (AssertionError, WireError) as error:
-                kept = shutil.copytree(folder, tempfile.mkdtemp(prefix="crash-kept-"), dirs_exist_ok=True)
-                hunt.violated(f"round {number}, kept in {kept}: {why(error)}", **replay)
-                break
     never = crashes.never()
     if never and crashes.kills >= ENOUGH:
-        hunt.violated(f"none of {crashes.kills} kills was at {', '.join(never)}", **replay)
+        hunt.violated(f"none of {crashes.kills} kills was at {', '.join(never)}")
     return hunt.finish(crashes.counts())
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,18 +34,16 @@ MIB = 1 << 20
 
 
 class Crowd:
-    """The sites; each pushes one update until it is acknowledged."""
+    """The sites; each pushes ``rounds`` updates, every one once the version that contains the previous one is out."""
 
-    def __init__(self, toy: Toy, address: str, sites: int, rounds: int = 1) -> None:
+    def __init__(self, syncer: Process, toy: Toy, address: str, sites: int, rounds: int) -> None:
         self.answers: Counter[str] = Counter()
         self.broken: list[str] = []
-        self._toy, self._address = toy, address
+        self._syncer, self._toy, self._address, self._rounds = syncer, toy, address, rounds
         self._lock = threading.Lock()
         self._ready = threading.Barrier(sites)
-        numel = toy.layout().fragments[0].numel
-        self._payload = make_codec(toy.codec).encode(torch.zeros(numel))
-        self._numel = numel
-        self._rounds = rounds
+        self._numel = toy.layout().fragments[0].numel
+        self._payload = make_codec(toy.codec).encode(torch.zeros(self._numel))
         self._digest = hashlib.sha256(self._payload).hexdigest()
         self._threads = [threading.Thread(target=self._run, args=(f"site-{number}",)) for number in range(sites)]
 
@@ -68,9 +67,9 @@ class Crowd:
                     here = (RUN, site, incarnation, 0, sequence, sequence - 1, 50, 5, 1_000_000, 5)
                     size = len(self._payload)
                     header = PushHeader(*here, False, self._toy.codec, size, self._numel, self._digest)
+                    self._syncer.log.wait_for("published", sequence - 1, PATIENCE_S)
                     self._ready.wait(BOUND_S)
                     self._count(self._pushed(client, header))
-                    self.between(sequence)
         except Exception as error:
             self.broken.append(f"{site}: {error!r}")
             self._ready.abort()
@@ -87,9 +86,6 @@ class Crowd:
                 return error.status.value.lower()
         return "never"
 
-    def between(self, sequence: int) -> None:
-        """Wait between two updates of a site; here no longer than for the answer to the first."""
-
     def _count(self, what: str) -> None:
         with self._lock:
             self.answers[what] += 1
@@ -101,48 +97,49 @@ def memory_of(pid: int) -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[0] in ("VmRSS:", "VmHWM:")}
 
 
+def reset_peak(pid: int) -> int:
+    """Let a process's peak begin at what it takes now, and return that in bytes."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return memory_of(pid)["VmRSS"]
+
+
+def _pushed(hunt: Hunt, toy: Toy, sites: int, rounds: int, versions: int, bound: int) -> dict[str, Any]:
+    """Let a crowd push to a new syncer, and compare what that takes beyond what it took at rest with ``bound``."""
+    with Process("syncer", toy) as syncer:
+        address = str(syncer.log.wait_for("listening", 1, BOUND_S)[0]["address"])
+        before = reset_peak(syncer.pid)
+        crowd = Crowd(syncer, toy, address, sites, rounds)
+        seconds = crowd.push()
+        made = len(syncer.log.wait_for("published", versions, PATIENCE_S))
+        taken = memory_of(syncer.pid)["VmHWM"] - before
+        assert syncer.wait(0) is None, syncer.errors
+    if crowd.broken or crowd.answers["accepted"] != sites * rounds:
+        hunt.violated(f"{dict(crowd.answers)} of {sites * rounds} pushes: {crowd.broken[:3]}")
+    if taken > bound:
+        hunt.violated(f"the syncer took {taken // MIB} MiB, {bound // MIB} are its bound")
+    return {
+        "at_rest_mib": before // MIB,
+        "taken_mib": taken // MIB,
+        "bound_mib": bound // MIB,
+        "push_seconds": round(seconds, 1),
+        "answers": dict(sorted(crowd.answers.items())),
+        "versions": made,
+    }
+
+
 def measured(hunt: Hunt, folder: Path, sites: int, mebibytes: int) -> dict[str, object]:
+    """Measure one push of each site, of which no round is made."""
     values = mebibytes * MIB // 4
-    server: dict[str, object] = {"sites_max": sites + 2}
     toy = Toy(
         folder=str(folder),
         outer={"quorum": sites + 1, "quorum_min": sites + 1, "sites_max": sites + 2},
         shapes=(("w", (values // 1024, 1024)),),
-        server=server,
+        server={"sites_max": sites + 2},
     )
-    options = ServerOptions(run_id=RUN, sites_max=sites + 2)
-    with Process("syncer", toy) as syncer:
-        address = str(syncer.log.wait_for("listening", 1, BOUND_S)[0]["address"])
-        Path(f"/proc/{syncer.pid}/clear_refs").write_text("5")  # Reset the peak, which would be that of the start.
-        before = memory_of(syncer.pid)["VmRSS"]
-        crowd = Crowd(toy, address, sites)
-        seconds = crowd.push()
-        peak = memory_of(syncer.pid)["VmHWM"]
-        assert syncer.wait(0) is None, syncer.errors
-    bound = options.memory_bytes_max(mebibytes * MIB, sites)
-    if crowd.broken or crowd.answers["accepted"] != sites:
-        hunt.violated(f"{dict(crowd.answers)} of {sites} pushes: {crowd.broken[:3]}", sites=sites, mebibytes=mebibytes)
-    if peak - before > bound:
-        hunt.violated(f"the syncer took {(peak - before) // MIB} MiB", sites=sites, mebibytes=mebibytes)
-    return {
-        "at_rest_mib": before // MIB,
-        "taken_mib": (peak - before) // MIB,
-        "bound_mib": bound // MIB,
-        "pushed_mib": sites * mebibytes,
-        "push_seconds": round(seconds, 1),
-        "answers": dict(sorted(crowd.answers.items())),
-    }
-
-
-class Rounds(Crowd):
-    """A crowd in which each update of a site waits for the version that contains the previous one."""
-
-    def __init__(self, syncer: Process, toy: Toy, address: str, sites: int, rounds: int) -> None:
-        super().__init__(toy, address, sites, rounds)
-        self._syncer = syncer
-
-    def between(self, sequence: int) -> None:
-        self._syncer.log.wait_for("published", sequence, PATIENCE_S)
+    bound = ServerOptions(run_id=RUN, sites_max=sites + 2).memory_bytes_max(mebibytes * MIB, sites)
+    found = _pushed(hunt, toy, sites, 1, 0, bound)
+    del found["versions"]
+    return {**found, "pushed_mib": sites * mebibytes}
 
 
 def merged(hunt: Hunt, folder: Path, sites: int, mebibytes: int, rounds: int = 2) -> dict[str, object]:
@@ -155,35 +152,15 @@ def merged(hunt: Hunt, folder: Path, sites: int, mebibytes: int, rounds: int = 2
         shapes=(("w", (mebibytes * MIB // 4096, 1024)),),
         server={"sites_max": sites},
     )
-    with Process("syncer", toy) as syncer:
-        address = str(syncer.log.wait_for("listening", 1, BOUND_S)[0]["address"])
-        Path(f"/proc/{syncer.pid}/clear_refs").write_text("5")
-        before = memory_of(syncer.pid)["VmRSS"]
-        crowd = Rounds(syncer, toy, address, sites, rounds)
-        crowd.push()
-        versions = len(syncer.log.wait_for("published", rounds, PATIENCE_S))
-        peak = memory_of(syncer.pid)["VmHWM"]
-        assert syncer.wait(0) is None, syncer.errors
     at_rest = mebibytes * MIB  # Version 0 is theta alone.
     bound = memory_bytes_max(toy.options(), toy.plan(), toy.network(0)) - at_rest
-    decoded = sites * mebibytes * MIB
-    facts: dict[str, object] = {
-        "versions": versions,
-        "taken_mib": (peak - before) // MIB,
-        "bound_mib": bound // MIB,
-        "decoded_mib": decoded // MIB,
-    }
-    if crowd.broken or crowd.answers["accepted"] != sites * rounds:
-        hunt.violated(f"{dict(crowd.answers)} of {sites * rounds} pushes: {crowd.broken[:3]}", **facts)
-    if peak - before > bound:
-        hunt.violated(f"the syncer took {(peak - before) // MIB} MiB", **facts)
-    return facts
+    return {**_pushed(hunt, toy, sites, rounds, rounds, bound), "decoded_mib": sites * mebibytes}
 
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("crowd", __doc__)
-    hunt.parser.add_argument("--sites", type=int, default=64, help="sites that push at once (default: 64)")
-    hunt.parser.add_argument("--mebibytes", type=int, default=32, help="size of an update (default: 32)")
+    hunt.option("sites", 64, "sites that push at once")
+    hunt.option("mebibytes", 32, "size of an update")
     asked = hunt.asked(arguments)
     with tempfile.TemporaryDirectory(prefix="crowd-") as folder:
         found = measured(hunt, Path(folder), asked.sites, asked.mebibytes)

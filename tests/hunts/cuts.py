@@ -91,13 +91,12 @@ def cut_through(relay: Relay, between: list[int], attempt: Callable[[], object])
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("cuts", __doc__)
-    hunt.parser.add_argument("--cuts", type=int, default=50, help="cuts of each transfer (default: 50)")
-    hunt.parser.add_argument("--mib", type=int, default=256, help="payload in MiB (default: 256)")
-    hunt.parser.add_argument("--channels", type=int, default=1, help="connections side by side (default: 1)")
+    hunt.option("cuts", 50, "cuts of each transfer")
+    hunt.option("mib", 256, "payload in MiB")
+    hunt.option("channels", 1, "connections side by side")
     asked = hunt.asked(arguments)
     dice = random.Random(asked.seed)
     payload = dice.randbytes(MIB) * asked.mib
-    replay = {"seed": asked.seed, "cuts": asked.cuts, "mib": asked.mib, "channels": asked.channels}
     home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     counts: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir=home) as folder:
@@ -119,11 +118,11 @@ def main(arguments: list[str] | None = None) -> int:
             extra = (carried - len(payload)) / len(payload)
             counts |= {f"{way}_cuts": made, f"{way}_extra_percent": round(100 * extra, 2)}
             if made < asked.cuts:
-                hunt.violated(f"{way}: it was cut only {made} times", **replay)
+                hunt.violated(f"{way}: it was cut only {made} times")
             if extra >= EXTRA_SHARE_MAX:
-                hunt.violated(f"{way}: {100 * extra:.1f} % more than its bytes went over the wire", **replay)
+                hunt.violated(f"{way}: {100 * extra:.1f} % more than its bytes went over the wire")
             if not arrived(way, answer, payload):
-                hunt.violated(f"{way}: the data that arrived differs from the data that was sent", **replay)
+                hunt.violated(f"{way}: the data that arrived differs from the data that was sent")
         client.close()
         relay.close()
         server.stop(0.5)

@@ -96,17 +96,17 @@ class Recording:
     log: Sequence[Operation]
     folders: set[int]
     check: Callable[[Path, int], str]
+    began: int = 0
+    """The operation before which the first cut comes."""
 
-    def examined(
-        self, folder: Path, dice: Random, drawn: int = 0, first: int = 0, every: int = 1
-    ) -> Iterator[tuple[Cut, str]]:
-        """Yield every state after every prefix of the operations, from ``first`` on, with what is wrong with it.
+    def examined(self, folder: Path, dice: Random, drawn: int = 0, every: int = 1) -> Iterator[tuple[Cut, str]]:
+        """Yield every state after every prefix of the operations, with what is wrong with it.
 
         Each prefix has ``every`` operations more than the one before.  A state that several prefixes leave is checked
         once for each acknowledged level.
         """
         seen: set[tuple[int, frozenset[tuple[str, bytes | None]]]] = set()
-        for at in range(first, len(self.log) + 1, every):
+        for at in range(self.began, len(self.log) + 1, every):
             told = told_at(self.log, at)
             for cut in cuts_at(self.log, at, dice, drawn):
                 state = state_after(self.log, self.folders, cut)
@@ -119,26 +119,45 @@ class Recording:
                 lay_out(state, folder)
                 yield cut, self.check(folder, told)
 
-    def forgetting(self, step: Step, since: int = 0) -> tuple[Recording, int]:
-        """Return the recording of a program that forgets the syncs of ``step`` from ``since`` on, and the first one."""
-        before, log = list(self.log[:since]), self.log[since:]
+    def forgetting(self, step: Step) -> Recording:
+        """Return the recording, from the first sync of ``step`` on, of a program that forgets these syncs."""
+        before, log = list(self.log[: self.began]), self.log[self.began :]
         first = next(n for n, each in enumerate(log) if isinstance(each, Synced) and each.step is step)
-        return Recording(before + without_syncs(log, step), self.folders, self.check), since + first
+        return Recording(before + without_syncs(log, step), self.folders, self.check, self.began + first)
+
+
+def joined(desk: Desk) -> None:
+    desk.begin()
+    for site in "ab":
+        desk.handle(JoinRequested(1, site, "0123abcd"))
+
+
+def a_round(desk: Desk, number: int, tokens: int) -> None:
+    """Push an update of each site and fragment, and merge them."""
+    for fragment in (0, 1):
+        for site in "ab":
+            desk.push(*update(site, number + 1, fragment, encoding="int8", base_version=number, tokens=tokens))
+        while fragment in desk.under_way:
+            desk.finish(fragment)
+
+
+def unmergeable(desk: Desk) -> str:
+    """Return the error that a pending outer step would meet; "" if it can be computed."""
+    try:
+        for reference, whole in payloads_in(desk.machine.snapshot()).items():
+            stored(desk.store.spool, reference, whole)
+    except SpoolError as error:
+        return str(error)
+    return ""
 
 
 def record_syncer(root: Path, rounds: int) -> Recording:
     """Record pushes of two sites, merges, versions, a snapshot each round, and the pruning of the oldest."""
     disk = RecordingDisk(root)
     desk = RecordedDesk(root / "syncer", disk)
-    desk.begin()
-    for site in "ab":
-        desk.handle(JoinRequested(1, site, "0123abcd"))
+    joined(desk)
     for number in range(rounds):
-        for fragment in (0, 1):
-            for site in "ab":
-                desk.push(*update(site, number + 1, fragment, encoding="int8", base_version=number, tokens=10 + number))
-            while fragment in desk.under_way:
-                desk.finish(fragment)
+        a_round(desk, number, 10 + number)
         desk.snapshot()
     desk.snapshot()  # With the one of the start there are three now: the oldest is pruned.
     desk.close()
@@ -162,15 +181,11 @@ def _wrong_syncer(folder: Path, told: int, levels: dict[State, int], *, goes_on:
             return "it recovered a state that never existed"
         if level < told:
             return f"{told} records were acknowledged, but {level} are left"
-        for reference, whole in payloads_in(desk.machine.snapshot()).items():
-            stored(desk.store.spool, reference, whole)
-        if not goes_on:
-            return ""
+        if (why := unmergeable(desk)) or not goes_on:
+            return why
         desk.begin()
         desk.snapshot()
         left = state_of(desk)
-    except SpoolError as error:
-        return str(error)
     finally:
         desk.close()
     again = Desk(folder, disk=QuietDisk())
@@ -238,23 +253,16 @@ VERSIONS = [4, 4]
 def a_run(folder: Path, disk: QuietDisk) -> Desk:
     """Make some versions of both fragments, and a snapshot between them."""
     desk = Desk(folder, disk=disk)
-    desk.begin()
-    for site in "ab":
-        desk.handle(JoinRequested(1, site, "0123abcd"))
-    for number in (1, 2):
-        for fragment in (0, 1):
-            for site in "ab":
-                desk.push(*update(site, number, fragment, encoding="int8", base_version=number - 1, tokens=10 + number))
-            while fragment in desk.under_way:
-                desk.finish(fragment)
-        if number == 1:
-            desk.snapshot()
+    joined(desk)
+    a_round(desk, 0, 11)
+    desk.snapshot()
+    a_round(desk, 1, 12)
     desk.close()
     return desk
 
 
-def record_in_place(root: Path) -> tuple[Recording, int]:
-    """Record a run that is restored in place from an image; return also the operation at which the restore begins."""
+def record_in_place(root: Path) -> Recording:
+    """Record a run that is restored in place from an image."""
     disk = RecordingDisk(root)
     desk = a_run(root / "syncer", disk)
     began = len(disk.log)
@@ -269,7 +277,7 @@ def record_in_place(root: Path) -> tuple[Recording, int]:
             return f"no start: {found}"
         return wrong(found, told)
 
-    return Recording(list(disk.log), disk.folders, check), began
+    return Recording(list(disk.log), disk.folders, check, began)
 
 
 class MortalDisk(RecordingDisk):
@@ -286,12 +294,12 @@ class MortalDisk(RecordingDisk):
             raise InterruptedError(step.value)
 
 
-def record_second(root: Path) -> tuple[Recording, int]:
-    """Record a backup's restore after an interrupted restore; return also where the second one begins."""
+def record_second(root: Path) -> Recording:
+    """Record a backup's restore after an interrupted restore."""
     return record_backup(root, passage=5)
 
 
-def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
+def record_backup(root: Path, passage: int = 0) -> Recording:
     """Record a backup's restore into an empty folder, after one interrupted at ``passage`` unless that is 0."""
     a_run(root / "lost", QuietDisk())
     vault, here = Vault(str(root / "vault")), root / "here"
@@ -328,7 +336,7 @@ def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
         again = stands(folder / "syncer")
         return again if isinstance(again, str) else wrong(again, 1)
 
-    return Recording(list(disk.log), disk.folders, check), began
+    return Recording(list(disk.log), disk.folders, check, began)
 
 
 def restored(folder: Path, vault: Vault, disk: QuietDisk) -> None:

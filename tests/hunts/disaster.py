@@ -25,11 +25,11 @@ from pathlib import Path
 
 from diloco.observe.eventlog import Event
 from diloco.syncer.restoring import Kept
+from tests.hunts.lives import PARTS, check_balance, merged_by_site
 from tests.hunts.reporting import Hunt
-from tests.runs.processes import Place, Verb, place_in, wait_for
+from tests.runs.processes import Place, place_in, wait_for
 
 WAYS = ("backup", "site")
-PARTS = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
 SITES = {"site-a", "site-b", "site-c"}
 BOUND_S = 60.0
 START_S = 300.0
@@ -41,11 +41,9 @@ TOLD = "type:  diloco "
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("disaster", __doc__)
-    hunt.parser.add_argument("--ways", default=",".join(WAYS), help=f"which ({', '.join(WAYS)}; default: all)")
-    hunt.parser.add_argument(
-        "--versions", type=int, default=10, help="versions published before the loss (default: 10)"
-    )
-    hunt.parser.add_argument("--settings", default="", help="more settings of diloco up, for another run than the demo")
+    hunt.option("ways", ",".join(WAYS), "which")
+    hunt.option("versions", 10, "versions published before the loss")
+    hunt.option("settings", "", "more settings of diloco up, for another run than the demo")
     asked = hunt.asked(arguments)
     counts: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="disaster-") as root:
@@ -54,12 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
                 raise SystemExit(f"--ways is {asked.ways!r}: some of {', '.join(WAYS)}")
             settings = [f"data.cache={root}/text", f"seed={asked.seed}", *shlex.split(asked.settings)]
             (Path(root) / way).mkdir()
-            with place_in(Path(root) / way) as place:
-                try:
-                    counts[way] = Disaster(place, way, settings).happen(asked.versions)
-                except AssertionError as error:
-                    again = {"seed": asked.seed, "ways": way, "versions": asked.versions}
-                    hunt.violated(f"{way}: {error}", **again, settings=shlex.quote(asked.settings))
+            with place_in(Path(root) / way) as place, hunt.judging(way, ways=way):
+                counts[way] = Disaster(place, way, settings).happen(asked.versions)
     return hunt.finish(counts)
 
 
@@ -98,7 +92,7 @@ class Disaster:
             "seconds_from_serving_to_all_merged": round(merged_s - serving_s, 1),
             "version_when_lost": before[-1]["version"],
             "version_restored": restored["versions"],
-            "tokens": {name: sum(ledger[f"tokens_{name}"] for ledger in ledgers.values()) for name in PARTS},
+            "tokens": {name: sum(ledger[name] for ledger in ledgers.values()) for name in PARTS},
         }
 
     def lose(self) -> float:
@@ -153,33 +147,20 @@ class Disaster:
         assert sorted(started) == sorted([*SITES, "eval", "syncer", "syncer"]), (
             f"other processes than the syncer were restarted: {started}"
         )
-        ledgers = end_in_order(self.place, self.up)
-        merged = held_at_the_end(self.place)
-        for site, ledger in ledgers.items():
-            parts = sum(ledger[f"tokens_{part}"] for part in PARTS)
-            assert ledger["tokens_processed"] == parts, f"{site}: tokens do not balance: {ledger}"
-            assert ledger["tokens_merged"] == merged[site], f"{site} has {ledger['tokens_merged']} merged, {merged}"
+        self.up.signal(signal.SIGINT)
+        code = self.up.end(START_S)
+        assert code == 75, f"diloco up ended with {code}: {self.up.text()[-2000:]}"
+        done = [event for event in self.place.events("lost") if event["what"] == "site_done"]
+        assert sorted(str(event["who"]) for event in done) == sorted(SITES), done
+        merged = merged_by_site(Kept(self.place.folder / RUN / "syncer").points()[-1].state)
+        ledgers: dict[str, dict[str, int]] = {}
+        for event in done:
+            site, told = str(event["who"]), dict(event["ledger"])  # type: ignore[call-overload]
+            ledgers[site] = {name.removeprefix("tokens_"): count for name, count in told.items()}
+            check_balance(site, ledgers[site], merged)
         code, said = self.place.run("replay", RUN, "--verify", bound_s=START_S)
         assert code == 0, f"the restored run does not replay: {said}"
         return ledgers
-
-
-def end_in_order(place: Place, up: Verb) -> dict[str, dict[str, int]]:
-    """Drain the run; return each site's final ledger."""
-    up.signal(signal.SIGINT)
-    code = up.end(START_S)
-    assert code == 75, f"diloco up ended with {code}: {up.text()[-2000:]}"
-    done = [event for event in place.events("lost") if event["what"] == "site_done"]
-    assert sorted(str(event["who"]) for event in done) == sorted(SITES), done
-    return {str(event["who"]): dict(event["ledger"]) for event in done}  # type: ignore[call-overload]
-
-
-def held_at_the_end(place: Place) -> dict[str, int]:
-    """Return each site's merged tokens by the syncer's own folder."""
-    state = Kept(place.folder / RUN / "syncer").points()[-1].state
-    return {
-        name: sum(line.tokens_merged for line in site.lines) // len(site.lines) for name, site in state.sites.items()
-    }
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from diloco.inner.evaluate import evaluate
 from diloco.inner.llama import from_llama
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.outer.fragments import named_parameters_once
-from tests.hunts.reporting import Hunt, why
+from tests.hunts.reporting import Hunt
 from tests.runs.processes import ROOT, Place, Verb, place_in, wait_for
 
 MODEL = ModelOptions(vocab_size=257, layers=2, dim=64, context=64)
@@ -108,24 +108,20 @@ def loss_of(place: Place, final: Path) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("examples", __doc__)
-    hunt.parser.add_argument("--tokens", type=int, default=400_000, help="tokens of each run (default: 400000)")
+    hunt.option("tokens", 400_000, "tokens of each run")
     hunt.parser.add_argument("--only", choices=EXAMPLES, nargs="+", default=list(EXAMPLES))
     asked = hunt.asked(arguments)
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="examples-") as folder, place_in(Path(folder)) as place:
         first = {example: loss_of(place, file) for example, file in version0(place).items()}
         for example in [OURS, *asked.only]:
-            try:
-                losses[example] = run_of(place, example, asked.tokens)
-                print(f"{example}: validation loss {losses[example]:.4f}", flush=True)
-            except AssertionError as error:
-                hunt.violated(f"{example}: {why(error)}", tokens=asked.tokens, only=example)
-                continue
-            other = losses.get(LIKE.get(example, example))
-            if other is not None and abs(losses[example] / other - 1) > SHARE_MAX:
-                hunt.violated(f"{example}: loss {losses[example]:.4f}, that of {LIKE[example]} is {other:.4f}")
-            if losses[example] > LEARNT * max(first.values(), default=math.inf):
-                hunt.violated(f"{example}: loss {losses[example]:.4f} from {first}: it has not learnt")
+            with hunt.judging(example, only=[example]):
+                loss = losses[example] = run_of(place, example, asked.tokens)
+                print(f"{example}: validation loss {loss:.4f}", flush=True)
+                assert loss <= LEARNT * max(first.values(), default=math.inf), f"it has not learnt: {loss} from {first}"
+                like = LIKE.get(example, example)
+                other = losses.get(like, loss)
+                assert abs(loss / other - 1) <= SHARE_MAX, f"loss {loss:.4f}, that of {like} is {other:.4f}"
     return hunt.finish({"first": first, "losses": losses})
 
 

@@ -17,10 +17,10 @@ from diloco.sync.journal import JournalError
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import StoreError, payloads_in, verify
-from tests.hunts.cutting import State, quick_folder, record_syncer, state_of
+from tests.hunts.cutting import State, quick_folder, record_syncer, state_of, unmergeable
 from tests.hunts.reporting import Hunt
 from tests.power import QuietDisk
-from tests.syncer.building import stored, update
+from tests.syncer.building import update
 from tests.syncer.desk import Desk
 
 START_EVERY = 10
@@ -65,16 +65,6 @@ def started(folder: Path, copy: Path, wanted: State) -> tuple[str, bool]:
     return said, state_of(desk) == wanted and not unmergeable(desk)
 
 
-def unmergeable(desk: Desk) -> str:
-    """Return the error that a pending outer step would meet; "" if it can be computed."""
-    try:
-        for reference, whole in payloads_in(desk.machine.snapshot()).items():
-            stored(desk.store.spool, reference, whole)
-    except SpoolError as error:
-        return str(error)
-    return ""
-
-
 def let_wait(folder: Path) -> list[str]:
     """Push updates that are acknowledged but not merged, some of them waiting for a running outer step."""
     desk = Desk(folder, disk=QuietDisk())
@@ -90,7 +80,7 @@ def let_wait(folder: Path) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("flips", __doc__)
-    hunt.parser.add_argument("--flips", type=int, default=2000, help="cases (default: 2000)")
+    hunt.option("flips", 2000, "cases")
     asked = hunt.asked(arguments)
     dice, found = random.Random(f"flips/{asked.seed}"), Counter[str]()
     with quick_folder() as place:
@@ -117,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
                 told, same = started(folder, copy, wanted)
                 named = named or path.name in told
                 if not same:
-                    hunt.violated(f"{name}, {what}: a start recovers another state", seed=asked.seed, flips=asked.flips)
+                    hunt.violated(f"{name}, {what}: a start recovers another state")
             found["named" if named else "harmless"] += 1
             found["still to be merged"] += name in waiting
             if not named:

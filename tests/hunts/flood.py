@@ -143,40 +143,31 @@ def measured(run: Run, hunt: Hunt, kinds: tuple[str, ...], asked: Any) -> dict[s
     row["flood_calls_per_s"] = round(sum(calls.values()) / asked.seconds / asked.turns, 1)
     row |= {f"syncer_cpu_{kind}": round(sum(each) / len(each), 3) for kind, each in shares.items()}
     row["calls"] = dict(sorted(calls.items()))
-    replay = {"seed": asked.seed, "kinds": ",".join(kinds)}
+    again = ",".join(kinds)
     if min(len(quiet), len(flooded)) < ROUNDS_MIN:
-        hunt.violated(f"{name}: {len(quiet)} quiet and {len(flooded)} flooded rounds are too few to compare", **replay)
+        hunt.violated(f"{name}: {len(quiet)} quiet and {len(flooded)} flooded rounds are too few", kinds=again)
         return row
     for percent in (50, 95):
         before, after = percentile(quiet, percent), percentile(flooded, percent)
         row |= {f"p{percent}_quiet_s": round(before, 4), f"p{percent}_flooded_s": round(after, 4)}
         row[f"p{percent}_ratio"] = round(after / before, 3)
-    if after_rise(row) > RISE_MAX:
-        hunt.violated(f"{name}: the median round is {after_rise(row):.0%} longer", **replay)
+    rise = float(str(row["p50_ratio"])) - 1.0
+    if rise > RISE_MAX:
+        hunt.violated(f"{name}: the median round is {rise:.0%} longer", kinds=again)
     return row
-
-
-def after_rise(row: dict[str, object]) -> float:
-    return float(str(row["p50_ratio"])) - 1.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("flood", __doc__)
-    add = hunt.parser.add_argument
-    add("--seconds", type=float, default=10.0, help="length of a period (default: 10)")
-    add("--turns", type=int, default=2, help="quiet and flooded periods of each measurement (default: 2)")
-    add("--kinds", default="all", help=f"all (at once), each (one after the other) or some of {', '.join(KINDS)}")
-    add("--threads", type=int, default=2, help="flooding threads of each kind (default: 2)")
-    add("--connections", type=int, default=4, help="connections that they share (default: 4)")
-    add("--step-s", type=float, default=0.03, help="an inner step of the honest site; ten make a round (default: 0.03)")
-    add("--megabytes", type=float, default=1.0, help="size of an update (default: 1)")
-    add(
-        "--calls-per-s",
-        type=float,
-        default=100.0,
-        help="the syncer's limit for each site (default: 100, its own default)",
-    )
-    add("--grants", choices=["limited", "none"], default="limited", help="limited: 2 pushes and 4 MB a second")
+    hunt.option("seconds", 10.0, "length of a period")
+    hunt.option("turns", 2, "quiet and flooded periods of each measurement")
+    hunt.option("kinds", "all", f"all (at once), each (one after the other) or some of {', '.join(KINDS)}")
+    hunt.option("threads", 2, "flooding threads of each kind")
+    hunt.option("connections", 4, "connections that they share")
+    hunt.option("step-s", 0.03, "an inner step of the honest site; ten make a round")
+    hunt.option("megabytes", 1.0, "size of an update")
+    hunt.option("calls-per-s", 100.0, "the syncer's limit for each site, by default its own")
+    hunt.option("grants", "limited", "limited: 2 pushes and 4 MB a second", choices=["limited", "none"])
     asked = hunt.asked(arguments)
     wanted = {"all": [KINDS], "each": [(kind,) for kind in KINDS]}.get(asked.kinds, [tuple(asked.kinds.split(","))])
     rows = []

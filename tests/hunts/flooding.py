@@ -10,13 +10,13 @@ import hashlib
 import itertools
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from multiprocessing.connection import Connection
@@ -85,46 +85,56 @@ TAKES_NOTHING = struct.pack(">HI", 4, 0)
 """SETTINGS_INITIAL_WINDOW_SIZE=0 (RFC 9113, 6.5.2): the other end may send no byte of an answer."""
 
 
-def is_over(connection: socket.socket) -> bool:
-    """Return whether the other end has closed the connection; discard what it has sent."""
+def asking(path: str, token: str = "", stream: int = 1, body: bytes | None = None) -> bytes:
+    """Return the frames that begin a call and, with a ``body``, those of the whole call."""
+    opening = frame(HEADERS, END_HEADERS, stream, headers(path, token))
+    return opening if body is None else opening + frame(DATA, END_STREAM, stream, message(body))
+
+
+def received(connection: socket.socket) -> tuple[bytes, bool]:
+    """Return what has arrived, without waiting, and whether the other end has closed the connection."""
+    timeout_s, found = connection.gettimeout(), bytearray()
     connection.setblocking(False)
     try:
-        with suppress(BlockingIOError):
-            while True:
-                if not connection.recv(65536):
-                    return True
-        return False
+        while more := connection.recv(1 << 16):
+            found += more
+        return bytes(found), True
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return bytes(found), False
     except OSError:
-        return True
+        return bytes(found), True
+    finally:
+        connection.settimeout(timeout_s)
+
+
+def is_over(connection: socket.socket) -> bool:
+    """Return whether the other end has closed the connection; discard what it has sent."""
+    return received(connection)[1]
+
+
+def frames_in(unread: bytearray) -> Iterator[tuple[int, int, int]]:
+    """Take the complete frames out of ``unread``; yield the kind, the flags and the stream of each."""
+    while len(unread) >= 9 and len(unread) >= (size := 9 + int.from_bytes(unread[:3], "big")):
+        kind, flags, stream = unread[3], unread[4], int.from_bytes(unread[5:9], "big") & 0x7FFFFFFF
+        del unread[:size]
+        yield kind, flags, stream
 
 
 def heard(connection: socket.socket, stream: int, timeout_s: float) -> int | None:
     """Return the kind of the first frame that ends ``stream`` or the connection (0 for trailers); None on a timeout."""
-    connection.settimeout(timeout_s)
-    try:
-        while True:
-            head = _exactly(connection, 9)
-            length, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
-            which = int.from_bytes(head[5:9], "big") & 0x7FFFFFFF
-            _exactly(connection, length)
-            if which == stream and (kind == RST or (kind in (DATA, HEADERS) and flags & END_STREAM)):
-                return kind if kind == RST else DATA
-            if kind == GOAWAY:
-                return GOAWAY
-    except TimeoutError:
-        return None
-    except OSError:
-        return GOAWAY
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    out = b""
-    while len(out) < count:
-        more = connection.recv(count - len(out))
-        if not more:
-            raise ConnectionResetError
-        out += more
-    return out
+    until_s, unread, over = time.monotonic() + timeout_s, bytearray(), False
+    while not over:
+        more, over = received(connection)
+        unread += more
+        for kind, flags, which in frames_in(unread):
+            if kind == GOAWAY or (kind == RST and which == stream):
+                return kind
+            if kind in (DATA, HEADERS) and which == stream and flags & END_STREAM:
+                return DATA
+        if not over and time.monotonic() > until_s:
+            return None
+        time.sleep(0.001)
+    return GOAWAY
 
 
 # --- Floods of frames and of calls ---
@@ -300,19 +310,19 @@ class Flooded:
 
 def flood(address: str, pieces: Iterator[bytes], seconds: float) -> Flooded:
     """Send until ``seconds`` have passed or the other end closes the connection, reading its frames all the time."""
-    found, heard, until_s = Flooded(), bytearray(), time.monotonic() + seconds
+    found, unread, until_s = Flooded(), bytearray(), time.monotonic() + seconds
     with hello(address) as connection:
         connection.settimeout(QUIET_S)
         try:
             for piece in pieces:
                 connection.sendall(piece)
                 found.sent_bytes += len(piece)
-                _listen(connection, heard, found.kinds)
+                _listen(connection, unread, found.kinds)
                 if time.monotonic() > until_s:
                     break
             until_s = time.monotonic() + QUIET_S
             while time.monotonic() < until_s:
-                _listen(connection, heard, found.kinds)
+                _listen(connection, unread, found.kinds)
                 time.sleep(0.05)
         except TimeoutError:
             pass  # It stopped reading, which is allowed; it closes the connection later.
@@ -321,22 +331,13 @@ def flood(address: str, pieces: Iterator[bytes], seconds: float) -> Flooded:
     return found
 
 
-def _listen(connection: socket.socket, heard: bytearray, kinds: set[int]) -> None:
-    """Receive what has arrived, without waiting; ``heard`` keeps an incomplete frame."""
-    timeout_s = connection.gettimeout()
-    connection.setblocking(False)
-    try:
-        with suppress(BlockingIOError):
-            while more := connection.recv(1 << 16):
-                heard += more
-            raise ConnectionResetError
-    finally:
-        connection.settimeout(timeout_s)
-        at = 0
-        while len(heard) - at >= 9 and len(heard) - at >= 9 + int.from_bytes(heard[at : at + 3], "big"):
-            kinds.add(heard[at + 3])
-            at += 9 + int.from_bytes(heard[at : at + 3], "big")
-        del heard[:at]
+def _listen(connection: socket.socket, unread: bytearray, kinds: set[int]) -> None:
+    """Receive what has arrived, without waiting; ``unread`` keeps an incomplete frame."""
+    more, over = received(connection)
+    unread += more
+    kinds |= {kind for kind, _, _ in frames_in(unread)}
+    if over:
+        raise ConnectionResetError
 
 
 def rapid_resets(token: str) -> Iterator[bytes]:
@@ -348,8 +349,7 @@ def rapid_resets(token: str) -> Iterator[bytes]:
 
 
 def _opened(stream: int, block: bytes) -> bytes:
-    reset = frame(RST, 0, stream, b"\x00\x00\x00\x08")
-    return frame(HEADERS, END_HEADERS, stream, block) + reset
+    return frame(HEADERS, END_HEADERS, stream, block) + frame(RST, 0, stream, b"\x00\x00\x00\x08")
 
 
 def new_names(token: str) -> Iterator[bytes]:
@@ -384,7 +384,7 @@ def empty_headers(token: str) -> Iterator[bytes]:
 
 
 def empty_data(token: str) -> Iterator[bytes]:
-    yield frame(HEADERS, END_HEADERS, 1, headers(PUSH, token))
+    yield asking(PUSH, token)
     while True:
         yield frame(DATA, 0, 1, b"") * 1000
 

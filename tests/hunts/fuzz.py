@@ -293,35 +293,38 @@ def growth_of(memory: list[int]) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("fuzz", __doc__)
-    hunt.parser.add_argument("--n", type=int, default=5000, help="calls (default: 5000)")
+    hunt.option("n", 5000, "calls")
     hunt.parser.add_argument("--variant", choices=sorted(VARIANTS), help="only this one (default: a share of each)")
-    hunt.parser.add_argument("--first", type=int, default=0, help="number of the first batch (default: 0)")
+    hunt.option("first", 0, "number of the first batch")
     asked = hunt.asked(arguments)
     shares = {asked.variant: 1.0} if asked.variant else VARIANTS
     answers: Counter[str] = Counter()
+    totals = Counter(calls=0, unknown_or_internal=0, batches_that_changed_the_run=0, decoded_of_strangers=0)
     growths: dict[str, float] = {}
     held: dict[str, list[float]] = {}
     warm: dict[str, int] = {}
-    calls = changes = decoded = 0
     for variant, share in shares.items():
 
         def told(number: int, complaint: str, variant: str = variant) -> None:
-            hunt.violated(complaint, seed=asked.seed, variant=variant, first=number, n=len(SITES) * EACH)
+            hunt.violated(complaint, variant=variant, first=number, n=len(SITES) * EACH)
 
+        count = int(asked.n * share)
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            found, memory = besiege(variant, Path(folder), asked.seed, int(asked.n * share), told, asked.first)
-        calls, changes, decoded = calls + found.calls, changes + found.changes, decoded + found.decoded_of_strangers
+            found, memory = besiege(variant, Path(folder), asked.seed, count, told, asked.first)
         answers += found.answers
+        totals.update(
+            calls=found.calls,
+            unknown_or_internal=sum(found.answers[each] for each in statuses.NEVER),
+            batches_that_changed_the_run=found.changes,
+            decoded_of_strangers=found.decoded_of_strangers,
+        )
         growth = growth_of(memory)
-        growths[variant], warm[variant] = round(100 * growth, 2), warm_after(int(asked.n * share))
+        growths[variant], warm[variant] = round(100 * growth, 2), warm_after(count)
         held[variant] = [round(each / 2**20, 1) for each in memory[:: max(1, len(memory) // 8)]]
         if growth > GROWTH_MAX and found.calls >= GROWTH_CALLS_MIN:
-            hunt.violated(f"memory grew by {100 * growth:.1f} %", seed=asked.seed, variant=variant, n=found.calls)
-    never = sum(answers[each] for each in statuses.NEVER)
-    counts: dict[str, object] = {"calls": calls, "answers": dict(sorted(answers.items())), "unknown_or_internal": never}
-    counts |= {"batches_that_changed_the_run": changes, "decoded_of_strangers": decoded, "rss_growth_percent": growths}
-    counts |= {"rss_mib": held, "warm_after_calls": warm}
-    return hunt.finish(counts)
+            hunt.violated(f"memory grew by {100 * growth:.1f} %", variant=variant, n=found.calls)
+    measured = {"rss_growth_percent": growths, "rss_mib": held, "warm_after_calls": warm}
+    return hunt.finish({**totals, "answers": dict(sorted(answers.items())), **measured})
 
 
 if __name__ == "__main__":

@@ -63,10 +63,8 @@ class Hung(BaseException):
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("fuzz_inputs", __doc__)
-    hunt.parser.add_argument("--n", type=int, default=20_000, help="inputs (default: 20000)")
-    hunt.parser.add_argument(
-        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)"
-    )
+    hunt.option("n", 20_000, "inputs")
+    hunt.option("jobs", len(os.sched_getaffinity(0)), "processes")
     asked = hunt.asked(arguments)
     sizes = [min(PIECE, asked.n - at) for at in range(0, asked.n, PIECE)]
     taken: Counter[str] = Counter()
@@ -80,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             for failure in piece.failures:
                 hunt.violated(failure, seed=piece.seed, n=PIECE)
     if growth_bytes > GROWTH_BYTES_MAX:
-        hunt.violated(f"memory grew by {growth_bytes} bytes", seed=asked.seed, n=asked.n)
+        hunt.violated(f"memory grew by {growth_bytes} bytes")
     counts = {"inputs": taken.total() + refused.total(), "taken": taken.total(), "refused": refused.total()}
     limits = {"slowest_s": round(slowest_s, 3), "growth_mib": round(growth_bytes / 2**20, 1)}
     return hunt.finish({**counts, "readers": len(taken | refused), **limits})

@@ -11,21 +11,24 @@ thousands.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import resource
 import select
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import grpc
 
 from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.client import AdminClient
@@ -33,7 +36,7 @@ from diloco.wire.convert import pack_push
 from diloco.wire.messages import Unreachable
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.hunts import flooding
-from tests.hunts.crowd import memory_of
+from tests.hunts.crowd import memory_of, reset_peak
 from tests.hunts.flooding import FLOODS, Due, flood
 from tests.hunts.reporting import Hunt
 from tests.hunts.target import Target, View, guarded, running
@@ -61,6 +64,7 @@ FLOOD_BYTES_MAX = 768 << 20
 """
 ORDER = (Due.BORNE, Due.REFUSED, Due.ENDED)
 PATH = f"/{SYNC_SERVICE}/"
+CHECK = "/grpc.health.v1.Health/Check"
 
 
 @dataclass
@@ -148,53 +152,34 @@ def trickle(siege: Siege) -> None:
     for method in ("Report", "Push", "Watch", "Pull", "Leave"):
         for _ in range(siege.count(10)):
             connection = flooding.hello(siege.address)
-            connection.sendall(
-                flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers(PATH + method, siege.token))
-            )
+            connection.sendall(flooding.asking(PATH + method, siege.token))
             connections.append(connection)
-    over: dict[int, float] = {}
-    began_s = time.monotonic()
+    trickling = set(connections)
+    began_s = last_s = time.monotonic()
     for second in range(int(GONE_S)):
-        for number, connection in enumerate(connections):
-            if number not in over:
-                try:
-                    connection.sendall(flooding.frame(flooding.DATA, 0, 1, raw[second % len(raw) :][:1]))
-                except OSError:
-                    over[number] = time.monotonic() - began_s
+        for connection in list(trickling):
+            with suppress(OSError):
+                connection.sendall(flooding.frame(flooding.DATA, 0, 1, raw[second % len(raw) :][:1]))
+                if flooding.heard(connection, 1, 0.001) is None:
                     continue
-                if flooding.heard(connection, 1, 0.001) is not None:
-                    over[number] = time.monotonic() - began_s
-        if len(over) == len(connections):
+            trickling.discard(connection)
+            last_s = time.monotonic()
+        if not trickling:
             break
         time.sleep(1.0)
-    if len(over) < len(connections):
-        siege.hunt.violated(
-            f"{len(connections) - len(over)} of {len(connections)} calls still trickle after {GONE_S:g} s"
-        )
+    if trickling:
+        siege.hunt.violated(f"{len(trickling)} of {len(connections)} calls still trickle after {GONE_S:g} s")
     for each in connections:
         each.close()
     siege.facts["trickling"] = len(connections)
-    siege.facts["trickling_ended_s"] = round(max(over.values(), default=0.0), 1)
+    siege.facts["trickling_ended_s"] = round(last_s - began_s, 1)
 
 
-ABANDON = """
-import sys, threading, grpc
-from tests.hunts.hostile import abandoned_streams
-abandoned_streams(sys.argv[1], sys.argv[2])
-print("ready", flush=True)
-threading.Event().wait()
-"""
-
-
-def abandoned_streams(address: str, token: str) -> None:
+def abandoned_streams(address: str, token: str, ready: Connection) -> None:
     """Open streams of every kind and never end them; runs in its own process."""
-    import threading
-
-    import grpc
-
     never = threading.Event()
 
-    def header() -> object:
+    def header() -> Iterator[bytes]:
         yield pack_push(update(site_id=RUDE, sequence=1))
         never.wait()
 
@@ -204,28 +189,31 @@ def abandoned_streams(address: str, token: str) -> None:
         for method in ("Push", "Push", "Watch", "Join"):
             channel.stream_stream(PATH + method)(header(), timeout=600, metadata=metadata)
         grpc.channel_ready_future(channel).result(timeout=30)
+    ready.send("ready")
+    never.wait()
 
 
 def abandoned(siege: Siege) -> None:
     """Kill clients in the middle of their streams."""
+    count, context = max(1, int(4 * siege.scale)), multiprocessing.get_context("spawn")
     processes = []
-    for _ in range(max(1, int(4 * siege.scale))):
-        command = [sys.executable, "-c", ABANDON, siege.address, siege.token]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
-    for process in processes:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-        process.stdout.close()
-    siege.facts["clients_killed"] = len(processes)
+    for _ in range(count):
+        ready, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=abandoned_streams, args=(siege.address, siege.token, theirs))
+        process.start()
+        theirs.close()
+        processes.append((process, ready))
+    for process, ready in processes:
+        ready.recv()
+        process.kill()
+        process.join(30)
+    siege.facts["clients_killed"] = count
 
 
 def resets(siege: Siege) -> None:
     """Reset connections in the middle of a chunk, and of a frame's header."""
     header = flooding.message(pack_push(update(site_id=RUDE)))
-    opening = flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers(f"{PATH}Push", siege.token))
-    opening += flooding.frame(flooding.DATA, 0, 1, header)
+    opening = flooding.asking(f"{PATH}Push", siege.token) + flooding.frame(flooding.DATA, 0, 1, header)
     cut = flooding.frame(flooding.DATA, 0, 1, flooding.message(bytes(10_000)))[:6000]
     for number in range(siege.count(200)):
         connection = flooding.hello(siege.address)
@@ -239,8 +227,7 @@ def frames(siege: Siege) -> None:
     """Send every flood of frames over two connections of one site at once, while the honest site trains."""
     told: dict[str, object] = {}
     for name, (pieces, due) in FLOODS.items():
-        Path(f"/proc/{siege.pid}/clear_refs").write_text("5")  # Reset the peak.
-        before, adopted = memory_of(siege.pid)["VmRSS"], siege.adopted()
+        before, adopted = reset_peak(siege.pid), siege.adopted()
         seconds, began_s = max(1.0, FLOOD_S * siege.scale), time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             jobs = [pool.submit(flood, siege.address, pieces(siege.token), seconds) for _ in range(2)]
@@ -259,20 +246,15 @@ def frames(siege: Siege) -> None:
 
 def checks(siege: Siege) -> None:
     """Check the syncer's health as strangers, as fast as possible, in more calls at once than it has threads."""
-    asking = flooding.headers("/grpc.health.v1.Health/Check")
     connections = [flooding.hello(siege.address) for _ in range(siege.count(100))]
     seconds, adopted, asked = max(2.0, FLOOD_S * siege.scale), siege.adopted(), 0
     until_s = time.monotonic() + seconds
     for first in itertools.count(1, 16):
-        calls = b""
-        for stream in range(first, first + 16, 2):
-            calls += flooding.frame(flooding.HEADERS, flooding.END_HEADERS, stream, asking)
-            calls += flooding.frame(flooding.DATA, flooding.END_STREAM, stream, flooding.message(b""))
+        calls = b"".join(flooding.asking(CHECK, stream=stream, body=b"") for stream in range(first, first + 16, 2))
         if time.monotonic() > until_s:
             break
         for connection in connections:
             if not flooding.is_over(connection):  # This also reads the answers.
-                connection.setblocking(True)
                 with suppress(OSError):
                     connection.sendall(calls)
                     asked += 8
@@ -286,15 +268,12 @@ def checks(siege: Siege) -> None:
 
 def takers_of_nothing(siege: Siege) -> None:
     """Make more calls than there are threads, as strangers, and accept no byte of an answer."""
-    asking, connections = flooding.headers("/grpc.health.v1.Health/Check"), []
+    connections = []
     for _ in range(siege.count(100)):
         connections.append(flooding.hello(siege.address, flooding.TAKES_NOTHING))
         for stream in range(1, 16, 2):
             with suppress(OSError):
-                connections[-1].sendall(flooding.frame(flooding.HEADERS, flooding.END_HEADERS, stream, asking))
-                connections[-1].sendall(
-                    flooding.frame(flooding.DATA, flooding.END_STREAM, stream, flooding.message(b""))
-                )
+                connections[-1].sendall(flooding.asking(CHECK, stream=stream, body=b""))
     adopted = siege.adopted()
     time.sleep(max(2.0, FLOOD_S * siege.scale))
     if siege.adopted() == adopted:
@@ -307,18 +286,14 @@ def takers_of_nothing(siege: Siege) -> None:
 
 def reconnects(siege: Siege) -> None:
     """Make one call on each of many connections; every call is answered."""
-    call = flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers("/grpc.health.v1.Health/Check"))
-    call += flooding.frame(flooding.DATA, flooding.END_STREAM, 1, flooding.message(b""))
-    answered = 0
-    for _ in range(siege.count(1000)):
+    answered, wanted = 0, siege.count(1000)
+    for _ in range(wanted):
         with flooding.hello(siege.address) as connection:
-            connection.sendall(call)
+            connection.sendall(flooding.asking(CHECK, body=b""))
             answered += flooding.heard(connection, 1, 20.0) == flooding.DATA
-    siege.facts["reconnects"] = siege.count(1000)
-    if answered < siege.count(1000):
-        siege.hunt.violated(
-            f"{siege.count(1000) - answered} of {siege.count(1000)} calls after a reconnect had no answer"
-        )
+    siege.facts["reconnects"] = wanted
+    if answered < wanted:
+        siege.hunt.violated(f"{wanted - answered} of {wanted} calls after a reconnect had no answer")
 
 
 SCENARIOS: Mapping[int, tuple[Callable[[Siege], None], ...]] = {
@@ -331,7 +306,7 @@ SCENARIOS: Mapping[int, tuple[Callable[[Siege], None], ...]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("hostile", __doc__)
-    hunt.parser.add_argument("--scale", type=float, default=0.1, help="share of the full numbers (default: 0.1)")
+    hunt.option("scale", 0.1, "share of the full numbers")
     asked = hunt.asked(arguments)
     _raise_limit()
     facts: dict[str, object] = {}
@@ -368,12 +343,12 @@ def _besieged(
         try:
             site.log.wait_for("adopted", known + ADOPTED_MIN, 20.0)
         except AssertionError as error:
-            hunt.violated(f"{name}: the honest site's rounds stopped: {error}", scale=scale)
+            hunt.violated(f"{name}: the honest site's rounds stopped: {error}")
         rounds[name] = round((len(site.log.of("adopted")) - known) / (time.monotonic() - began_s), 2)
     after = _settled(target, before)
     _compare(hunt, before, after, scale)
     if site.log.of("error"):
-        hunt.violated(f"the honest site failed: {site.errors[:300]}", scale=scale)
+        hunt.violated(f"the honest site failed: {site.errors[:300]}")
     held = {"threads": [before.threads, after.threads], "files": [before.files, after.files]}
     memory = [round(view.rss_bytes / 2**20, 1) for view in (fresh, before, after)]
     return {**siege.facts, "honest_versions_per_s": rounds, **held, "rss_mib": memory}
@@ -396,16 +371,16 @@ def _settled(target: Target, wanted: View | None) -> View:
 def _compare(hunt: Hunt, before: View, after: View, scale: float) -> None:
     threads_max = ServerOptions(run_id=RUN).calls_max + 40  # The pool of gRPC's handlers never shrinks.
     if after.threads > max(before.threads + 4, threads_max):
-        hunt.violated(f"{before.threads} threads before and {after.threads} after", scale=scale)
+        hunt.violated(f"{before.threads} threads before and {after.threads} after")
     if after.files > before.files + FILES_SLACK:
-        hunt.violated(f"{before.files} open files before and {after.files} after", scale=scale)
+        hunt.violated(f"{before.files} open files before and {after.files} after")
     wakened = max(0, after.threads - before.threads) * THREAD_BYTES
     if scale >= 0.5 and after.rss_bytes > before.rss_bytes * (1 + GROWTH_MAX) + wakened:
-        hunt.violated(f"{before.rss_bytes} bytes of memory before and {after.rss_bytes} after", scale=scale)
+        hunt.violated(f"{before.rss_bytes} bytes of memory before and {after.rss_bytes} after")
     if after.counters.get("internal", 0):
-        hunt.violated(f"{after.counters['internal']} internal errors", scale=scale)
+        hunt.violated(f"{after.counters['internal']} internal errors")
     if after.forged:
-        hunt.violated(f"a forged line was logged: {after.forged[0]!r}", scale=scale)
+        hunt.violated(f"a forged line was logged: {after.forged[0]!r}")
 
 
 def _raise_limit() -> None:

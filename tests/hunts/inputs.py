@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ from tests.syncer.test_store_formats import FIXTURE, card_of, toy_of
 from tests.wire.samples import everything
 
 Spoil = Callable[[bytes, random.Random], bytes]
+Words = tuple[type[Exception], ...]
 BLOCKS = {
     **dict.fromkeys(("fp32", "bf16"), ("",)),
     **dict.fromkeys(("int8", "int4"), ("", ":2", ":64")),
@@ -92,7 +94,7 @@ class Reader:
 
     samples: list[bytes]
     read: Callable[[bytes], object]
-    words: tuple[type[Exception], ...]
+    words: Words
     spoil: Spoil | None = None
     """A mutation that knows the format, used beside random ones."""
     weight: float = 1.0
@@ -215,14 +217,12 @@ def journals() -> Iterator[tuple[str, Reader]]:
         assert any(told == bodies[: len(told)] for bodies in whole), "frames that were never written in this order"
         return [decode_records(frame.body, frame.offset) for frame in found.frames]
 
-    def crafted_second(raw: bytes) -> object:
-        return decode_records(raw, 0)
-
     def crafted_header(raw: bytes) -> object:
         return read_segment(_unit(b"\xd1JH\x02", chain_after(bytes(32), raw), raw))
 
     header_body = segments[0][UNIT.size : segments[0].index(FRAME[:2], UNIT.size)]
     yield "journal 2", Reader(segments, second, (JournalError,), shuffled(UNIT, 1), 3)
+    crafted_second = lambda raw: decode_records(raw, 0)  # noqa: E731
     yield "turn of journal 2", Reader([encode_records(records[:3])], crafted_second, (JournalError,), crafted, 2)
     yield "header of journal 2", Reader([header_body], crafted_header, (JournalError,), crafted)
 
@@ -342,28 +342,33 @@ class _Certified:
         return ()
 
 
+def replaced(path: Path, read: Callable[[], object], words: Words, weight: float = 1.0) -> Reader:
+    """Return a reader that gives ``read`` the bytes as the file ``path``, and restores it afterwards."""
+    good = path.read_bytes()
+
+    def reading(raw: bytes) -> object:
+        path.write_bytes(raw)
+        try:
+            return read()
+        finally:
+            path.write_bytes(good)
+
+    return Reader([good], reading, words, json_spoiled if path.suffix == ".json" else None, weight)
+
+
 def files(folder: Path) -> Iterator[tuple[str, Reader]]:
     """Yield the readers of our folders' files; ``folder`` should be in memory."""
     card = RunCard("small", "f" * 64, "shared")
     run = folder / "run"
     Store(run, card).journal.close()
-
-    def run_json(raw: bytes) -> object:
-        (run / "run.json").write_bytes(raw)
-        return Store(run, card).journal.close()
-
-    yield "run.json", Reader([(run / "run.json").read_bytes()], run_json, (StoreError,), json_spoiled, 0.5)
+    yield "run.json", replaced(run / "run.json", lambda: Store(run, card).journal.close(), (StoreError,), 0.5)
     snapshots = Snapshots(folder / "snapshots")
     snapshots.write(snapshot(1))
     for path in sorted((folder / "snapshots" / "00000001").iterdir()):
-        spoil = json_spoiled if path.suffix == ".json" else None
+        read = lambda: assert_equal(snapshots.load(1), snapshot(1))  # noqa: E731
         weight = 1.0 if path.name == "manifest.json" else 0.3
-        yield (
-            f"snapshot's {path.name}",
-            Reader([path.read_bytes()], snapshot_file(snapshots, path), (SnapshotError,), spoil, weight),
-        )
+        yield f"snapshot's {path.name}", replaced(path, read, (SnapshotError,), weight)
     yield "outbox", outbox(folder / "outbox")
-
     yield from credentials(folder)
 
 
@@ -376,28 +381,9 @@ def credentials(folder: Path) -> Iterator[tuple[str, Reader]]:
     files = [("tokens", table, read_tokens), ("permissions", permissions, read_permissions)]
     for name, good, reading in (*files, ("revoked", revoked, read_revoked)):
         path = folder / f"{name}.json"
-
-        def read(raw: bytes, path: Path = path, reading: Callable[[str], object] = reading) -> object:
-            path.write_bytes(raw)
-            path.chmod(0o600)
-            return reading(str(path))
-
-        yield name, Reader([json.dumps(good).encode()], read, (ValueError,), json_spoiled)
-
-
-def snapshot_file(snapshots: Snapshots, path: Path) -> Callable[[bytes], object]:
-    """Return a function that reads the snapshot with one of its files replaced."""
-    good = path.read_bytes()
-
-    def read(raw: bytes) -> object:
-        path.write_bytes(raw)
-        try:
-            assert_equal(snapshots.load(1), snapshot(1))
-        finally:
-            path.write_bytes(good)
-        return True
-
-    return read
+        path.write_text(json.dumps(good))
+        path.chmod(0o600)
+        yield name, replaced(path, partial(reading, str(path)), (ValueError,))
 
 
 def outbox(folder: Path) -> Reader:
@@ -405,23 +391,20 @@ def outbox(folder: Path) -> Reader:
     box = Outbox(folder)
     header, payload = update()
     box.put(header, payload)
-    path = next(folder.glob("*.update"))
 
-    def read(raw: bytes) -> object:
-        path.write_bytes(raw)
+    def read() -> object:
         known = box.digests()
         assert known in ({}, {(header.fragment, header.sequence): header.digest}), known
         found, view = box.get(header.fragment, header.sequence, 5)
         assert (found, bytes(view)) == (replace(header, incarnation=5), payload), "another update than was put there"
         return True
 
-    return Reader([path.read_bytes()], read, (OutboxError,), weight=0.5)
+    return replaced(next(folder.glob("*.update")), read, (OutboxError,), 0.5)
 
 
 # --- Readers of whole folders, one file of which is replaced ---------------------------------------------------------
 
 RULES = Rules(OUTER, RULE, "int8")
-Words = tuple[type[Exception], ...]
 
 
 def folders(folder: Path) -> Iterator[tuple[str, Reader]]:
@@ -431,21 +414,7 @@ def folders(folder: Path) -> Iterator[tuple[str, Reader]]:
     yield from image(folder, desk)
     yield from format_1(folder / "old")
     yield from checkpoints(folder / "checkpoints")
-    yield "lease", lease(folder / "lease")
-
-
-def replaced(path: Path, read: Callable[[], object], words: Words, weight: float) -> Reader:
-    """Return a reader of a folder that replaces the file ``path``, and restores it afterwards."""
-    good = path.read_bytes()
-
-    def reading(raw: bytes) -> object:
-        path.write_bytes(raw)
-        try:
-            return read()
-        finally:
-            path.write_bytes(good)
-
-    return Reader([good], reading, words, json_spoiled if path.suffix == ".json" else None, weight)
+    yield "lease", lease(folder / "lease.json")
 
 
 def told(folder: Path) -> Desk:
@@ -530,9 +499,7 @@ def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
 
         yield f"format 1, snapshot's {path.name}", replaced(path, snapshot, (SnapshotError,), 0.5)
 
-    def run_json() -> object:
-        return Store(folder / "syncer", card_of(toy)).journal.close()
-
+    run_json = lambda: Store(folder / "syncer", card_of(toy)).journal.close()  # noqa: E731
     yield "format 1, run.json", replaced(folder / "syncer" / "run.json", run_json, (StoreError,), 0.5)
     yield from checkpoint_files(folder / "a" / "checkpoints" / "00000001", "format 1, ")
 
@@ -562,16 +529,14 @@ def lease(path: Path) -> Reader:
     file = FileLease(path, "run-1", 5.0)
     assert file.acquire(Claim("syncer-1", 1, 1, anew=True)) is not None
     standing, _ = file.read()
-    good = path.read_bytes()
-    assert json.loads(good)["lease"]
+    assert json.loads(path.read_bytes())["lease"]
 
-    def read(raw: bytes) -> object:
-        path.write_bytes(raw)
+    def read() -> object:
         found, _ = FileLease(path, "run-1", 5.0).read()
         assert found == standing, f"the lease was read as {found}"
         return found
 
-    return Reader([good], read, (LeaseError, LeaseRefusedError), json_spoiled)
+    return replaced(path, read, (LeaseError, LeaseRefusedError))
 
 
 # --- Readers of foreign models and tokenizers ------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from diloco.learner.agent import Agent
 from diloco.learner.exchange import Follower, Owner
 from diloco.learner.ranks import deal
 from diloco.outer.fragments import named_parameters_once
-from tests.hunts.reporting import Hunt, why
+from tests.hunts.reporting import Hunt
 from tests.layouts import LAYOUTS, SHAPES, Odd, fill, part_of, ranks, whole
 from tests.loopback.audit import audit, history
 from tests.loopback.cluster import Log, serving
@@ -167,14 +167,13 @@ def run_of(folder: Path, sites: Sites, rounds: int, adopt: str, codec: str = "fp
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("layouts", __doc__)
-    hunt.parser.add_argument("--rounds", type=int, default=6, help="rounds of each fragment (default: 6)")
-    hunt.parser.add_argument("--adopt", default="rebase", help="adopt rule (default: rebase)")
-    hunt.parser.add_argument("--codec", default="fp32", help="codec of updates and versions (default: fp32)")
+    hunt.option("rounds", 6, "rounds of each fragment")
+    hunt.option("adopt", "rebase", "adopt rule")
+    hunt.option("codec", "fp32", "codec of updates and versions")
     hunt.parser.add_argument("--layouts", nargs="+", default=["ddp", "fsdp", "hsdp", "tp", "tp_fsdp"])
     hunt.parser.add_argument("--mixed", action="store_true", help="only the run of four layouts")
     asked = hunt.asked(arguments)
     alone: list[Sites] = [] if asked.mixed else [{"a": (layout, RANKS)} for layout in asked.layouts]
-    replay = {"rounds": asked.rounds, "adopt": asked.adopt, "codec": asked.codec}
     mismatches, compared, found = 0, 0, dict[str, Found]()
     with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
 
@@ -186,16 +185,12 @@ def main(arguments: list[str] | None = None) -> int:
             return found[name]
 
         for sites in [*alone, MIXED]:
-            try:
+            with hunt.judging(str(sites)):
                 mine, plain = made(sites), made(dict.fromkeys(sites, ("plain", 1)))
-            except AssertionError as error:
-                hunt.violated(f"{sites}: {why(error)}", **replay)
-                continue
-            differing = mine.differs(plain)
-            mismatches += len(differing)
-            compared += len(mine.payloads) + len(mine.versions) + len(mine.held)
-            if differing:
-                hunt.violated(f"{sites}: {', '.join(differing[:5])}", **replay)
+                differing = mine.differs(plain)
+                mismatches += len(differing)
+                compared += len(mine.payloads) + len(mine.versions) + len(mine.held)
+                assert not differing, ", ".join(differing[:5])
     return hunt.finish({"runs": len(found), "compared": compared, "mismatches": mismatches})
 
 

@@ -196,7 +196,7 @@ def _weight(world: World, site: Site) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("liars", __doc__)
-    hunt.parser.add_argument("--n", type=int, default=1000, help="number of lies (default: 1000)")
+    hunt.option("n", 1000, "number of lies")
     asked = hunt.asked(arguments)
     counts: Counter[str] = Counter()
     moved_most, weight_most, seed = 0.0, 0.0, asked.seed

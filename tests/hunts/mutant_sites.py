@@ -30,18 +30,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitOr: ast.BitAnd,
     ast.BitXor: ast.BitAnd,
 }
-BOUNDS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+BOUNDS: dict[type[ast.cmpop], type[ast.cmpop]] = {**dict(PAIRS), **{other: one for one, other in PAIRS}}
 TURNED = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 """For these operators, the changed comparison is the same as the negated condition."""
 LOGGERS = {"log", "logger", "logging", "warnings"}
@@ -194,13 +184,11 @@ class _Finder(ast.NodeVisitor):
         self._condition(node.test)
         self.generic_visit(node)
 
-    def visit_While(self, node: ast.While) -> None:
+    def _visit_test(self, node: ast.While | ast.IfExp) -> None:
         self._condition(node.test)
         self.generic_visit(node)
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
+    visit_While = visit_IfExp = _visit_test  # noqa: N815
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         for test in node.ifs:
@@ -233,18 +221,17 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        texts = any(isinstance(each, ast.JoinedStr) or _is_text(each) for each in (node.left, node.right))
+        self._arithmetic(node, node, node.left, node.right)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._arithmetic(node, node.value, node.value)
+
+    def _arithmetic(self, node: ast.BinOp | ast.AugAssign, marked: ast.expr, *values: ast.expr) -> None:
+        texts = any(isinstance(each, ast.JoinedStr) or _is_text(each) for each in values)
         if type(node.op) in ARITHMETIC and not texts:
             changed = copy.deepcopy(node)
             changed.op = ARITHMETIC[type(node.op)]()
-            self._add("arithmetic", node, changed, node)
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if type(node.op) in ARITHMETIC and not isinstance(node.value, ast.JoinedStr) and not _is_text(node.value):
-            changed = copy.deepcopy(node)
-            changed.op = ARITHMETIC[type(node.op)]()
-            self._add("arithmetic", node, changed, node.value)
+            self._add("arithmetic", node, changed, marked)
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:

@@ -276,19 +276,15 @@ def copied(tree: Path, folder: Path, commit: str = "") -> None:
 def main(arguments: list[str] | None = None, tree: Path = ROOT, context: ForkServerContext | None = None) -> int:
     """Run the hunt; ``context`` starts the test processes, by default with the modules that most of them need."""
     hunt = Hunt("mutants", __doc__)
-    hunt.parser.add_argument("--n", type=int, default=300, help="number of mutants (default: 300)")
-    hunt.parser.add_argument("--since", default="", help="only functions that this commit has too, by name")
+    hunt.option("n", 300, "number of mutants")
+    hunt.option("since", "", "only functions that this commit has too, by name")
     hunt.parser.add_argument("--there", action="store_true", help="try the same draw in the tree of --since")
-    hunt.parser.add_argument("--at", default="", help="the one mutant of this name, with all --tests")
+    hunt.option("at", "", "the one mutant of this name, with all --tests")
     hunt.parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders (default: tests)")
     hunt.parser.add_argument("--packages", nargs="+", default=PACKAGES, help="folders (default: seven of diloco's)")
-    hunt.parser.add_argument(
-        "--tests-seconds", type=float, default=30.0, help="time of tests for each mutant (default: 30)"
-    )
-    hunt.parser.add_argument(
-        "--minutes", type=float, default=0.0, help="try no more mutants after this (default: 0, all)"
-    )
-    hunt.parser.add_argument("--workers", type=int, default=3, help="processes that record (default: 3)")
+    hunt.option("tests-seconds", 30.0, "time of tests for each mutant")
+    hunt.option("minutes", 0.0, "try no more mutants after this; 0: all")
+    hunt.option("workers", 3, "processes that record")
     asked = hunt.asked(arguments)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         scratch = Path(folder)

@@ -103,10 +103,8 @@ def edited(message: Any, chance: random.Random) -> Any:
             if nested and inside.HasField(field.name) and chance.random() < 0.9:
                 inside = getattr(inside, field.name)
                 continue
-            if chance.random() < 0.15:
-                inside.ClearField(field.name)
-            else:
-                inside.ClearField(field.name)
+            inside.ClearField(field.name)
+            if chance.random() >= 0.15:
                 put(inside, field, chance, 2)
             break
     return message

@@ -21,7 +21,7 @@ from diloco.config import build_syncer
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
 from diloco.observe.eventlog import read_events
-from tests.hunts.reporting import Hunt, why
+from tests.hunts.reporting import Hunt
 from tests.runs.processes import TINY, Place, place_in
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -123,9 +123,9 @@ def judge(summary: Mapping[str, Any], events: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("pairs", __doc__)
-    hunt.parser.add_argument("--first", type=int, default=0, help="the first row to run (default: 0)")
-    hunt.parser.add_argument("--rows", type=int, default=0, help="number of rows (default: 0, all)")
-    hunt.parser.add_argument("--run-seconds", type=float, default=10.0, help="length of each run (default: 10)")
+    hunt.option("first", 0, "the first row to run")
+    hunt.option("rows", 0, "number of rows; 0: all")
+    hunt.option("run-seconds", 10.0, "length of each run")
     asked = hunt.asked(arguments)
     rows, refused = covering(asked.seed, refusal)
     last = asked.first + asked.rows if asked.rows else len(rows)
@@ -133,10 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     for number, row in list(enumerate(rows))[asked.first : last]:
         with tempfile.TemporaryDirectory(prefix="pairs-") as folder, place_in(Path(folder)) as place:
             print(f"row {number}: {' '.join(f'{name}={value}' for name, value in row.items())}", flush=True)
-            try:
+            with hunt.judging(f"row {number}", first=number, rows=1):
                 run_of(place, "pair", row, asked.run_seconds)
-            except AssertionError as error:
-                hunt.violated(f"row {number}: {why(error)}", seed=asked.seed, first=number, rows=1)
     return hunt.finish({"of": len(rows), "refused": len(refused)})
 
 

@@ -27,6 +27,7 @@ from diloco.cli.main import main as run_verb
 from diloco.config import compose as configs
 from diloco.config.run_dir import run_dir_of
 from diloco.config.schema import RunConfig
+from tests.hunts.lives import check_balance
 from tests.hunts.pseudo_gradients import Part, loss_of
 from tests.hunts.reporting import Hunt
 
@@ -39,30 +40,25 @@ SETTINGS = ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.snapshot_every=
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("poison", __doc__)
-    hunt.parser.add_argument(
-        "--tokens", type=int, default=1_200_000, help="tokens merged in each run (default: 1,200,000)"
-    )
-    hunt.parser.add_argument("--at", type=int, default=4, help="the site's first poisoned update (default: 4)")
-    hunt.parser.add_argument("--updates", type=int, default=2, help="poisoned updates in a row (default: 2)")
-    hunt.parser.add_argument("--strength", type=float, default=8.0, help="factor of the poison's length (default: 8)")
-    hunt.parser.add_argument("--settings", default="", help="more of diloco up, for another run than the demo")
+    hunt.option("tokens", 1_200_000, "tokens merged in each run")
+    hunt.option("at", 4, "the site's first poisoned update")
+    hunt.option("updates", 2, "poisoned updates in a row")
+    hunt.option("strength", 8.0, "factor of the poison's length")
+    hunt.option("settings", "", "more of diloco up, for another run than the demo")
     asked = hunt.asked(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="poison-") as folder:
-        replay = {name: getattr(asked, name) for name in ("seed", "tokens", "at", "updates", "strength")}
-        poisoning = Poisoning(Path(folder), **replay, more=tuple(shlex.split(asked.settings)))
-        replay["settings"] = shlex.quote(asked.settings)
-        try:
+        given = {name: getattr(asked, name) for name in ("seed", "tokens", "at", "updates", "strength")}
+        poisoning = Poisoning(Path(folder), **given, more=tuple(shlex.split(asked.settings)))
+        counts: dict[str, float] = {}
+        with hunt.judging("the three runs"):
             counts = poisoning.happen()
-        except AssertionError as error:
-            hunt.violated(str(error), **replay)
-            return hunt.finish({})
-        gap = counts["loss_restored"] / counts["loss_clean"] - 1
-        if abs(gap) > GAP_MAX:
-            hunt.violated(f"the restored run's loss is {gap:+.1%} from the clean one's", **replay)
-        if counts["loss_when_stopped"] < 1.05 * counts["loss_without"]:
-            hunt.violated("the poison did no harm, so the hunt shows nothing", **replay)
-        return hunt.finish({**counts, "gap_percent": round(100 * gap, 3)})
+            gap = counts["loss_restored"] / counts["loss_clean"] - 1
+            counts["gap_percent"] = round(100 * gap, 3)
+            if counts["loss_when_stopped"] < 1.05 * counts["loss_without"]:
+                hunt.violated("the poison did no harm, so the hunt shows nothing")
+            assert abs(gap) <= GAP_MAX, f"the restored run's loss is {gap:+.1%} from the clean one's"
+        return hunt.finish(counts)
 
 
 class Poisoning:
@@ -142,10 +138,7 @@ class Poisoning:
     def balanced(self, part: Part) -> None:
         for site in part.sites:
             assert site.finished is not None, f"{site.site} never ended"
-            ledger = site.finished.ledger
-            parts = sum(count for name, count in ledger.items() if name != "processed")
-            assert ledger["processed"] == parts, f"{site.site}: tokens do not balance: {ledger}"
-            assert ledger["merged"] == part.merged_of[site.site], f"{site.site}: {ledger}, {part.merged_of}"
+            check_balance(site.site, site.finished.ledger, part.merged_of)
 
 
 def verb(*arguments: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +27,9 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer.replaying import Rules
 from diloco.syncer.store import RunCard, Store, StoreError
 from tests.hunts.cutting import Recording, quick_folder, record_backup, record_in_place, record_site, record_syncer
+from tests.hunts.lives import ended
 from tests.hunts.loop_disk import LoopDisk, NotPermittedError
-from tests.hunts.reporting import Hunt, why
+from tests.hunts.reporting import Hunt
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
 from tests.loopback.toy import RUN, Toy
@@ -140,52 +142,47 @@ class CutRun:
                 self.syncers.append(alive.enter_context(Process("syncer", self.toy, None, stay=True)))
             assert time.monotonic() < until, "the site does not end"
         assert status == 0, site.errors
-        (event,) = site.log.of("finished")
         assert self.syncers[-1].log.wait_for("final", 1, BOUND_S)
         self.syncers[-1].wait(10.0)
-        return Finished(str(event["ending"]), str(event["why"]), event["ledger"])  # type: ignore[arg-type]
+        return ended(site.log)
 
 
 def real_cuts(hunt: Hunt, cuts: int, seed: int, forgotten: str) -> dict[str, object]:
     """Make runs until ``cuts`` cuts were made; return the counts."""
-    made = runs = accepted = 0
+    counts = Counter(cuts=0, runs=0, updates_said=0)
     for number in itertools.count():
-        if made >= cuts or hunt.violations:
-            return {"cuts": made, "runs": runs, "updates_said": accepted}
-        with tempfile.TemporaryDirectory(prefix="powercut-") as folder:
+        if counts["cuts"] >= cuts or hunt.violations:
+            break
+        num = min(CUTS_A_RUN, cuts - counts["cuts"])
+        with tempfile.TemporaryDirectory(prefix="powercut-") as folder, hunt.judging(f"run {number}"):
             try:
-                disk = LoopDisk(Path(folder))
-                with disk:
-                    run = CutRun(Path(folder), disk, seed * 1000 + number, min(CUTS_A_RUN, cuts - made), forgotten)
+                with LoopDisk(Path(folder)) as disk:
+                    run = CutRun(Path(folder), disk, seed * 1000 + number, num, forgotten)
                     run.run()
             except NotPermittedError as error:
-                return {"cuts": made, "not_permitted": str(error)}
-            except AssertionError as error:
-                hunt.violated(f"run {number}: {why(error)}", seed=seed, cuts=cuts)
-                continue
-            made, runs, accepted = made + run.cuts, runs + 1, accepted + len(run.said.accepted)
-    raise AssertionError("the loop above returns")
+                return {"cuts": counts["cuts"], "not_permitted": str(error)}
+            counts.update(cuts=run.cuts, runs=1, updates_said=len(run.said.accepted))
+    return dict(counts)
 
 
 def model_cuts(hunt: Hunt, rounds: int, seed: int) -> dict[str, object]:
     """Check every state that the model makes of a small run; return the counts."""
     counts: dict[str, object] = {}
+    recorders: dict[str, Callable[[Path], Recording]] = {
+        "site": record_site,
+        "syncer": lambda place: record_syncer(place, rounds),
+        "restore_in_place": record_in_place,
+        "restore_backup": record_backup,
+    }
     with quick_folder() as folder:
-        recordings: dict[str, Recording] = {}
-        begins = Counter[str]()
-        for who in ("site", "syncer", "restore_in_place", "restore_backup"):
+        for who, record in recorders.items():
             (folder / who).mkdir()
-            if who.startswith("restore"):
-                record = record_in_place if who == "restore_in_place" else record_backup
-                recordings[who], begins[who] = record(folder / who)
-            else:
-                recordings[who] = record_site(folder / who) if who == "site" else record_syncer(folder / who, rounds)
-        for who, recording in recordings.items():
+            recording = record(folder / who)
             states, dice = 0, random.Random(f"powercut/{seed}")
-            for cut, wrong in recording.examined(folder / "state", dice, drawn=2, first=begins[who]):
+            for cut, wrong in recording.examined(folder / "state", dice, drawn=2):
                 states += 1
                 if wrong:
-                    hunt.violated(f"{who}, {cut}: {wrong}", seed=seed, cuts=0, rounds=rounds)
+                    hunt.violated(f"{who}, {cut}: {wrong}", cuts=0)
                     break
             counts[f"{who}_operations"], counts[f"{who}_states"] = len(recording.log), states
     return counts
@@ -193,11 +190,9 @@ def model_cuts(hunt: Hunt, rounds: int, seed: int) -> dict[str, object]:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("powercut", __doc__)
-    hunt.parser.add_argument("--cuts", type=int, default=6, help="real power cuts (default: 6)")
-    hunt.parser.add_argument("--rounds", type=int, default=2, help="rounds of the run in the model (default: 2)")
-    hunt.parser.add_argument(
-        "--forget", default="", metavar="STEP", help="leave out the syncs of a step: the hunt must find it"
-    )
+    hunt.option("cuts", 6, "real power cuts")
+    hunt.option("rounds", 2, "rounds of the run in the model")
+    hunt.option("forget", "", "leave out the syncs of a step: the hunt must find it", metavar="STEP")
     asked = hunt.asked(arguments)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,9 +1,8 @@
 """Realistic pseudo-gradients for admission: a small model trained at several sites, to which faults happen.
 
-One process and no network: the order of arrivals is random, the mathematics is the product's own.  A site trains a
-byte-level transformer with AdamW under warm-up and decay, sends its pseudo-gradient after a number of steps, and adopts
-the version that contains its update (``rebase``).  As in a real run, a site may be slow, join late, restart with an
-empty optimizer, or return from a partition with many steps in one update.
+One process and no network; the mathematics is the product's own.  A site trains a byte-level transformer with AdamW
+under warm-up and decay, sends its pseudo-gradient after a number of steps, and adopts the version that contains its
+update (``rebase``).  Below that, whole runs of real training for the hunt for poison.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -33,40 +31,19 @@ from diloco.learner.seal import SealJob
 from diloco.learner.tensors import SealInputs
 from diloco.models.evaluate import Evaluator
 from diloco.observe.eventlog import EventLog
-from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout, scatter
+from diloco.outer.fragments import gather, named_parameters_once, plan_layout, scatter
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
-from diloco.sync.events import Ending, Fate
-from diloco.sync.syncer import OuterSync
+from diloco.sync.events import Ending
 from diloco.syncer.server import Syncer
 from diloco.wan.process import RelayProcess
 from diloco.wire.client import SyncClient
+from tests.hunts.lives import merged_by_site
 
 MODEL = ModelOptions(vocab_size=256, layers=2, dim=32, heads=2, context=32)
 SITES = ("a", "b", "c", "d")
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The settings of a run.  ``speeds`` are shares of turns; a fault with the value n occurs in one of n turns of a
-    site on average, and 0 means never."""
-
-    rounds: int = 120
-    fragments: int = 2
-    inner_steps: int = 8
-    speeds: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
-    batches: tuple[int, ...] = (8, 8, 8, 8)
-    everybody: bool = True
-    """A round waits for all sites (DiLoCo); otherwise each update is merged as it comes (asynchronous)."""
-    late: int = 0
-    """Rounds after which the last site joins."""
-    restart: int = 0
-    partition: int = 0
-    partition_factor: int = 8
-    own_texts: bool = False
-    warmup_steps: int = 20
-    lr: float = 0.003
+FRAGMENTS, INNER_STEPS, BATCH = 2, 2, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +52,6 @@ class Sent:
 
     site: str
     fragment: int
-    steps: int
     gradient: Tensor
     momentum: Tensor | None
     version: int
@@ -88,115 +64,62 @@ class Place:
     name: str
     model: Transformer
     inner: InnerOptimizers
-    text: Tensor
-    batch: int
     base: list[Tensor]
     steps: int = 0
-    unsent: int = 0
 
 
 class Training:
-    """A run of ``scene`` under ``seed``."""
+    """A run in which every site has an update in each of the ``rounds``."""
 
-    def __init__(self, scene: Scene, seed: int) -> None:
+    def __init__(self, rounds: int, seed: int) -> None:
         torch.set_num_threads(1)
-        self.scene, self.seed = scene, seed
+        self.rounds = rounds
+        self.text = _text()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.options = InnerOptions(lr=0.003, warmup_steps=20)
+        first = dict(Transformer(MODEL, seed).named_parameters())
+        self.layout = plan_layout(tuple((name, tuple(p.shape)) for name, p in first.items()), FRAGMENTS)
+        self.theta = [gather(fragment, first) for fragment in self.layout.fragments]
+        self.states = [NOTHING] * FRAGMENTS
         self.places: list[Place] = []
-        self.losses: list[float] = []
-        self.random = Random(self.seed)
-        self.generator = torch.Generator().manual_seed(self.seed)
-        self.options = InnerOptions(lr=self.scene.lr, warmup_steps=self.scene.warmup_steps)
-        self.outer = OuterOptimizerOptions()
-        first = Transformer(MODEL, self.seed)
-        shapes = tuple((name, tuple(p.shape)) for name, p in first.named_parameters())
-        self.layout: Layout = plan_layout(shapes, self.scene.fragments)
-        parameters = dict(first.named_parameters())
-        self.theta = [gather(fragment, parameters) for fragment in self.layout.fragments]
-        self.states = [NOTHING] * len(self.theta)
-        self.versions = [0] * len(self.theta)
-        text = _text()
-        for index, name in enumerate(SITES[: len(self.scene.speeds)]):
-            share = len(text) // len(self.scene.speeds)
-            own = text[index * share : (index + 1) * share] if self.scene.own_texts else text
-            model = Transformer(MODEL, self.seed)
-            self.places.append(
-                Place(
-                    name,
-                    model,
-                    build_optimizers(model, self.options),
-                    own,
-                    self.scene.batches[index],
-                    [theta.clone() for theta in self.theta],
-                )
-            )
+        for name in SITES:
+            model = Transformer(MODEL, seed)
+            self.places.append(Place(name, model, build_optimizers(model, self.options), list(self.theta)))
 
     def updates(self) -> Iterator[list[Sent]]:
-        """Yield each round's updates before they are merged.  To refuse one, the caller removes it from the list."""
-        scene = self.scene
-        for round_index in range(scene.rounds):
-            progress = round_index / scene.rounds
-            places = self.places[:-1] if round_index < scene.late else self.places
-            if not scene.everybody:
-                places = self.random.choices(places, scene.speeds[: len(places)])
+        """Yield each round's updates before they are merged."""
+        for version in range(self.rounds):
             arrived: list[Sent] = []
-            for place in places:
-                if scene.restart and self.random.random() < 1 / scene.restart:
-                    place.inner = build_optimizers(place.model, self.options)
-                    for index in range(len(self.theta)):
-                        self._take(place, index)
-                        place.base[index] = self.theta[index]
-                factor = scene.partition_factor if scene.partition and self.random.random() < 1 / scene.partition else 1
-                for _ in range(scene.inner_steps * factor):
-                    self._step(place, progress)
-                for index in range(len(self.theta)):
+            for place in self.places:
+                for _ in range(INNER_STEPS):
+                    self._step(place, version / self.rounds)
+                for index in range(FRAGMENTS):
                     gradient = pseudo_gradient(place.base[index], self._local(place, index), in_flight=[])
-                    arrived.append(
-                        Sent(
-                            place.name, index, place.unsent, gradient, self.states[index].momentum, self.versions[index]
-                        )
-                    )
-                place.unsent = 0
+                    arrived.append(Sent(place.name, index, gradient, self.states[index].momentum, version))
             yield arrived
-            for index in range(len(self.theta)):
+            for index in range(FRAGMENTS):
                 mine = [sent for sent in arrived if sent.fragment == index]
-                if not mine:
-                    continue
                 merged = merge_mean([(1 / len(mine), [sent.gradient]) for sent in mine])
                 self.theta[index], self.states[index] = outer_step(
-                    self.theta[index], merged, self.states[index], self.outer
+                    self.theta[index], merged, self.states[index], OuterOptimizerOptions()
                 )
-                self.versions[index] += 1
-            for place in places:
-                for index in range(len(self.theta)):
-                    own = [sent for sent in arrived if sent.site == place.name and sent.fragment == index]
-                    if own:
-                        local, base = self._local(place, index), place.base[index]
-                        self._write(place, index, rebase(local, base, self.theta[index], [own[0].gradient]))
-                    else:
-                        self._take(place, index)
+                for place, sent in zip(self.places, mine, strict=True):
+                    values = rebase(self._local(place, index), place.base[index], self.theta[index], [sent.gradient])
+                    scatter(self.layout.fragments[index], values, dict(place.model.named_parameters()))
                     place.base[index] = self.theta[index]
 
     def _step(self, place: Place, progress: float) -> None:
         place.steps += 1
-        place.unsent += 1
-        starts = torch.randint(len(place.text) - MODEL.context - 1, (place.batch,), generator=self.generator)
-        rows = torch.stack([place.text[s : s + MODEL.context + 1] for s in starts.tolist()]).long()
+        starts = torch.randint(len(self.text) - MODEL.context - 1, (BATCH,), generator=self.generator)
+        rows = torch.stack([self.text[s : s + MODEL.context + 1] for s in starts.tolist()]).long()
         place.inner.set_lr_factor(lr_factor(self.options, progress, place.steps))
         place.inner.zero_grad()
-        loss = next_token_loss(place.model(rows[:, :-1]), rows[:, 1:])
-        loss.backward()
+        next_token_loss(place.model(rows[:, :-1]), rows[:, 1:]).backward()
         place.inner.clip()
         place.inner.step()
-        self.losses.append(float(loss.detach()))
 
     def _local(self, place: Place, index: int) -> Tensor:
         return gather(self.layout.fragments[index], dict(place.model.named_parameters()))
-
-    def _write(self, place: Place, index: int, values: Tensor) -> None:
-        scatter(self.layout.fragments[index], values, dict(place.model.named_parameters()))
-
-    def _take(self, place: Place, index: int) -> None:
-        self._write(place, index, self.theta[index])
 
 
 def _text() -> Tensor:
@@ -335,7 +258,8 @@ class Part:
         while not merged_in or min(self.versions()) < max(merged_in) + later:
             assert self.syncer.wait(0.05) is None, f"the run ended at versions {self.versions()}"
             self._look()
-            fates = self.syncer.core.ask(lambda machine: fates_of(machine, site))
+            sites = self.syncer.core.ask(lambda machine: machine.state.sites)
+            fates = [fate for line in sites[site].lines for fate in line.fates] if site in sites else []
             refused = [fate for fate in fates if fate.sequence in poisoned and not fate.merged]
             assert not refused, f"not merged: {refused}"
             found = [fate.version for fate in fates if fate.sequence in poisoned]
@@ -354,7 +278,7 @@ class Part:
         for site in self.sites:
             site.join(60.0)
         self._look()
-        self.merged_of = self.syncer.core.ask(merged_by_site)
+        self.merged_of = self.syncer.core.ask(lambda machine: merged_by_site(machine.state))
         self.merged_tokens = self.syncer.core.ask(lambda machine: machine.state.run_tokens())
         self.syncer.stop()
         if self._relay is not None:
@@ -366,19 +290,6 @@ class Part:
         for site in self.sites:
             if site.error is not None:
                 raise AssertionError(f"{site.site} failed: {site.error!r}") from site.error
-
-
-def merged_by_site(machine: OuterSync) -> dict[str, int]:
-    """Return the merged tokens of each site, as its ledger counts them."""
-    sites = machine.state.sites
-    return {name: sum(line.tokens_merged for line in site.lines) // len(site.lines) for name, site in sites.items()}
-
-
-def fates_of(machine: OuterSync, site: str) -> list[Fate]:
-    """Return the latest fates of a site's updates, of all fragments."""
-    return (
-        [fate for line in machine.state.sites[site].lines for fate in line.fates] if site in machine.state.sites else []
-    )
 
 
 def loss_of(config: RunConfig, model: Path) -> float:

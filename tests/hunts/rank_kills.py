@@ -24,16 +24,12 @@ from pathlib import Path
 
 import torch
 
-from diloco.config import compose as configs
-from diloco.learner.agent import Finished
 from diloco.observe.eventlog import Event
 from diloco.sync.fates import columns_of
 from diloco.sync.syncer import OuterSync
-from tests.hunts.reporting import Hunt, why
-from tests.hunts.verb_lives import RealRun
-from tests.loopback.audit import audit
-from tests.loopback.cluster import Log
-from tests.runs.processes import Place, Verb, place_in, wait_for
+from tests.hunts.lives import audited, in_a_place
+from tests.hunts.reporting import Hunt
+from tests.runs.processes import Place, Verb, wait_for
 
 BOUND_S = 240.0
 RANKS = 2
@@ -69,12 +65,7 @@ class RankKills:
 
     def run(self) -> dict[str, object]:
         """Make the run and return its counts; raise AssertionError for a violation."""
-        with place_in(self.folder) as place:
-            try:
-                return self._run(place)
-            except AssertionError as error:
-                said = " ".join(f"[{verb.name}: {verb.text()[-400:]}]" for verb in place.verbs)
-                raise AssertionError(f"{why(error)} {said}") from error
+        return in_a_place(self.folder, self._run)
 
     def _run(self, place: Place) -> dict[str, object]:
         syncer, address = place.syncer(RUN, *SETTINGS)
@@ -125,28 +116,17 @@ class RankKills:
         wait_for(done, what, site.text, BOUND_S)
 
     def _audited(self, place: Place) -> dict[str, object]:
-        logs = {name: Log() for name in ("syncer", MANY, ONE)}
-        for event in place.events(RUN):
-            if (log := logs.get(str(event["who"]))) is not None:
-                log.events.append(dict(event))
-        finished = {}
-        for site in (MANY, ONE):
-            (done,) = logs[site].of("site_done")
-            ledger = {name.removeprefix("tokens_"): count for name, count in dict(done["ledger"]).items()}  # type: ignore[call-overload]
-            finished[site] = Finished("drained", "", ledger)
+        told, finished, logs = audited(place, RUN, (MANY, ONE))
         meter = logs[ONE].of("meter")[-1]
         stall = float(str(meter["stall_s"])) / float(str(meter["train_s"]))
         assert stall < STALL_MAX, f"{ONE} waited for {stall:.2%} of its time"
-        run = RealRun(configs.read(place.folder / "runs" / RUN / "config.yaml"), str(place.folder / "runs" / RUN))
-        syncer = logs.pop("syncer")
-        told = audit(run, [syncer], {site: [log] for site, log in logs.items()}, finished)
         lost = finished[MANY].ledger["lost"] / finished[MANY].ledger["processed"]
-        counts = {
+        return {
             "accepted": len(told.accepted),
             "lost_share": round(lost, 4),
             "stall_share_of_others": round(stall, 5),
+            "units": _counted_once(told.machine),
         }
-        return {**counts, "units": _counted_once(told.machine)}
 
 
 def _counted_once(machine: OuterSync) -> dict[str, int]:
@@ -169,9 +149,8 @@ def pid_of(site: Verb, rank: int) -> int:
         if (text := _of_process(pid, "stat")) is not None:
             children.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(pid)
     below, found = [site.process.pid], dict[int, int]()
-    for (
-        parent
-    ) in below:  # The list grows meanwhile: process ids wrap around, so a child's may be lower than its parent's.
+    # The list grows meanwhile: process ids wrap around, so a child's may be lower than its parent's.
+    for parent in below:
         below += children.get(parent, [])
     for pid in below:
         words, variables = (_of_process(pid, name) for name in ("cmdline", "environ"))
@@ -192,18 +171,14 @@ def _of_process(pid: int, name: str) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("rank_kills", __doc__)
-    hunt.parser.add_argument("--kills", type=int, default=30, help="ranks to kill, one after the other (default: 30)")
-    hunt.parser.add_argument("--parallel", default="fsdp", help="the site's layout of the model (default: fsdp)")
-    hunt.parser.add_argument("--memory", type=int, default=0, help="steps between two checkpoints in memory (0: none)")
+    hunt.option("kills", 30, "ranks to kill, one after the other")
+    hunt.option("parallel", "fsdp", "the site's layout of the model")
+    hunt.option("memory", 0, "steps between two checkpoints in memory; 0: none")
     asked = hunt.asked(arguments)
     torch.set_num_threads(1)
     counts: dict[str, object] = {}
-    with tempfile.TemporaryDirectory(prefix="rank-kills-") as folder:
-        try:
-            counts = RankKills(Path(folder), asked.seed, asked.kills, asked.parallel, asked.memory).run()
-        except AssertionError as error:
-            given = {"kills": asked.kills, "parallel": asked.parallel, "memory": asked.memory}
-            hunt.violated(str(error), seed=asked.seed, **given)
+    with tempfile.TemporaryDirectory(prefix="rank-kills-") as folder, hunt.judging("a run"):
+        counts = RankKills(Path(folder), asked.seed, asked.kills, asked.parallel, asked.memory).run()
     return hunt.finish(counts)
 
 

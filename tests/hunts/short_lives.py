@@ -42,7 +42,7 @@ from diloco.syncer.spool import Settled, Spool
 from diloco.syncer.store import STAGING, RunCard, Store, StoreError
 from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
-from tests.hunts.reporting import Hunt, why
+from tests.hunts.reporting import Hunt
 from tests.models.pasts import Hand, with_a_past
 from tests.models.test_read_warm_site import checkpointed
 from tests.syncer.building import stored
@@ -361,16 +361,14 @@ def every_passage(lives: ShortLives, stride: int) -> Iterator[tuple[str, str, in
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("short_lives", __doc__)
-    hunt.parser.add_argument("--stride", type=int, default=1, help="kill at every STRIDE-th passage (default: 1)")
+    hunt.option("stride", 1, "kill at every STRIDE-th passage")
     asked = hunt.asked(arguments)
     killed: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="short-lives-") as folder:
         lives = ShortLives(Path(folder))
         for what, step, passage in every_passage(lives, asked.stride):
-            try:
+            with hunt.judging(f"{what} at {step}:{passage}"):
                 lives.kill(what, step, passage)
-            except AssertionError as error:
-                hunt.violated(f"{what} at {step}:{passage}: {why(error)}", stride=asked.stride)
             killed[named(what, step)] += 1
     return hunt.finish({"kills": lives.kills, "left": dict(lives.again), "killed_at": dict(sorted(killed.items()))})
 

@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco.learner.agent import Finished
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
+from tests.hunts.crowd import memory_of
+from tests.hunts.lives import ended
 from tests.hunts.reporting import Hunt
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, Process, free_port
@@ -172,19 +173,17 @@ class Soak:
         now_s = time.monotonic()
         for name, process in self.processes.items():
             if process.wait(0) is None:
-                self.lives[name].samples.append((now_s, resident_kib(process.pid)))
+                with suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+                    self.lives[name].samples.append((now_s, memory_of(process.pid).get("VmRSS", 0) >> 10))
             elif process.wait(0) not in (0, -9):
-                self.hunt.violated(f"{name} ended with {process.wait(0)}: {process.errors}", **self.replay())
+                self.hunt.violated(f"{name} ended with {process.wait(0)}: {process.errors}")
                 self.start(name)
         versions = sum(len(log.of("published")) for log in self.logs["syncer"])
         if versions > self.versions:
             self.versions, self.moved_s = versions, now_s
         elif now_s - self.moved_s > STUCK_S + 15.0:  # The longest fault lasts 15 s.
-            self.hunt.violated(f"no new version for {now_s - self.moved_s:.0f} s", **self.replay())
+            self.hunt.violated(f"no new version for {now_s - self.moved_s:.0f} s")
             self.moved_s = now_s
-
-    def replay(self) -> dict[str, object]:
-        return {"seed": self.toy.seed, "minutes": self.seconds / 60}
 
     def run(self, every_s: float) -> None:
         self.start("syncer")
@@ -211,16 +210,16 @@ class Soak:
     def check(self) -> dict[str, object]:
         late = [name for name in self.processes if self.runs(name)]
         if late:
-            self.hunt.violated(f"still running {BOUND_S:.0f} s after the end: {', '.join(late)}", **self.replay())
+            self.hunt.violated(f"still running {BOUND_S:.0f} s after the end: {', '.join(late)}")
             return {}
         for name, process in self.processes.items():
             if process.wait(0) != 0:
-                self.hunt.violated(f"{name} ended with {process.wait(0)}: {process.errors}", **self.replay())
+                self.hunt.violated(f"{name} ended with {process.wait(0)}: {process.errors}")
         finished = {name: ended(self.logs[name][-1]) for name in SITES}
         try:
             told = audit(self.toy, self.logs["syncer"], {name: self.logs[name] for name in SITES}, finished)
         except AssertionError as error:
-            self.hunt.violated(f"audit: {error}", **self.replay())
+            self.hunt.violated(f"audit: {error}")
             return {}
         growth: dict[str, float] = {}
         for name in ("syncer", *SPARED):
@@ -229,7 +228,7 @@ class Soak:
                 continue
             growth[name] = round(found[0], 4)
             if found[0] > GROWTH_MAX and found[1] > GROWTH_KIB_MIN:
-                self.hunt.violated(f"{name} grew by {found[1]} KiB, {found[0]:.1%}", **self.replay())
+                self.hunt.violated(f"{name} grew by {found[1]} KiB, {found[0]:.1%}")
         ledgers = Counter[str]()
         for done in finished.values():
             ledgers.update(done.ledger)
@@ -244,28 +243,10 @@ class Soak:
         }
 
 
-def ended(log: Log) -> Finished:
-    (event,) = log.of("finished")
-    ledger = event["ledger"]
-    assert isinstance(ledger, dict)
-    return Finished(str(event["ending"]), str(event["why"]), ledger)
-
-
-def resident_kib(pid: int) -> int:
-    """Return the resident memory of a process in KiB; 0 when it has just ended."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text("utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS:")), 0)
-
-
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("soak", __doc__)
-    hunt.parser.add_argument("--minutes", type=float, default=1.0, help="length of the run (default: 1)")
-    hunt.parser.add_argument(
-        "--fault-every", type=float, default=20.0, help="mean seconds between faults (default: 20)"
-    )
+    hunt.option("minutes", 1.0, "length of the run")
+    hunt.option("fault-every", 20.0, "mean seconds between faults")
     asked = hunt.asked(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, ExitStack() as alive:
         soak = Soak(hunt, Path(folder), asked.minutes * 60, asked.seed, alive)

@@ -9,59 +9,40 @@ disagreement like any other, which names the field.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 NEVER = frozenset({"UNKNOWN", "INTERNAL"})
 DETAILS_MAX = 1200
-GOOD = "a good request"
-TLS_FAILS = "no client certificate, plaintext, wrong CA"
-NOT_KNOWN = "no identity, or not exactly one"
-NOT_ALLOWED = "known certificate, other site's id, method not allowed"
-MALFORMED = "malformed protobuf"
-DISAGREES = "wrong protocol version, model fingerprint, shared configuration"
-NOT_FOUND = "unknown run, fragment, version or service"
-DECLARED = "declared size, encoding, zstd frame"
-BOUNDS = "a field out of its bound"
-ORDER = "chunks or messages in no order"
-NON_FINITE = "NaN, infinity"
-DAMAGED = "digest or checksum mismatch, stream ended before commit"
-DUPLICATE = "same id, same digest"
-CONFLICT = "same id, other digest"
-FENCED = "sequence gap, old incarnation"
-STALE = "staleness over its bound"
-SUPERSEDED = "a process that a newer one has replaced"
-TOO_LARGE = "message above limit, metadata over 16 KiB"
-COMPRESSED = "gzip at the gRPC layer"
-NO_METHOD = "unknown method"
-AWAY = "draining, stopping"
-DISK_FULL = "disk full"
-OVERLOAD = "overload, no credit"
+ROWS: dict[str, frozenset[str]] = {}
 
-ROWS: Mapping[str, frozenset[str]] = {
-    GOOD: frozenset({"OK"}),
-    TLS_FAILS: frozenset({"UNAVAILABLE"}),
-    NOT_KNOWN: frozenset({"UNAUTHENTICATED"}),
-    NOT_ALLOWED: frozenset({"PERMISSION_DENIED"}),
-    MALFORMED: frozenset({"INVALID_ARGUMENT"}),
-    DISAGREES: frozenset({"FAILED_PRECONDITION"}),
-    NOT_FOUND: frozenset({"NOT_FOUND"}),
-    DECLARED: frozenset({"INVALID_ARGUMENT"}),
-    BOUNDS: frozenset({"INVALID_ARGUMENT"}),
-    ORDER: frozenset({"INVALID_ARGUMENT"}),
-    NON_FINITE: frozenset({"refused/non_finite"}),
-    DAMAGED: frozenset({"DATA_LOSS"}),
-    DUPLICATE: frozenset({"duplicate"}),
-    CONFLICT: frozenset({"refused/conflict", "refused/forgotten"}),
-    FENCED: frozenset({"retry/gap", "refused/fenced", "FAILED_PRECONDITION"}),
-    STALE: frozenset({"refused/stale", "refused/bad_base"}),
-    SUPERSEDED: frozenset({"ALREADY_EXISTS"}),
-    TOO_LARGE: frozenset({"RESOURCE_EXHAUSTED"}),
-    COMPRESSED: frozenset({"UNIMPLEMENTED"}),
-    NO_METHOD: frozenset({"UNIMPLEMENTED"}),
-    AWAY: frozenset({"UNAVAILABLE"}),
-    DISK_FULL: frozenset({"UNAVAILABLE"}),
-    OVERLOAD: frozenset({"RESOURCE_EXHAUSTED"}),
-}
+
+def _row(name: str, *answers: str) -> str:
+    ROWS[name] = frozenset(answers)
+    return name
+
+
+GOOD = _row("a good request", "OK")
+TLS_FAILS = _row("no client certificate, plaintext, wrong CA", "UNAVAILABLE")
+NOT_KNOWN = _row("no identity, or not exactly one", "UNAUTHENTICATED")
+NOT_ALLOWED = _row("known certificate, other site's id, method not allowed", "PERMISSION_DENIED")
+MALFORMED = _row("malformed protobuf", "INVALID_ARGUMENT")
+DISAGREES = _row("wrong protocol version, model fingerprint, shared configuration", "FAILED_PRECONDITION")
+NOT_FOUND = _row("unknown run, fragment, version or service", "NOT_FOUND")
+DECLARED = _row("declared size, encoding, zstd frame", "INVALID_ARGUMENT")
+BOUNDS = _row("a field out of its bound", "INVALID_ARGUMENT")
+ORDER = _row("chunks or messages in no order", "INVALID_ARGUMENT")
+NON_FINITE = _row("NaN, infinity", "refused/non_finite")
+DAMAGED = _row("digest or checksum mismatch, stream ended before commit", "DATA_LOSS")
+DUPLICATE = _row("same id, same digest", "duplicate")
+CONFLICT = _row("same id, other digest", "refused/conflict", "refused/forgotten")
+FENCED = _row("sequence gap, old incarnation", "retry/gap", "refused/fenced", "FAILED_PRECONDITION")
+STALE = _row("staleness over its bound", "refused/stale", "refused/bad_base")
+SUPERSEDED = _row("a process that a newer one has replaced", "ALREADY_EXISTS")
+TOO_LARGE = _row("message above limit, metadata over 16 KiB", "RESOURCE_EXHAUSTED")
+COMPRESSED = _row("gzip at the gRPC layer", "UNIMPLEMENTED")
+NO_METHOD = _row("unknown method", "UNIMPLEMENTED")
+AWAY = _row("draining, stopping", "UNAVAILABLE")
+DISK_FULL = _row("disk full", "UNAVAILABLE")
+OVERLOAD = _row("overload, no credit", "RESOURCE_EXHAUSTED")
 ANY = frozenset(answer for row in ROWS.values() for answer in row) | {
     "accepted",
     "retry/overload",

@@ -23,16 +23,11 @@ RUNS = {"one": run_seed, "several": run_several}
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("swarm", __doc__)
-    hunt.parser.add_argument("--seeds", type=int, default=200, help="number of seeds (default: 200)")
-    hunt.parser.add_argument("--minutes", type=float, default=0.0, help="run for this long instead")
-    hunt.parser.add_argument(
-        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)"
-    )
-    hunt.parser.add_argument(
-        "--syncers", choices=RUNS, default="one", help="syncers that share the model (default: one)"
-    )
+    hunt.option("seeds", 200, "number of seeds")
+    hunt.option("minutes", 0.0, "run for this long instead")
+    hunt.option("jobs", len(os.sched_getaffinity(0)), "processes")
+    hunt.option("syncers", "one", "syncers that share the model", choices=RUNS)
     asked = hunt.asked(arguments)
-    which = {} if asked.syncers == "one" else {"syncers": asked.syncers}
     wanted: Iterable[range] = (
         itertools.takewhile(
             lambda _: hunt.seconds() < 60 * asked.minutes,
@@ -59,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         fates += outcome.fates
         staleness_worst = max(staleness_worst, outcome.staleness_worst)
         if outcome.failure:
-            hunt.violated(outcome.failure, seed=outcome.seed, seeds=1, **which)
+            hunt.violated(outcome.failure, seed=outcome.seed, seeds=1, minutes=0.0)
     counts: dict[str, object] = {"ran": dict(totals), "faults": dict(sorted(faults.items()))}
     return hunt.finish({**counts, "updates": dict(sorted(fates.items())), "staleness_worst": staleness_worst})
 

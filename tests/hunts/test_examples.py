@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_every_example_is_hunted_and_short() -> None:
 
 
 def test_another_loss_and_an_example_that_fails_are_violations(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, hunted: Callable[..., Any]
 ) -> None:
     def found(place: Place, example: str, tokens: int) -> float:
         assert example != "hf_trainer", "it ended with code 1"
@@ -55,8 +55,7 @@ def test_another_loss_and_an_example_that_fails_are_violations(
     monkeypatch.setattr(examples, "version0", lambda place: {})
     monkeypatch.setattr(examples, "loss_of", lambda place, file: 6.9)
     monkeypatch.setattr(examples, "run_of", found)
-    assert examples.main([]) == 1
-    told = capsys.readouterr().out
-    assert json.loads(told.splitlines()[-1])["violations"] == 2
+    row, told = hunted(examples)
+    assert row["violations"] == 2
     assert "fsdp_loop: loss 5.1100, that of plain_loop is 5.0000" in told
     assert "it ended with code 1" in told

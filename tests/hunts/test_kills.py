@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from tests.hunts.verb_lives import DEATHS, VerbLives
 from tests.loopback.audit import one_run
 from tests.runs.processes import TINY
 
+Hunted = Callable[..., Any]
+
 
 def test_every_step_has_a_kill_case() -> None:
     killed_at = {name.partition(": ")[2] for name in EVERY_CASE}
@@ -27,12 +30,10 @@ def test_every_step_has_a_kill_case() -> None:
 
 
 @pytest.mark.hunt
-def test_a_short_hunt_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    code = crash.main(["--kills", "40", "--seed", "4"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (code, found["violations"]) == (0, 0), found
-    assert found["kills"] >= 40
-    assert found["kills"] == sum(found["killed_at"].values())
+def test_a_short_hunt_finds_nothing(hunted: Hunted) -> None:
+    found, _ = hunted(crash, "--kills", "40", "--seed", "4")
+    assert found["violations"] == 0, found
+    assert 40 <= found["kills"] == sum(found["killed_at"].values())
     assert found["steps_named"] == len(Step) - len(NEVER) == len(found["kills_by_step"])
     assert 0 < found["steps_killed_at"] <= found["steps_named"]
     assert found["rounds"].keys() >= {"lock-step", "standby"}
@@ -43,13 +44,10 @@ def test_a_short_hunt_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("by", ["verb", "lease"])
-def test_two_syncers_die_one_after_the_other_and_nothing_acknowledged_is_lost(
-    by: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_syncers_die_one_after_the_other_and_nothing_acknowledged_is_lost(by: str, hunted: Hunted) -> None:
     bounds = ["--within-s", "30", "--within-leases", "15", "--stall-share", "0.5"]
-    code = failover.main(["--n", "2", "--seed", "3", "--by", by, *bounds])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (code, found["violations"]) == (0, 0), found
+    found, _ = hunted(failover, "--n", "2", "--seed", "3", "--by", by, *bounds)
+    assert found["violations"] == 0, found
     assert (found["failovers"], sum(found["killed_at"].values())) == (2, 2)
     assert found["updates"] > 0
     measured, unit = found[f"by_{by}"], {"verb": "s", "lease": "leases"}[by]
@@ -60,12 +58,9 @@ def test_two_syncers_die_one_after_the_other_and_nothing_acknowledged_is_lost(
 
 
 @pytest.mark.hunt
-def test_a_take_over_that_takes_too_long_is_a_violation_of_the_bound_of_its_kind(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code = failover.main(["--n", "1", "--by", "lease", "--within-leases", "0.1", "--stall-share", "0.5"])
-    said = capsys.readouterr().out
-    assert (code, json.loads(said.splitlines()[-1])["violations"]) == (1, 1)
+def test_a_take_over_that_takes_too_long_is_a_violation_of_the_bound_of_its_kind(hunted: Hunted) -> None:
+    found, said = hunted(failover, "--n", "1", "--by", "lease", "--within-leases", "0.1", "--stall-share", "0.5")
+    assert found["violations"] == 1
     assert "(by lease) took too long" in said
 
 
@@ -86,7 +81,7 @@ def test_a_spread_names_the_middle_and_the_end() -> None:
     assert spread([]) == {"p50": 0.0, "p95": 0.0, "max": 0.0}
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
+# --- Ranks, verbs and whole folders ----------------------------------------------------------------------------------
 
 
 @pytest.mark.hunt
@@ -94,9 +89,6 @@ def test_a_spread_names_the_middle_and_the_end() -> None:
 def test_a_site_comes_back_when_one_of_its_ranks_is_killed(parallel: str, memory: int, tmp_path: Path) -> None:
     found = RankKills(tmp_path, 1, 2, parallel, memory).run()
     assert sum(found["killed"]) == 2  # type: ignore[call-overload]
-
-
-# --- One kill of the real syncer verb, and the audit of the run that continues after it ------------------------------
 
 
 @pytest.mark.slow
@@ -108,27 +100,16 @@ def test_a_syncer_verb_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     assert killed["diloco syncer: syncer.ack"] == 1
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 SMALL = [text for text in TINY if not text.startswith(("run.seconds", "data.cache"))]
 
 
 @pytest.mark.parametrize(
     "way", [pytest.param("backup", marks=pytest.mark.slow), pytest.param("site", marks=pytest.mark.hunt)]
 )
-def test_a_run_whose_syncer_lost_its_folder_is_restored_as_it_says(
-    way: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_syncer_lost_its_folder_is_restored_as_it_says(way: str, hunted: Hunted) -> None:
     """The hunt with a smaller model."""
-    code = disaster.main(["--ways", way, "--versions", "6", "--settings", " ".join(SMALL)])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert code == 0, found
+    found, _ = hunted(disaster, "--ways", way, "--versions", "6", "--settings", " ".join(SMALL))
+    assert found["violations"] == 0, found
     seconds = found[way]["seconds_from_loss"]
     assert 0 < seconds["told"] < seconds["restored"] < seconds["serving"] < seconds["all_merged"] < BOUND_S
     assert found[way]["tokens"]["merged"] > 0
-    assert found["violations"] == 0
-
-
-def test_a_way_that_there_is_not_is_named() -> None:
-    with pytest.raises(SystemExit, match="--ways is 'luck': some of backup, site"):
-        disaster.main(["--ways", "luck"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.sync import admission, rounds
+from diloco.sync import rounds
 from diloco.sync.rounds import raw_weight
 from tests.hunts import liars, poison
 from tests.hunts.pairs import SETTINGS, Row, covering, judge, pairs_of, refusal, run_of
@@ -17,66 +16,50 @@ from tests.hunts.poison import Poisoning
 from tests.runs.processes import place_in
 
 Patch = pytest.MonkeyPatch
+Hunted = Callable[..., Any]
 
 
-def believe_all_steps(patch: Patch) -> None:
-    patch.setattr(admission, "believed_steps", lambda state, options, event: event.steps)
-    patch.setattr(admission, "believed_steps", lambda state, options, event: event.steps)
+def weighed_as_said(turn: rounds.Turn, index: int, merged: set[str]) -> dict[str, float]:
+    found = full_round(turn, index, merged)
+    for name in merged:
+        first = next(each for each in turn.state.sites[name].lines[index].undecided if each.merging)
+        found[name] = raw_weight(turn.options.weights, first.tokens, first.steps)
+    return found
 
 
-def believe_all_tokens(patch: Patch) -> None:
-    patch.setattr(rounds, "implausible", lambda state, options, event: "")
+full_round = rounds._full_round
+WRONG: dict[str, tuple[int, dict[str, object]]] = {
+    "hid a norm": (76, {"admission.believed_steps": lambda state, options, event: event.steps}),
+    "the run has ended": (61, {"rounds.implausible": lambda state, options, event: ""}),
+    "made a round wait": (
+        71,
+        {"rounds.period_ns": lambda site, index: site.lines[index].usual_steps * site.step_ns},
+    ),
+    "moved the model": (35, {"rounds._full_round": weighed_as_said}),
+    "an honest update was refused": (60, {"admission.STEPS_RATIO_MAX": 1, "admission.UNEQUAL_MAX": 1e-9}),
+}
+"""What the hunt says of a machine that believes too much, or the last one too little; and a seed that showed it."""
 
 
-def believe_the_period_of_a_site(patch: Patch) -> None:
-    patch.setattr(rounds, "period_ns", lambda site, index: site.lines[index].usual_steps * site.step_ns)
+def test_honest_sites_are_believed_and_lies_move_no_more_than_the_truth(hunted: Hunted) -> None:
+    found, said = hunted(liars, "--n", "300")
+    assert found["violations"] == 0, said
 
 
-def weigh_by_what_an_update_says(patch: Patch) -> None:
-    right = rounds._full_round
-
-    def full_round(turn: rounds.Turn, index: int, merged: set[str]) -> dict[str, float]:
-        found = right(turn, index, merged)
-        for name in merged:
-            (first, *_) = [each for each in turn.state.sites[name].lines[index].undecided if each.merging]
-            found[name] = raw_weight(turn.options.weights, first.tokens, first.steps)
-        return found
-
-    patch.setattr(rounds, "_full_round", full_round)
-
-
-def believe_no_more_than_usual(patch: Patch) -> None:
-    patch.setattr(admission, "STEPS_RATIO_MAX", 1)
-    patch.setattr(admission, "UNEQUAL_MAX", 1e-9)
-
-
-def test_honest_sites_are_believed_and_lies_move_no_more_than_the_truth(capsys: pytest.CaptureFixture[str]) -> None:
-    assert liars.main(["--n", "300"]) == 0, capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("mutate", "seed", "words"),
-    [
-        (believe_all_steps, 76, "hid a norm"),
-        (believe_all_tokens, 61, "the run has ended"),
-        (believe_the_period_of_a_site, 71, "made a round wait"),
-        (weigh_by_what_an_update_says, 35, "moved the model"),
-        (believe_no_more_than_usual, 60, "an honest update was refused"),
-    ],
-)
-def test_what_believes_too_much_or_too_little_is_found(
-    mutate: Callable[[Patch], None], seed: int, words: str, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("words", WRONG)
+def test_what_believes_too_much_or_too_little_is_found(words: str, monkeypatch: Patch, hunted: Hunted) -> None:
     """Try the seed that showed it when this was written, and other seeds if that no longer does."""
-    mutate(monkeypatch)
+    seed, changes = WRONG[words]
+    for name, value in changes.items():
+        monkeypatch.setattr(f"diloco.sync.{name}", value)
     for each in (seed, *range(200)):
-        found = liars.main(["--seed", str(each), "--n", "1"])
-        if found and words in capsys.readouterr().out:
+        _, said = hunted(liars, "--seed", str(each), "--n", "1")
+        if words in said:
             return
     pytest.fail(f"{words}: not seen")
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
+# --- Poison is removed -----------------------------------------------------------------------------------------------
 
 SMALL = (
     "model.layers=2 model.dim=32 model.heads=2 model.context=64 data=stdlib_bytes inner.batch_sequences=8 "
@@ -85,27 +68,20 @@ SMALL = (
 
 
 @pytest.mark.hunt
-def test_poison_is_taken_out_of_a_run_of_real_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_poison_is_taken_out_of_a_run_of_real_training(hunted: Hunted) -> None:
     """Shorter than the hunt, which checks the poison's harm and what is left of it."""
-    poison.main(["--tokens", "60000", "--at", "2", "--updates", "1", "--settings", SMALL])
-    said = capsys.readouterr().out
-    found = json.loads(said.splitlines()[-1])
+    found, said = hunted(poison, "--tokens", "60000", "--at", "2", "--updates", "1", "--settings", SMALL)
     assert "left_out" in found, said
     assert found["left_out"] >= 1
     assert found["tokens_restored"] >= 60000
     assert found["loss_restored"] < found["loss_without"]
 
 
-def test_the_poison_is_where_it_was_asked_for() -> None:
-    poisoning = Poisoning(Path(), seed=1, tokens=1000, at=4, updates=3, strength=2.0)
-    assert list(poisoning.sequences) == [4, 5, 6]
-
-
 def test_a_site_that_was_to_send_poison_and_did_not_is_noticed(tmp_path: Path) -> None:
     """Regression: the hunt sent no poison any more, and did not notice, after the code that it patches had moved."""
-    poisoning = Poisoning(tmp_path, seed=1, tokens=10**9, at=1, updates=1, strength=2.0)
-    poisoning.check_sent([[], [1], []])
-    for sent in ([[], [], []], [[1], [1], []], [[], [1, 2], []]):
+    poisoning = Poisoning(tmp_path, seed=1, tokens=10**9, at=4, updates=3, strength=2.0)
+    poisoning.check_sent([[], [4, 5, 6], []])
+    for sent in ([[], [], []], [[4, 5, 6], [4, 5, 6], []], [[], [4, 5, 6, 7], []]):
         with pytest.raises(AssertionError, match="one site was to send"):
             poisoning.check_sent(sent)
 

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -22,6 +23,9 @@ from tests.hunts.cutting import YEAR_S, follow, tell
 from tests.hunts.mutant_sites import in_both, marked, sites_of
 from tests.hunts.mutants import PACKAGES, ROOT, Bench, Record
 
+Capture = pytest.CaptureFixture[str]
+Hunted = Callable[..., Any]
+Patch = pytest.MonkeyPatch
 AREA = '''
 LIMIT = 3
 
@@ -73,19 +77,15 @@ ASKED = ["--packages", "tiny/core", "--workers", "0"]
 
 def written(tree: Path, files: dict[str, str]) -> Path:
     """Write a package ``tiny.core`` and its tests into ``tree``."""
-    settings = "[tool.pytest.ini_options]\npythonpath = ['.']\n"
-    for name, text in {
-        "pyproject.toml": settings,
-        "tiny/__init__.py": "",
-        "tiny/core/__init__.py": "",
-        **files,
-    }.items():
+    settings = {"pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.']\n"}
+    packages = {"tiny/__init__.py": "", "tiny/core/__init__.py": ""}
+    for name, text in (settings | packages | files).items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text)
     return tree
 
 
-def run(tree: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], dict[str, Any]]:
+def run(tree: Path, capsys: Capture, *words: str) -> tuple[list[str], dict[str, Any]]:
     """Run the hunt; return its line for each mutant, and the row."""
     assert mutants.main([*ASKED, *words], tree, forkserver()) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -98,8 +98,10 @@ def everything(tree: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.slow
-def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path, {"tiny/core/area.py": AREA + UNUSED, "tests/core/test_area.py": TEST_AREA})
+def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys: Capture) -> None:
+    """A test that fails without a mutant is left out, and kills none."""
+    tests = TEST_AREA + "\n\ndef test_no_more():\n    assert area(2, 3) == 7\n"
+    written(tmp_path, {"tiny/core/area.py": AREA + UNUSED, "tests/core/test_area.py": tests})
     before = everything(tmp_path)
     said, row = run(tmp_path, capsys)
     assert everything(tmp_path) == before
@@ -114,13 +116,12 @@ def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys:
         "tiny/core/area.py:11 arithmetic: x + 1 -> (x - 1)": "not covered",
         "tiny/core/area.py:11 return: x + 1 -> (None)": "not covered",
     }
-    counts = ("mutants", "killed", "by_time", "survived", "not_covered", "share_killed", "share_killed_of_covered")
-    assert [row[name] for name in counts] == [8, 3, 0, 2, 3, 0.375, 0.6]
+    assert (row["mutants"], row["left_out"]) == (8, 1)
+    assert (row["killed"], row["by_time"], row["survived"], row["not_covered"]) == (3, 0, 2, 3)
+    assert (row["share_killed"], row["share_killed_of_covered"]) == (0.375, 0.6)
 
 
-def test_a_seed_draws_the_same_mutants(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seed_draws_the_same_mutants(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Bench, "record", lambda *_: Record())  # No test reaches anything: only the draw is printed.
     written(tmp_path, {"tiny/core/area.py": AREA + UNUSED})
     one, again, other = (run(tmp_path, capsys, "--n", "4", "--seed", seed)[0] for seed in ("3", "3", "4"))
@@ -130,7 +131,7 @@ def test_a_seed_draws_the_same_mutants(
 
 @pytest.mark.slow
 def test_a_mutant_with_which_a_test_hangs_is_killed_by_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(mutants, "TEST_S", 1.0)
     written(tmp_path, {"tiny/core/count.py": COUNT, "tests/core/test_count.py": TEST_COUNT})
@@ -152,17 +153,9 @@ def test_a_place_that_only_another_process_reaches_is_reached_by_the_test_that_s
 
 
 @pytest.mark.slow
-def test_tests_that_fail_without_a_mutant_kill_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failing = TEST_AREA + "\n\ndef test_no_more():\n    assert area(2, 3) == 7\n"
-    written(tmp_path, {"tiny/core/area.py": PRODUCT + UNUSED, "tests/core/test_area.py": failing})
-    _, row = run(tmp_path, capsys)
-    assert [row[name] for name in ("left_out", "killed", "not_covered")] == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_the_same_draw_in_another_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    moved = {"tiny/core/shapes.py": PRODUCT, "tests/core/test_shapes.py": TEST_AREA.replace("core.area", "core.shapes")}
-    written(tmp_path, {**moved, "tests/core/test_shapes.py": "def test_nothing():\n    pass\n"})
+def test_the_same_draw_in_another_commit(tmp_path: Path, capsys: Capture) -> None:
+    nothing = "def test_nothing():\n    pass\n"
+    written(tmp_path, {"tiny/core/shapes.py": PRODUCT, "tests/core/test_shapes.py": nothing})
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "before"]):
         subprocess.run([*GIT, *words], cwd=tmp_path, check=True)
     (tmp_path / "tiny/core/shapes.py").unlink()
@@ -188,23 +181,16 @@ def test_the_copy_lacks_what_runs_leave_at_the_root_and_has_every_package(tmp_pa
     for name in ("diloco/runs", "runs", "build", "diloco/__pycache__"):
         (tmp_path / "tree" / name).mkdir(parents=True)
         (tmp_path / "tree" / name / "up.py").touch()
-    mutants.copied(tmp_path / "tree", tmp_path / "copy")
-    assert [str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("up.py")] == [
-        "diloco/runs/up.py"
-    ]
+    copy = tmp_path / "copy"
+    mutants.copied(tmp_path / "tree", copy)
+    assert list(copy.rglob("up.py")) == [copy / "diloco/runs/up.py"]
 
 
 def test_what_runs_at_import_and_what_is_said_is_no_place(tmp_path: Path) -> None:
     written(tmp_path, {"tiny/core/area.py": AREA})
-    sites = sites_of(tmp_path, ["tiny/core"])
-    assert {(site.line, site.operator) for site in sites} == {
-        (6, "condition"),
-        (6, "comparison"),
-        (6, "integer"),
-        (8, "arithmetic"),
-        (8, "return"),
-    }
-    assert {site.function for site in sites} == {"area"}
+    found = [(site.function, site.line, site.operator) for site in sites_of(tmp_path, ["tiny/core"])]
+    lines = {6: ("comparison", "condition", "integer"), 8: ("arithmetic", "return")}
+    assert sorted(found) == [("area", line, operator) for line, operators in lines.items() for operator in operators]
 
 
 @pytest.mark.slow
@@ -224,17 +210,14 @@ def test_each_place_in_a_part_of_the_product_can_be_marked_and_changed() -> None
 
 
 @pytest.mark.slow
-def test_clocks_jump_under_living_processes_and_nothing_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    code = clocks.main(["--jumps", "10"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (code, found["violations"]) == (0, 0), found
+def test_clocks_jump_under_living_processes_and_nothing_is_wrong(hunted: Hunted) -> None:
+    found, _ = hunted(clocks, "--jumps", "10")
+    assert found["violations"] == 0, found
     assert (found["done"], found["runs"]) == (10, 1)
     assert found["backups_misdated"] > 0, "no process read another time"
 
 
-def test_the_product_is_told_the_time_of_the_file_and_others_the_true_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_product_is_told_the_time_of_the_file_and_others_the_true_one(tmp_path: Path, monkeypatch: Patch) -> None:
     for module, name in ((standby, "time"), (diloco.syncer.backups, "datetime")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr("sys.modules", {each.__name__: each for each in (standby, diloco.syncer.backups)})
@@ -267,24 +250,22 @@ def test_what_no_true_clock_gives_is_named() -> None:
 
 
 @pytest.mark.hunt
-def test_many_cuts_cost_a_small_share(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cuts.main(["--cuts", "8", "--mib", "192", "--seed", "3"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["push_cuts"], found["pull_cuts"]) == (8, 8)
+def test_many_cuts_cost_a_small_share(hunted: Hunted) -> None:
+    found, _ = hunted(cuts, "--cuts", "8", "--mib", "192", "--seed", "3")
+    assert (found["violations"], found["push_cuts"], found["pull_cuts"]) == (0, 8, 8)
 
 
-def test_what_goes_over_the_wire_twice_is_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("EXTRA_SHARE_MAX", 0.0, "% more than its bytes went over the wire"),
+        ("arrived", lambda way, answer, payload: False, "the data that arrived differs"),
+    ],
+)
+def test_what_is_sent_twice_or_arrives_changed_is_a_violation(
+    name: str, value: object, words: str, monkeypatch: Patch, hunted: Hunted
 ) -> None:
-    monkeypatch.setattr(cuts, "EXTRA_SHARE_MAX", 0.0)
-    assert cuts.main(["--cuts", "2", "--mib", "4"]) == 1
-    assert "push" in (said := capsys.readouterr().out)
-    assert "% more than its bytes went over the wire" in said
-
-
-def test_what_does_not_arrive_is_a_violation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cuts, "arrived", lambda way, answer, payload: False)
-    assert cuts.main(["--cuts", "1", "--mib", "4"]) == 1
-    assert "the data that arrived differs" in capsys.readouterr().out
+    monkeypatch.setattr(cuts, name, value)
+    _, said = hunted(cuts, "--cuts", "2", "--mib", "4")
+    assert words in said
+    assert "push" in said

@@ -25,10 +25,8 @@ PREVIOUS = "e4cbd8b"
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("upgrade", __doc__)
-    hunt.parser.add_argument(
-        "--from", dest="from_commit", default=PREVIOUS, help=f"the old release's commit (default: {PREVIOUS})"
-    )
-    hunt.parser.add_argument("--runs", type=int, default=1, help="number of upgrades, one after another (default: 1)")
+    hunt.option("from-commit", PREVIOUS, "the old release's commit")
+    hunt.option("runs", 1, "number of upgrades, one after another")
     asked = hunt.asked(arguments)
     counts = {"upgrades": 0, "stages": 0, "versions": 0, "acknowledged": 0, "drain_s_max": 0.0}
     with tempfile.TemporaryDirectory(prefix="upgrade-") as scratch:
@@ -43,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
                 except AssertionError as error:
                     print(error)
                     after = upgrade.said[-1] if upgrade.said else "the start"
-                    hunt.violated(f"after {after}: {str(error).splitlines()[-1][:200]}", **{"from": asked.from_commit})
+                    hunt.violated(f"after {after}: {str(error).splitlines()[-1][:200]}")
                     continue
             print(f"run {number}: {'; '.join(upgrade.said)}: {told}", flush=True)
             for name in ("stages", "versions", "acknowledged"):

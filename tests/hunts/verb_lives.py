@@ -13,24 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
-from diloco.config import build
-from diloco.config import compose as configs
-from diloco.config.schema import RunConfig
 from diloco.durable import Step
-from diloco.learner.agent import Finished
-from diloco.outer.fragments import Layout
-from diloco.outer.optimizer import OuterRule
-from diloco.sync.options import OuterOptions
-from tests.hunts.reporting import why
+from tests.hunts.lives import audited, in_a_place
 from tests.loopback.archive import link
-from tests.loopback.audit import audit
-from tests.loopback.cluster import Log, free_port
-from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.loopback.cluster import free_port
+from tests.runs.processes import TINY, Place, Verb, wait_for
 
 BOUND_S = 240.0
 PATIENCE_S = 45.0
@@ -75,35 +64,6 @@ VERSIONS = 4
 """Versions to be published after the last kill, before the run is drained."""
 
 
-@dataclass(frozen=True)
-class RealRun:
-    """The interface of a run that an audit needs."""
-
-    config: RunConfig
-    folder: str
-
-    @property
-    def run_id(self) -> str:
-        return str(self.config.run.name)
-
-    @property
-    def codec(self) -> str:
-        return self.config.codec.down
-
-    @property
-    def fragments(self) -> int:
-        return self.config.outer.num_fragments
-
-    def layout(self) -> Layout:
-        return build.layout_of(self.config)
-
-    def version_zero(self) -> list[Tensor]:
-        return build.version_zero(self.config, self.layout())
-
-    def rules(self) -> tuple[OuterOptions, OuterRule]:
-        return build.outer_options(self.config), build.rule(self.config, self.layout())
-
-
 class VerbLives:
     """One run in which syncer and sites are killed: before each kill at a step, also one at a random instant."""
 
@@ -114,13 +74,7 @@ class VerbLives:
 
     def run(self) -> int:
         """Make the run; return how many updates were accepted."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with place_in(self.folder) as place:
-            try:
-                return self._run(place)
-            except AssertionError as error:
-                said = " ".join(f"[{verb.name}: {verb.text()[-400:]}]" for verb in place.verbs)
-                raise AssertionError(f"{why(error)} {said}") from error
+        return in_a_place(self.folder, self._run)
 
     def _run(self, place: Place) -> int:
         roles = ["syncer", "site", *(self.dice.choice(("syncer", "site")) for _ in range(self.deaths))]
@@ -137,7 +91,9 @@ class VerbLives:
         for name, verb in lives.items():
             code = verb.end(BOUND_S)
             assert code == 75, f"{name} ended with {code}"
-        return self._audited(place)
+        told, _, logs = audited(place, "killed", SITES)
+        assert all(logs[site].of("pushed") for site in SITES), "a site has sent nothing"
+        return len(told.accepted)
 
     def _start(self, place: Place, name: str, death: str) -> Verb:
         where = [f"cluster.syncer.listen={self.address}"]
@@ -183,20 +139,3 @@ class VerbLives:
         for path in (*run.glob("syncer/journal/journal-*.log"), *run.glob("syncer/spool/[!.]*/*.update")):
             with suppress(FileNotFoundError):
                 link(path, run / "archive" / path.relative_to(run / "syncer"))
-
-    def _audited(self, place: Place) -> int:
-        events = place.events("killed")
-        logs = {name: Log() for name in ("syncer", *SITES)}
-        for event in events:
-            if (log := logs.get(str(event["who"]))) is not None:
-                log.events.append(dict(event))
-        finished = {}
-        for site in SITES:
-            assert logs[site].of("pushed"), f"{site} has sent nothing"
-            done = logs[site].of("site_done")[-1]
-            ledger = {name.removeprefix("tokens_"): count for name, count in dict(done["ledger"]).items()}  # type: ignore[call-overload]
-            finished[site] = Finished("drained", "", ledger)
-        config = configs.read(place.folder / RUN / "config.yaml")
-        run = RealRun(config, str(place.folder / RUN))
-        told = audit(run, [logs.pop("syncer")], {site: [log] for site, log in logs.items()}, finished)
-        return len(told.accepted)

@@ -1,0 +1,176 @@
+"""What hunts that kill processes share: a syncer with a standby and two sites, verbs as a user starts them, audits."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from diloco.config import build
+from diloco.config import compose as configs
+from diloco.config.schema import RunConfig
+from diloco.learner.agent import Finished
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizer import OuterRule
+from diloco.sync.options import OuterOptions
+from diloco.sync.state import OuterState
+from diloco.wire.client import AdminClient
+from tests.hunts.reporting import why
+from tests.loopback.audit import History, audit, one_run
+from tests.loopback.cluster import Log, Process, free_port
+from tests.loopback.toy import Toy
+from tests.runs.processes import Place, place_in
+
+Found = TypeVar("Found")
+BOUND_S = 90.0
+PARTS = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
+"""Where the tokens are that a site has processed."""
+
+
+def ended(log: Log) -> Finished:
+    """Return how a site of a toy run ended."""
+    (event,) = log.of("finished")
+    ledger = event["ledger"]
+    assert isinstance(ledger, dict)
+    return Finished(str(event["ending"]), str(event["why"]), ledger)
+
+
+def merged_by_site(state: OuterState) -> dict[str, int]:
+    """Return the merged tokens of each site, as its ledger counts them."""
+    return {
+        name: sum(line.tokens_merged for line in site.lines) // len(site.lines) for name, site in state.sites.items()
+    }
+
+
+def check_balance(site: str, ledger: Mapping[str, int], held: Mapping[str, int]) -> None:
+    """Check that a site's tokens balance, and that its syncer has merged as many; ``held`` are the syncer's counts."""
+    assert ledger["processed"] == sum(ledger[part] for part in PARTS), f"{site}: tokens do not balance: {ledger}"
+    assert ledger["merged"] == held[site], f"{site}: {ledger}, but the syncer has merged {held}"
+
+
+class Nodes:
+    """A toy run whose syncer and standby take turns at two addresses, which both sites know."""
+
+    def __init__(self, folder: Path, *, lease: bool, ttl_s: float = 2.0, **more: Any) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.toy = Toy(
+            folder=str(folder),
+            codec="int8",
+            inner_steps=4,
+            seed=11,
+            outer={"num_fragments": 2, "grace": "fixed", "grace_ns": 5_000_000},
+            replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2},
+            lease=str(folder / "lease.json") if lease else "",
+            lease_ttl_s=ttl_s,
+            **more,
+        )
+        self.ports = [free_port(), free_port()]
+
+    def address(self, number: int) -> str:
+        return f"127.0.0.1:{self.ports[number % 2]}"
+
+    def home(self, number: int) -> dict[str, object]:
+        """Return the folder and the port of a node."""
+        return {"data": f"node-{number}", "port": self.ports[number % 2]}
+
+    def site(self, site: str, step_s: float, **mine: object) -> Process:
+        return Process(
+            "site", self.toy, site=site, address=f"{self.address(0)},{self.address(1)}", step_s=step_s, **mine
+        )
+
+    def said(self, process: Process, what: str, count: int = 1) -> None:
+        """Wait until ``process`` has logged ``what``; fail with its error if it ends before."""
+        until = time.monotonic() + BOUND_S
+        while len(process.log.of(what)) < count:
+            assert process.wait(0.005) is None, f"it ended before {what}: {process.errors}"
+            assert time.monotonic() < until, f"no {what} in {BOUND_S} s: {process.log.events[-5:]}"
+
+    def killed(self, process: Process) -> None:
+        """Wait until the process has killed itself."""
+        assert process.wait(BOUND_S) == -signal.SIGKILL, f"it ended with {process.wait(0)}: {process.errors}"
+
+    def drained(self, leader: Process, number: int, sites: dict[str, Process]) -> dict[str, Finished]:
+        """Drain the run that the node of this number leads."""
+        with AdminClient(self.address(number)) as operator:
+            operator.drain()
+        for process in (*sites.values(), leader):
+            assert process.wait(BOUND_S) == 0, process.errors
+        done = {site: ended(process.log) for site, process in sites.items()}
+        assert {each.ending for each in done.values()} == {"drained"}, done
+        return done
+
+    def audited(
+        self, nodes: int, lives: Sequence[Process], sites: dict[str, Process], done: dict[str, Finished]
+    ) -> tuple[History, list[int]]:
+        """Audit the run of the first ``nodes`` nodes; return also the epochs that it had."""
+        whole = one_run(self.folder, [f"node-{number}" for number in range(nodes)])
+        logs = {site: [process.log] for site, process in sites.items()}
+        told = audit(replace(self.toy, folder=str(whole)), [life.log for life in lives], logs, done)
+        epochs = [int(str(event["epoch"])) for life in lives for event in life.log.of("syncer_started")]
+        assert epochs == sorted(set(epochs)), f"epochs are {epochs}"
+        return told, epochs
+
+
+# --- Verbs as a user starts them -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RealRun:
+    """The interface of a run that an audit needs."""
+
+    config: RunConfig
+    folder: str
+
+    @property
+    def run_id(self) -> str:
+        return str(self.config.run.name)
+
+    @property
+    def codec(self) -> str:
+        return self.config.codec.down
+
+    @property
+    def fragments(self) -> int:
+        return self.config.outer.num_fragments
+
+    def layout(self) -> Layout:
+        return build.layout_of(self.config)
+
+    def version_zero(self) -> list[Tensor]:
+        return build.version_zero(self.config, self.layout())
+
+    def rules(self) -> tuple[OuterOptions, OuterRule]:
+        return build.outer_options(self.config), build.rule(self.config, self.layout())
+
+
+def in_a_place(folder: Path, work: Callable[[Place], Found]) -> Found:
+    """Do ``work`` in a place; a failed check also tells what each verb said last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with place_in(folder) as place:
+        try:
+            return work(place)
+        except AssertionError as error:
+            said = " ".join(f"[{verb.name}: {verb.text()[-400:]}]" for verb in place.verbs)
+            raise AssertionError(f"{why(error)} {said}") from error
+
+
+def audited(place: Place, name: str, sites: Sequence[str]) -> tuple[History, dict[str, Finished], dict[str, Log]]:
+    """Audit the drained run ``name`` from its journal and events; return also each site's end and log."""
+    logs = {who: Log() for who in ("syncer", *sites)}
+    for event in place.events(name):
+        if (log := logs.get(str(event["who"]))) is not None:
+            log.events.append(dict(event))
+    finished = {}
+    for site in sites:
+        told: Any = logs[site].of("site_done")[-1]["ledger"]
+        finished[site] = Finished("drained", "", {part.removeprefix("tokens_"): told[part] for part in told})
+    folder = place.folder / "runs" / name
+    run = RealRun(configs.read(folder / "config.yaml"), str(folder))
+    syncer = logs.pop("syncer")
+    return audit(run, [syncer], {site: [log] for site, log in logs.items()}, finished), finished, logs
