@@ -276,3 +276,16 @@ def test_what_lies_in_files_has_the_loss_of_the_run(
         ("of another model", ["model.dim=64"]),
     ):
         refused(2, words, "eval", trained, *more)
+
+
+@pytest.mark.slow
+def test_an_earlier_version_is_evaluated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Place(tmp_path)
+    past = with_a_past(tmp_path / "runs", 2, f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}")
+    losses = []
+    for version in (0, 4):
+        assert main(["eval", str(past), "--version", str(version), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["versions"] == [version, version]
+        losses.append(found["val_loss"])
+    assert losses[0] != losses[1]

@@ -191,3 +191,13 @@ def test_a_site_is_put_out_and_let_in_again_and_a_run_is_drained(
         assert main(["drain", address(syncer)]) == ExitCode.OK
         assert syncer.wait(10.0) is not None
         assert "can be resumed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_seconds_are_counted_over_restarts(place: Place) -> None:
+    assert main(["train", *TINY, "run.name=timed", "run.seconds=0.3"]) == 0
+    done = steps("timed")
+    assert done
+    assert main(["train", *TINY, "run.name=timed", "run.seconds=0.3"]) == 0
+    # Whether the time is over is asked after a step, so that a second start makes one.
+    assert len(steps("timed")) <= len(done) + 1
