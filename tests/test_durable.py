@@ -14,11 +14,9 @@ import pytest
 from diloco.durable import (
     PLAIN_DISK,
     Disk,
-    KillingDisk,
     LockedError,
     ReadingDisk,
     Step,
-    armed_disk,
     locked,
     private_folder,
     write_file,
@@ -134,19 +132,6 @@ def test_a_folder_has_one_holder_who_is_named_and_is_free_again_even_after_sigki
             pass
     with locked(folder), locked(tmp_path / "new"):
         assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-
-
-def test_a_killing_disk_counts_the_passages_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda process, number: killed.append(number))
-    disk = armed_disk("spool.sync:3")
-    assert isinstance(disk, KillingDisk)
-    for step in (Step.SPOOL_SYNC, Step.JOURNAL_SYNC, Step.SPOOL_SYNC, Step.SPOOL_RENAME):
-        disk.reached(step)
-    assert killed == []
-    disk.reached(Step.SPOOL_SYNC)
-    disk.reached(Step.SPOOL_SYNC)
-    assert killed == [9]
 
 
 def test_a_disk_that_is_only_read_changes_nothing(tmp_path: Path) -> None:
