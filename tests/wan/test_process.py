@@ -82,18 +82,25 @@ def test_links_are_hosted_by_name_and_controlled_while_they_run(relays: RelayPro
 
 
 def test_refusals_cross_the_pipe_in_words_and_the_relay_goes_on(relays: RelayProcess, listener: socket.socket) -> None:
-    taken = format_address(*listener.getsockname())
+    nowhere, taken = "127.0.0.1:1", format_address(*listener.getsockname())
+    with pytest.raises(ValueError, match=r"link is 'a': one of \(none yet\)"):
+        relays.heal("a")
+    relays.add("a", LinkOptions(), nowhere)
     for ask, words in (
-        (lambda: relays.add("a", LinkOptions(), "192.0.2.1:80"), r"target_host is '192\.0\.2\.1': only loopback"),
-        (lambda: relays.heal("a"), r"link is 'a': one of \(none yet\)"),
-        (lambda: relays.add("a", LinkOptions(), "127.0.0.1:1", listen=taken), "in use"),
+        (lambda: relays.add("b", LinkOptions(), "192.0.2.1:80"), r"target_host is '192\.0\.2\.1': only loopback"),
+        (lambda: relays.add("b", LinkOptions(), nowhere, listen=taken), "in use"),
+        (lambda: relays.add("a", LinkOptions(), nowhere), "link is 'a': a link of that name exists already"),
+        (lambda: relays.set("a", speed=1.0), "speed is not an option of a link"),
+        (lambda: relays.heal("c"), "link is 'c': one of a"),
+        (lambda: relays._do("explode", name="a"), "do is 'explode': one of accept"),
     ):
         with pytest.raises(ValueError, match=words):
             ask()
+    relays.remove("a")
     assert relays.stats() == {}
     # Many threads may ask at once.
     names = [f"link{number}" for number in range(8)]
-    threads = [threading.Thread(target=relays.add, args=(name, LinkOptions(rtt_ms=1), "127.0.0.1:1")) for name in names]
+    threads = [threading.Thread(target=relays.add, args=(name, LinkOptions(rtt_ms=1), nowhere)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:

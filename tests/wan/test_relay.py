@@ -6,7 +6,6 @@ Bytes through it are whole, in order, late enough, and never more of them than t
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import socket
 import struct
@@ -15,7 +14,7 @@ import time
 import pytest
 
 from diloco.wan.link import LinkOptions
-from diloco.wan.relay import SOCKET_BUFFER_BYTES, Relay, RelayHost, format_address, parse_address, require_loopback
+from diloco.wan.relay import SOCKET_BUFFER_BYTES, Relay, format_address, parse_address, require_loopback
 from tests.wan.endpoints import HOST, Site, Streams, is_silent, over, run, site, soon
 
 FAST = LinkOptions(rtt_ms=4)
@@ -149,27 +148,6 @@ def test_addresses_are_parsed_and_written_alike() -> None:
     for text in ("127.0.0.1", "127.0.0.1:", "127.0.0.1:-1", "127.0.0.1:65536", ":x"):
         with pytest.raises(ValueError, match="host:port"):
             parse_address(text)
-
-
-def test_a_host_refuses_in_words() -> None:
-    async def test() -> None:
-        host = RelayHost()
-        add = {"do": "add", "name": "a", "options": {"rtt_ms": 1}, "target": f"{HOST}:1", "listen": f"{HOST}:0"}
-        await host.do(add)
-        for command, words in (
-            (add, "link is 'a': a link of that name exists already"),
-            ({**add, "name": "b", "options": {"speed": 1}}, "speed is not an option of a link"),
-            ({"do": "heal", "name": "c"}, "link is 'c': one of a"),
-            ({"do": "explode", "name": "a"}, "do is 'explode': one of accept"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                await host.do(command)
-        assert json.loads(json.dumps(await host.do({"do": "stats"})))["a"]["bytes_up"] == 0
-        await host.do({"do": "remove", "name": "a"})
-        assert await host.do({"do": "stats"}) == {}
-        await host.close()
-
-    run(test())
 
 
 # --- Bytes through a link ---------------------------------------------------------------------------------------------
