@@ -14,23 +14,40 @@ import pytest
 from diloco.durable import (
     PLAIN_DISK,
     Disk,
-    KillingDisk,
     LockedError,
     ReadingDisk,
     Step,
-    armed_disk,
     locked,
     private_folder,
     write_file,
 )
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.json"
-    for data in (b"old", b"", memoryview(b"newer than old")):
+    for data in (b"older", b"", memoryview(b"old")):
         write_file(path, data)
         assert path.read_bytes() == data
-    assert [each.name for each in tmp_path.iterdir()] == ["state.json"]
+    Disk().write_parts(path, [b"one ", memoryview(b"two"), b""], Step.FILE)
+
+    def breaks() -> Iterator[bytes]:
+        yield b"half"
+        raise ValueError("no more")
+
+    def refuse(handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(ValueError, match="no more"):
+        Disk().write_parts(path, breaks(), Step.FILE)
+    monkeypatch.setattr(os, "fsync", refuse)
+    for attempt in (
+        lambda: write_file(path, b"new"),
+        lambda: PLAIN_DISK.sync_file(path, Step.FILE),
+        lambda: PLAIN_DISK.sync_folder(tmp_path, Step.FILE),
+    ):
+        with pytest.raises(OSError, match="Input/output error"):
+            attempt()
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"state.json": b"one two"}
 
 
 def test_a_secret_is_its_owners_alone_from_the_first_byte_also_where_a_public_file_was(
@@ -54,25 +71,6 @@ def test_the_content_is_durable_before_the_name_and_the_name_before_the_return(
     write_file(path, b"new")
     assert [(Path(name).name.startswith(".state.json."), content) for name, content in seen[:1]] == [(True, b"old")]
     assert seen[1:] == [(str(tmp_path), b"new")]
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "state.json"
-    write_file(path, b"old")
-
-    def refuse(handle: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match="Input/output error"):
-        write_file(path, b"new")
-    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"state.json": b"old"}
-    with pytest.raises(OSError, match="Input/output error"):
-        PLAIN_DISK.sync_file(path, Step.FILE)
-    with pytest.raises(OSError, match="Input/output error"):
-        PLAIN_DISK.sync_folder(tmp_path, Step.FILE)
 
 
 class Counting(Disk):
@@ -107,55 +105,33 @@ def test_every_operation_reaches_its_step_before_and_after(tmp_path: Path) -> No
     wanted = [Step.FOLDER, Step.JOURNAL_BEGIN, Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_CUT, Step.SPOOL_SYNC]
     wanted += [Step.SPOOL_RENAME, Step.SPOOL_FOLDER, Step.SPOOL_DROP, Step.SPOOL_DROP, *[Step.CARD] * 4]
     wanted += [Step.SNAPSHOT_PRUNE]
-    assert disk.passed == [step for step in wanted for _ in ("before", "after")]
-
-
-def test_an_operation_that_fails_has_only_begun(tmp_path: Path) -> None:
-    disk = Counting()
+    both = [step for step in wanted for _ in ("before", "after")]
+    assert disk.passed == both
     with pytest.raises(FileNotFoundError):
         disk.rename(tmp_path / "missing", tmp_path / "b", Step.SPOOL_RENAME)
-    assert disk.passed == [Step.SPOOL_RENAME]
+    assert disk.passed == [*both, Step.SPOOL_RENAME], "what fails has only begun"
 
 
-def test_a_killing_disk_counts_the_passages_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda process, number: killed.append(number))
-    disk = armed_disk("spool.sync:3")
-    assert isinstance(disk, KillingDisk)
-    for step in (Step.SPOOL_SYNC, Step.JOURNAL_SYNC, Step.SPOOL_SYNC, Step.SPOOL_RENAME):
-        disk.reached(step)
-    assert killed == []
-    disk.reached(Step.SPOOL_SYNC)
-    disk.reached(Step.SPOOL_SYNC)
-    assert killed == [9]
-
-
-def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
+def test_a_folder_has_one_holder_who_is_named_and_is_free_again_even_after_sigkill(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    with (
-        locked(folder),
-        pytest.raises(LockedError, match=f"{folder} is in use by process {os.getpid()}"),
-        locked(folder),
-    ):
-        pass
-    with locked(folder):  # The lock is free again afterwards.
-        pass
-
-
-def test_the_lock_ends_with_its_process_even_by_sigkill(tmp_path: Path) -> None:
+    folder.mkdir(mode=0o755)
     program = (
         "import sys, time; from pathlib import Path; from diloco.durable import locked\n"
         "with locked(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(LockedError, match=f"process {holder.pid}"), locked(tmp_path):
+        with pytest.raises(LockedError, match=f"{folder} is in use by process {holder.pid}"), locked(folder):
             pass
         holder.kill()
         holder.wait(10.0)
-    with locked(tmp_path):
-        pass
+    with locked(folder):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "its owner's alone, also where it was not"
+        with pytest.raises(LockedError, match=f"process {os.getpid()}"), locked(folder):
+            pass
+    with locked(folder), locked(tmp_path / "new"):
+        assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
 def test_a_disk_that_is_only_read_changes_nothing(tmp_path: Path) -> None:
@@ -165,19 +141,13 @@ def test_a_disk_that_is_only_read_changes_nothing(tmp_path: Path) -> None:
     disk.remove(tmp_path / "kept", Step.FILE)
     disk.cut(tmp_path / "kept", 1, Step.JOURNAL_CUT)
     disk.sync_folder(tmp_path, Step.FOLDER)
-    with pytest.raises(AssertionError, match="only read"):
-        disk.write_file(tmp_path / "kept", b"", Step.FILE)
-    with pytest.raises(AssertionError, match="only read"):
-        disk.rename(tmp_path / "kept", tmp_path / "gone", Step.FILE)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    assert (tmp_path / "kept").read_bytes() == b"123"
-
-
-def test_a_folder_that_is_held_is_its_owners_alone(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir(mode=0o755)
-    for name in ("old", "new"):
-        with locked(tmp_path / name):
-            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
+    for write in (
+        lambda: disk.write_file(tmp_path / "kept", b"", Step.FILE),
+        lambda: disk.rename(tmp_path / "kept", tmp_path / "gone", Step.FILE),
+    ):
+        with pytest.raises(AssertionError, match="only read"):
+            write()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"kept": b"123"}
 
 
 def test_a_private_folder_is_refused_where_it_is_not_ours_alone(tmp_path: Path) -> None:
@@ -201,20 +171,6 @@ def test_a_settled_folder_is_durable_with_all_above_it(tmp_path: Path, monkeypat
     PLAIN_DISK.settle(folder / "site", Step.OUTBOX_FOLDER)
     assert (folder / "site").is_dir()
     assert synced == [str(each) for each in (folder, *folder.parents)]
-
-
-def test_a_file_of_parts_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    Disk().write_parts(tmp_path / "a", [b"one ", memoryview(b"two"), b""], Step.FILE)
-    assert (tmp_path / "a").read_bytes() == b"one two"
-
-    def breaks() -> Iterator[bytes]:
-        yield b"half"
-        raise ValueError("no more")
-
-    with pytest.raises(ValueError, match="no more"):
-        Disk().write_parts(tmp_path / "a", breaks(), Step.FILE)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert (tmp_path / "a").read_bytes() == b"one two"
 
 
 def test_parts_are_written_over_a_file_that_nobody_needs(tmp_path: Path) -> None:

@@ -48,32 +48,9 @@ NEVER = {
 }
 PURE = ("diloco.sync", "diloco.outer", "diloco.codec", "diloco.wire.chunks")
 IMPURE_IMPORTS = frozenset(
-    {
-        "asyncio",
-        "concurrent",
-        "datetime",
-        "glob",
-        "logging",
-        "multiprocessing",
-        "os",
-        "pathlib",
-        "queue",
-        "random",
-        "sched",
-        "secrets",
-        "select",
-        "selectors",
-        "shutil",
-        "signal",
-        "socket",
-        "socketserver",
-        "ssl",
-        "subprocess",
-        "tempfile",
-        "threading",
-        "time",
-        "uuid",
-    }
+    {"asyncio", "concurrent", "datetime", "glob", "logging", "multiprocessing", "os", "pathlib", "queue", "random"}
+    | {"sched", "secrets", "select", "selectors", "shutil", "signal", "socket", "socketserver", "ssl", "subprocess"}
+    | {"tempfile", "threading", "time", "uuid"}
 )
 IMPURE_CALLS = frozenset({"open", "input", "breakpoint"})
 # The only floor that may import each of these.
@@ -89,30 +66,9 @@ HOMES = {
 }
 ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"})
 MUTABLE_CALLS = frozenset(
-    {
-        "list",
-        "dict",
-        "set",
-        "bytearray",
-        "defaultdict",
-        "deque",
-        "Counter",
-        "OrderedDict",
-        "ChainMap",
-        "array",
-        "count",
-        "cycle",
-        "Lock",
-        "RLock",
-        "Condition",
-        "Event",
-        "Semaphore",
-        "Queue",
-        "SimpleQueue",
-        "local",
-        "ContextVar",
-        "tensor",
-    }
+    {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "ChainMap", "array"}
+    | {"count", "cycle", "Lock", "RLock", "Condition", "Event", "Semaphore", "Queue", "SimpleQueue", "local"}
+    | {"ContextVar", "tensor"}
 )
 # The floors whose data must survive a crash: there every durable step goes through ``diloco.durable.Disk``.
 KEEPERS = ("diloco.syncer", "diloco.learner", "diloco.inner")
@@ -257,19 +213,12 @@ def wiring_is_plain_code(module: Module) -> Iterator[str]:
 
 
 def imports_have_no_side_effects(module: Module) -> Iterator[str]:
-    harmless = (
-        ast.Import,
-        ast.ImportFrom,
-        ast.Assign,
-        ast.AnnAssign,
-        ast.FunctionDef,
-        ast.AsyncFunctionDef,
-        ast.ClassDef,
-    )
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for node in module.tree.body:
+        harmless = isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | definitions)
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         guard = isinstance(node, ast.If) and ast.unparse(node.test) in GUARDS
-        if not (isinstance(node, harmless) or text or guard):
+        if not (harmless or text or guard):
             yield f"line {node.lineno}: importing the module runs `{ast.unparse(node).splitlines()[0]}`"
         if guard and "__name__" in ast.unparse(node.test) and node is not module.tree.body[-1]:
             yield f"line {node.lineno}: the module runs before all of it is defined"

@@ -83,8 +83,54 @@ def test_the_tool_is_called_with_the_source_and_nothing_else_goes_in() -> None:
         ["docker", "build", "--tag", f"here/diloco:1{tag}", "--file", f"Dockerfile{name}", str(SOURCE)]
         for tag, name in (("", ""), ("-cpu", ".cpu"), ("-rocm", ".rocm"))
     ]
-    with pytest.raises(ConfigError, match=r"launch\.base is"):
-        files(named("launch.base='x && y'"))
+    process = processes(configured())[1]
+    assert all(str(SOURCE) not in file.text for file in skypilot.files(process)), "another machine has another path"
+    call = skypilot.call(process)
+    assert call[call.index("--workdir") + 1] == str(SOURCE)
+
+
+def test_a_wheel_or_a_requirement_needs_no_source_tree(tmp_path: Path) -> None:
+    wheel = tmp_path / "diloco-1.2-py3-none-any.whl"
+    wheel.write_bytes(b"PK")
+    config = named(f"launch.package={wheel}", "site.device=cuda")
+    texts = files(config)
+    assert installed_by(texts["Dockerfile"]) == "./diloco-1.2-py3-none-any.whl[gpu]"
+    assert texts["Dockerfile.dockerignore"].split() == ["*", "!constraints.txt", "!*.whl"]
+    assert {call[-1] for call in docker.prepared(config)[1]} == {"."}, "the folder of the files"
+    assert main(["launch", "docker", "--dry-run", "--to", str(tmp_path / "to"), f"launch.package={wheel}"]) == 0
+    assert (tmp_path / "to" / wheel.name).read_bytes() == b"PK", "beside the Dockerfile"
+    assert {"torch", "grpcio"} <= {line.partition("==")[0] for line in texts["constraints.txt"].splitlines()}
+    assert "+" not in texts["constraints.txt"], "a build for one kind of machine"
+    process = processes(configured(f"launch.package={wheel}"))[1]
+    task = yaml.safe_load(skypilot.files(process)[1].text)
+    assert "workdir" not in task
+    mounts = {f"~/diloco-package/{name}": name for name in (wheel.name, "constraints.txt")}
+    assert mounts.items() <= task["file_mounts"].items()
+    assert "cd ~/diloco-package\n" in task["setup"]
+    assert "--workdir" not in skypilot.call(process)
+    for device, installed in (("cpu", "diloco==1.2"), ("cuda", "diloco[gpu]==1.2")):
+        texts = files(named("launch.package='diloco==1.2'", f"site.device={device}"))
+        assert installed_by(texts["Dockerfile"]) == installed, "the extra of the sites"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["launch.package=/none.whl"], r"launch\.package is '/none\.whl': there is no such file"),
+        (["launch.package='x && y'"], r"launch\.package is .*: it has characters that this"),
+        (["launch.base='x && y'"], r"launch\.base is"),
+        (["site.device=cuda", "launch.accelerator=MI300X"], r"launch\.torch_index is empty: an accelerator .* with MI"),
+        (["cluster.syncer.listen=0.0.0.0:443"], r"listen is '0\.0\.0\.0:443': not a loopback address, and there is no"),
+        ([], r"launch\.package is null.*give its wheel"),
+    ],
+)
+def test_what_cannot_be_installed_or_reached_is_said(
+    settings: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not settings:
+        monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/deploy/rendering.py"))
+    with pytest.raises(ConfigError, match=words):
+        files(named(*settings))
 
 
 # --- The processes of a run on one machine ---------------------------------------------------------------------------
@@ -117,26 +163,19 @@ def test_a_service_starts_its_process_with_its_settings_and_its_disk(tmp_path: P
 
 
 def test_a_token_goes_over_the_containers_own_network_and_a_syncer_elsewhere_is_not_started_here() -> None:
-    config = named("site.token_file=tok", "cluster.syncer.tokens_file=tokens.json")
-    texts = files(config)
+    texts = files(named("site.token_file=tok", "cluster.syncer.tokens_file=tokens.json"))
     assert texts[".env"] == "COMPOSE_PROJECT_NAME=first\n"
     assert yaml.safe_load(texts["site-a.config.yaml"])["site"]["insecure_non_loopback"] is True
     texts = files(named("site.syncer=syncer.example.org:7077", "site.token_file=tok", "site.tls_ca=system"))
     assert "syncer" not in yaml.safe_load(texts["compose.yaml"])["services"]
     told = yaml.safe_load(texts["site-a.config.yaml"])["site"]
     assert (told["syncer"], told["insecure_non_loopback"]) == ("syncer.example.org:7077", False)
-
-
-def test_processes_elsewhere_reach_a_syncer_that_is_to_be_reached() -> None:
     secured = ["cluster.syncer.tls_cert=certs/syncer.pem", "cluster.syncer.tls_key=certs/syncer.key"]
     secured += ["cluster.syncer.tls_ca=certs/ca.pem", "cluster.syncer.require_client_cert=true"]
-    syncer = yaml.safe_load(files(named("cluster.syncer.listen=0.0.0.0:443", *secured))["compose.yaml"])["services"][
-        "syncer"
-    ]
-    assert syncer["ports"] == ["443:443"]
+    texts = files(named("cluster.syncer.listen=0.0.0.0:443", *secured))
+    syncer = yaml.safe_load(texts["compose.yaml"])["services"]["syncer"]
+    assert syncer["ports"] == ["443:443"], "processes elsewhere are to reach it"
     assert f"./certs/syncer.key:{STATE}/certs/syncer.key:ro" in syncer["volumes"]
-    with pytest.raises(ConfigError, match=r"listen is '0\.0\.0\.0:443': not a loopback address, and there is no TLS"):
-        files(named("cluster.syncer.listen=0.0.0.0:443"))
 
 
 COMPOSE = next(
@@ -165,64 +204,6 @@ def test_the_tool_itself_reads_the_compose_file(tmp_path: Path) -> None:
 # --- What images and machines install --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def wheel(tmp_path: Path) -> str:
-    path = tmp_path / "diloco-1.2-py3-none-any.whl"
-    path.write_bytes(b"PK")
-    return str(path)
-
-
 def installed_by(dockerfile: str) -> str:
     (line,) = [line for line in dockerfile.splitlines() if "pip install" in line]
     return line.split()[-1].strip('"')
-
-
-def test_an_image_of_a_wheel_needs_no_source_tree(wheel: str, tmp_path: Path) -> None:
-    config = named(f"launch.package={wheel}", "site.device=cuda")
-    texts = files(config)
-    assert installed_by(texts["Dockerfile"]) == "./diloco-1.2-py3-none-any.whl[gpu]"
-    assert texts["Dockerfile.dockerignore"].split() == ["*", "!constraints.txt", "!*.whl"]
-    assert {call[-1] for call in docker.prepared(config)[1]} == {"."}, "the folder of the files"
-    assert main(["launch", "docker", "--dry-run", "--to", str(tmp_path / "to"), f"launch.package={wheel}"]) == 0
-    assert (tmp_path / "to" / Path(wheel).name).read_bytes() == Path(wheel).read_bytes(), "beside the Dockerfile"
-    assert {"torch", "grpcio"} <= {line.partition("==")[0] for line in texts["constraints.txt"].splitlines()}
-    assert "+" not in texts["constraints.txt"], "a build for one kind of machine"
-
-
-def test_a_machine_gets_the_wheel_beside_its_settings(wheel: str) -> None:
-    process = processes(configured(f"launch.package={wheel}"))[1]
-    task = yaml.safe_load(skypilot.files(process)[1].text)
-    assert "workdir" not in task
-    assert task["file_mounts"]["~/diloco-package/diloco-1.2-py3-none-any.whl"] == "diloco-1.2-py3-none-any.whl"
-    assert task["file_mounts"]["~/diloco-package/constraints.txt"] == "constraints.txt"
-    assert "cd ~/diloco-package\n" in task["setup"]
-    assert "--workdir" not in skypilot.call(process)
-
-
-def test_the_source_tree_is_named_in_the_call_alone() -> None:
-    process = processes(configured())[1]
-    assert all(str(SOURCE) not in file.text for file in skypilot.files(process)), "another machine has another path"
-    call = skypilot.call(process)
-    assert call[call.index("--workdir") + 1] == str(SOURCE)
-    assert docker.prepared(named())[1][0][-1] == str(SOURCE)
-
-
-@pytest.mark.parametrize(
-    ("package", "device", "pip"),
-    [("diloco==1.2", "cpu", "diloco==1.2"), ("diloco==1.2", "cuda", "diloco[gpu]==1.2")],
-)
-def test_a_requirement_gets_the_extra_of_the_sites(package: str, device: str, pip: str) -> None:
-    texts = files(named(f"launch.package='{package}'", f"site.device={device}"))
-    assert installed_by(texts["Dockerfile"]) == pip
-
-
-def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.package is '/none\.whl': there is no such file"):
-        files(named("launch.package=/none.whl"))
-    with pytest.raises(ConfigError, match=r"launch\.package is .*: it has characters that this"):
-        files(named("launch.package='x && y'"))
-    with pytest.raises(ConfigError, match=r"launch\.torch_index is empty: an accelerator that begins with MI"):
-        files(named("site.device=cuda", "launch.accelerator=MI300X"))
-    monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/deploy/rendering.py"))
-    with pytest.raises(ConfigError, match=r"launch\.package is null.*give its wheel"):
-        files(named())

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -43,6 +40,12 @@ def pod_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     return pod
 
 
+def settings_of(found: list[dict[str, Any]], folder: Path) -> None:
+    """Puts the files of a process's ConfigMap into ``folder``."""
+    for name, text in only(found, "ConfigMap")["data"].items():
+        (folder / name).write_text(text)
+
+
 def names(told: object) -> Iterator[str]:
     """Everything by which an object is called, or calls another."""
     if isinstance(told, dict):
@@ -58,25 +61,11 @@ def names(told: object) -> Iterator[str]:
 def test_each_container_starts_its_process(tmp_path: Path) -> None:
     found = manifests(tmp_path)
     for process in prepared(composed(*RUN)):
-        for name, text in only(found[process.name], "ConfigMap")["data"].items():
-            (tmp_path / name).write_text(text)
+        settings_of(found[process.name], tmp_path)
         (container,) = pod_of(found[process.name])["containers"]
         folder, _, name = container["command"][-1].rpartition("/")
         assert folder == SETTINGS
         assert understood([*container["command"][:-1], name], tmp_path) == process.config
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed here")
-def test_the_tool_itself_reads_the_files(tmp_path: Path) -> None:
-    found = manifests(tmp_path)
-    command = ["kubectl", "label", "--local", "--output", "name", *(f"--filename={name}.yaml" for name in found), "a=b"]
-    environment = {**os.environ, "KUBECONFIG": os.devnull, "HOME": str(tmp_path)}
-    told = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert told.returncode == 0, told.stderr
-    kinds_read = sorted(line.partition("/")[0].partition(".")[0] for line in told.stdout.split())
-    assert kinds_read == sorted(each["kind"].lower() for every in found.values() for each in every)
 
 
 VALIDATE = """import sys, kubernetes_validate, yaml
@@ -124,6 +113,7 @@ def test_a_site_is_a_job_that_is_tried_again_where_that_can_be_of_use(tmp_path: 
     assert [each["kind"] for each in found] == ["ConfigMap", "PersistentVolumeClaim", "Job"]
     job = found[-1]["spec"]
     assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (1, 1, 5)
+    assert "completionMode" not in job
     decided = {
         code: rule["action"]
         for rule in job["podFailurePolicy"]["rules"]
@@ -156,35 +146,53 @@ def test_a_site_of_several_machines_is_an_indexed_job_whose_pods_find_the_first(
     assert rank == {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": field}}}
     *command, setting = container["command"]
     assert setting == "site.node_rank=$(NODE_RANK)"
-    for name, text in only(found, "ConfigMap")["data"].items():
-        (tmp_path / name).write_text(text)
+    settings_of(found, tmp_path)
     for node_rank in range(3):
         config = read(tmp_path / "fra.config.yaml", [setting.replace("$(NODE_RANK)", str(node_rank))])
         check_identity(config)
         assert (config.site.nodes, config.site.rendezvous) == (3, "first-fra-0.first-fra:29500")
     assert command == ["diloco", "site", "--config", f"{SETTINGS}/fra.config.yaml"]
     assert container["ports"] == [{"name": "rendezvous", "containerPort": 29500}]
-    other = manifests(tmp_path / "one")["fra"]
-    assert [each["kind"] for each in other] == ["ConfigMap", "PersistentVolumeClaim", "Job"]
-    assert "completionMode" not in other[-1]["spec"]
 
 
 def test_pods_get_the_accelerators_and_the_image_of_their_vendor(tmp_path: Path) -> None:
     found = manifests(tmp_path, "site.device=cuda", "cluster.sites.fra.accelerator=MI300X")
-    containers = {name: pod_of(each)["containers"][0] for name, each in found.items()}
-    assert {name: each["image"].partition(":")[2] for name, each in containers.items()} == {
-        "syncer": "latest-cpu",
-        "site-a": "latest",
-        "fra": "latest-rocm",
+    got = {}
+    for name, each in found.items():
+        (container,) = pod_of(each)["containers"]
+        got[name] = (container["image"].partition(":")[2], container.get("imagePullPolicy"))
+        got[name] += (*sorted(container["resources"]["limits"]),)
+    assert got == {
+        "syncer": ("latest-cpu", "Always", "memory"),
+        "site-a": ("latest", None, "memory", "nvidia.com/gpu"),
+        "fra": ("latest-rocm", "Always", "amd.com/gpu", "memory"),
     }
-    assert [containers[name].get("imagePullPolicy") for name in ("syncer", "site-a", "fra")] == [
-        "Always",
-        None,
-        "Always",
-    ]
-    assert containers["fra"]["resources"]["limits"].keys() == {"memory", "amd.com/gpu"}
-    assert containers["site-a"]["resources"]["limits"].keys() == {"memory", "nvidia.com/gpu"}
     assert pod_of(found["fra"])["initContainers"][0]["image"] == "diloco:latest-rocm"
+
+
+def test_secrets_are_named_and_never_written_and_probes_ask_what_the_kubelet_may_ask(tmp_path: Path) -> None:
+    for name, found in manifests(tmp_path).items():
+        pod = pod_of(found)
+        assert {"name": "shown", "secret": {"secretName": f"first-{name}"}} in pod["volumes"]
+        (keys,) = pod["initContainers"]
+        assert keys["command"] == ["sh", "-c", f"install -m 0600 {SHOWN}/* {OWN}/"]
+        text = (tmp_path / f"{name}.yaml").read_text()
+        assert f"kubectl --namespace default create secret generic first-{name} --from-file=certs/ca.pem" in text
+        assert "PRIVATE KEY" not in text
+    config = composed(*RUN)
+    syncer, site = prepared(config)[0].config, prepared(config)[1].config
+    assert syncer.cluster.syncer.require_client_cert
+    assert syncer.cluster.syncer.tls_key == f"{OWN}/syncer.key"
+    assert (site.site.tls_key, site.site.tls_ca) == (f"{OWN}/site.key", f"{OWN}/ca.pem")
+    assert site.site.syncer == "first-syncer.default.svc:7077"
+    assert syncer.cluster.syncer.listen == "0.0.0.0:7077"
+    assert config.cluster.syncer.listen == "127.0.0.1:7077", "what was given is left as it was"
+    plain = manifests(tmp_path, "launch.secrets=false", "cluster.syncer.insecure_non_loopback=true")
+    assert "initContainers" not in pod_of(plain["fra"])
+    for found, kind in ((manifests(tmp_path), "tcpSocket"), (plain, "grpc")):
+        (container,) = pod_of(found["syncer"])["containers"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe][kind] == {"port": 7077}
 
 
 def test_every_pod_is_without_privileges_and_every_name_fits(tmp_path: Path) -> None:
@@ -206,47 +214,17 @@ def test_every_pod_is_without_privileges_and_every_name_fits(tmp_path: Path) -> 
         assert all(LABEL.fullmatch(name) for name in labelled), labelled
 
 
-def test_secrets_are_named_and_never_written(tmp_path: Path) -> None:
-    for name, found in manifests(tmp_path).items():
-        pod = pod_of(found)
-        assert {"name": "shown", "secret": {"secretName": f"first-{name}"}} in pod["volumes"]
-        (keys,) = pod["initContainers"]
-        assert keys["command"] == ["sh", "-c", f"install -m 0600 {SHOWN}/* {OWN}/"]
-        text = (tmp_path / f"{name}.yaml").read_text()
-        assert f"kubectl --namespace default create secret generic first-{name} --from-file=certs/ca.pem" in text
-        assert "PRIVATE KEY" not in text
-    config = composed(*RUN)
-    syncer, site = prepared(config)[0].config, prepared(config)[1].config
-    assert syncer.cluster.syncer.require_client_cert
-    assert syncer.cluster.syncer.tls_key == f"{OWN}/syncer.key"
-    assert (site.site.tls_key, site.site.tls_ca) == (f"{OWN}/site.key", f"{OWN}/ca.pem")
-    assert site.site.syncer == "first-syncer.default.svc:7077"
-    assert syncer.cluster.syncer.listen == "0.0.0.0:7077"
-    assert config.cluster.syncer.listen == "127.0.0.1:7077", "what was given is left as it was"
-
-
-@pytest.mark.parametrize(("settings", "kind"), [([], "tcpSocket"), (["launch.secrets=false"], "grpc")])
-def test_probes_ask_what_the_kubelet_may_ask(settings: list[str], kind: str, tmp_path: Path) -> None:
-    more = ["cluster.syncer.insecure_non_loopback=true"] if settings else []
-    found = manifests(tmp_path, *settings, *more)
-    (container,) = pod_of(found["syncer"])["containers"]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe][kind] == {"port": 7077}
-    assert ("initContainers" in pod_of(found["fra"])) is not bool(settings)
-
-
 def test_sites_may_be_told_of_a_syncer_elsewhere_and_of_several(tmp_path: Path) -> None:
-    found = prepared(composed(*[*RUN, "site.syncer=syncer.example.org:443"]))
+    found = prepared(composed(*RUN, "site.syncer=syncer.example.org:443"))
     assert found[1].config.site.syncer == "syncer.example.org:443"
     two = ["outer.num_fragments=4", "outer.num_syncers=2"]
-    found = prepared(composed(*[*RUN, *two]))
+    found = prepared(composed(*RUN, *two))
     assert [each.name for each in found] == ["syncer", "syncer-1", "site-a", "fra"]
     assert found[2].config.site.syncer == "first-syncer.default.svc:7077/first-syncer-1.default.svc:7077"
     assert manifests(tmp_path, *two).keys() == {"syncer", "syncer-1", "site-a", "fra"}
-
-
-def test_what_pods_could_not_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.syncer\.listen is '127\.0\.0\.1:0': give a fixed port"):
-        prepared(composed(*[*RUN, "cluster.syncer.listen=127.0.0.1:0"]))
-    with pytest.raises(ConfigError, match=r"listen is '0\.0\.0\.0:7077': not a loopback address, and there is no TLS"):
-        prepared(composed(*[*RUN, "launch.secrets=false"]))
+    for setting, words in (
+        ("cluster.syncer.listen=127.0.0.1:0", r"cluster\.syncer\.listen is '127\.0\.0\.1:0': give a fixed port"),
+        ("launch.secrets=false", r"listen is '0\.0\.0\.0:7077': not a loopback address, and there is no TLS"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            prepared(composed(*RUN, setting))

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,13 +74,60 @@ def test_a_tuned_one_or_a_near_syncer_is_fine(tmp_path: Path, values: dict[str, 
     )
     [line] = [finding.line() for finding in kernel(FAR, tmp_path / "another system")]
     assert "its TCP settings are not checked" in line
-
-
-def test_a_link_whose_rate_is_that_of_one_window_is_bound_by_it(tmp_path: Path) -> None:
     # Of 20 MB/s over 100 ms where a window allows 27: it may be the window, and more cannot be seen through it.
     for rate, level in ((20e6, "warn"), (10e6, "ok")):
         found = lines(tmp_path, TUNED | {"ipv4/tcp_wmem": STOCK["ipv4/tcp_wmem"]}, LinkFigures(0.1, rate, rate))
         assert found[0].startswith(level)
+    told = [megabits(each) for each in (1.6e3, 27.26e6, 260e6, 2.5e9)]
+    assert told == ["0.0128 Mbit/s", "218 Mbit/s", "2,080 Mbit/s", "20 Gbit/s"]
+
+
+def test_plain_kernels_and_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels()[0].says == kernel_library.description()
+    monkeypatch.setattr(kernel_library, "choice", lambda: kernel_library.Choice(None, 0, "no library"))
+    monkeypatch.delenv("DILOCO_KERNELS", raising=False)
+    line = kernels()[0].line()
+    assert line.startswith("warn  kernels     plain (no library) -> install diloco where a C++ compiler is")
+    monkeypatch.setenv("DILOCO_KERNELS", "plain")
+    assert "-> unset DILOCO_KERNELS: an update takes" in kernels()[0].line()
+    told = "open files: at most {}, which syncer, standby, site and up raise to {}"
+    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 512))
+    line = f"warn  limits      {told.format(256, 512)} -> raise the hard limit to 1024 or more"
+    assert limits()[0].line().startswith(line)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1024, 1_000_000))
+    assert limits()[0].line() == f"ok    limits      {told.format(1024, 65536)}"
+
+
+def test_a_disk_that_takes_nothing_is_full_small_or_slow_is_told_of_with_what_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(owner: str = "site a", needed_bytes: int = 0) -> str:
+        [finding] = store(Store(owner, tmp_path, needed_bytes))
+        return finding.line()
+
+    for number, words in (
+        (errno.ENOSPC, "No space left on device -> make room on the disk of"),
+        (errno.EACCES, "Permission denied -> let user"),
+        (errno.EROFS, "Read-only file system -> set run.dir to a folder that can be written"),
+    ):
+
+        def fsync(*_: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(machine.os, "fsync", fsync)
+            assert found().startswith(f"fail  store       site a: {tmp_path} cannot be written: {words}")
+        assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        fields = list(os.statvfs(tmp_path))
+        fields[4] = 1  # f_bavail
+        patch.setattr(machine.os, "statvfs", lambda path: os.statvfs_result(fields))
+        line = found("syncer")
+        assert line.startswith("fail")
+        assert line.endswith("or set cluster.syncer.folder to another one")
+    assert re.match("warn .*a run of this configuration needs about", found(needed_bytes=1 << 60))
+    monkeypatch.setattr(machine, "SLOW_SYNC_S", 0.0)
+    assert re.match("warn .* -> keep the folder on a local disk", found())
 
 
 def test_the_format_of_products_is_told_and_an_emulated_one_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,27 +147,6 @@ def test_this_machine_is_told_of_and_a_gpu_that_is_wanted_and_not_there_fails(mo
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     [found] = devices("cuda")
     assert (found.level.value, found.remedy[:20]) == ("fail", "set site.device=auto")
-
-
-def test_kernels_that_are_not_compiled_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = kernel_library.Choice(None, 0, "no library")
-    monkeypatch.setattr(kernel_library, "choice", lambda: plain)
-    monkeypatch.delenv("DILOCO_KERNELS", raising=False)
-    line = kernels()[0].line()
-    assert line.startswith("warn  kernels     plain (no library) -> install diloco where a C++ compiler is")
-    monkeypatch.setenv("DILOCO_KERNELS", "plain")
-    assert "-> unset DILOCO_KERNELS: an update takes" in kernels()[0].line()
-    monkeypatch.undo()
-    assert kernels()[0].says == kernel_library.description()
-
-
-def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 512))
-    told = "open files: at most 256, which syncer, standby, site and up raise to 512"
-    assert limits()[0].line().startswith(f"warn  limits      {told} -> raise the hard limit to 1024 or more")
-    monkeypatch.setattr("resource.getrlimit", lambda which: (1024, 1_000_000))
-    told = "open files: at most 1024, which syncer, standby, site and up raise to 65536"
-    assert limits()[0].line() == f"ok    limits      {told}"
 
 
 @pytest.mark.parametrize(
@@ -145,11 +171,6 @@ def test_a_proxy_that_grpc_would_take_is_told_of_without_its_secret(
         assert f"{host} (or unset " in found.remedy
 
 
-def test_rates_are_told_in_bits() -> None:
-    told = [megabits(each) for each in (1.6e3, 27.26e6, 260e6, 2.5e9)]
-    assert told == ["0.0128 Mbit/s", "218 Mbit/s", "2,080 Mbit/s", "20 Gbit/s"]
-
-
 # --- The folders of a run --------------------------------------------------------------------------------------------
 
 
@@ -160,51 +181,6 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     assert found.figures["fsync_s"] > 0
     assert found.figures["write_bytes_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
-
-
-def failing(number: int) -> Callable[..., None]:
-    def fsync(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return fsync
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.ENOSPC, "No space left on device -> make room on the disk of"),
-        (errno.EACCES, "Permission denied -> let user"),
-        (errno.EROFS, "Read-only file system -> set run.dir to a folder that can be written"),
-    ],
-)
-def test_a_disk_that_takes_nothing_fails_with_what_to_change(
-    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine.os, "fsync", failing(number))
-    [found] = store(Store("site a", tmp_path, 0))
-    monkeypatch.undo()
-    assert found.line().startswith(f"fail  store       site a: {tmp_path} cannot be written: {words}")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_is_full_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = list(os.statvfs(tmp_path))
-    fields[4] = 1  # f_bavail
-    monkeypatch.setattr(machine.os, "statvfs", lambda path: os.statvfs_result(fields))
-    [found] = store(Store("syncer", tmp_path, 0))
-    assert found.level.value == "fail"
-    assert found.remedy.endswith("or set cluster.syncer.folder to another one")
-
-
-def test_too_little_room_for_the_run_and_a_slow_disk_are_warnings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [found] = store(Store("site a", tmp_path, 1 << 60))
-    assert found.level.value == "warn"
-    assert "a run of this configuration needs about" in found.says
-    monkeypatch.setattr(machine, "SLOW_SYNC_S", 0.0)
-    [found] = store(Store("site a", tmp_path, 0))
-    assert (found.level.value, found.remedy[:30]) == ("warn", "keep the folder on a local dis")
 
 
 def test_the_folders_that_are_here_are_looked_at(tmp_path: Path) -> None:

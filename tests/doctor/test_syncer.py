@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -53,7 +54,9 @@ def said(found: Visit | Way) -> str:
 
 def test_a_syncer_that_is_well_is_told_line_by_line_and_nothing_was_asked_of_its_run() -> None:
     with served() as (address, fake):
-        found = visited(address)
+        way, found = way_to(address, PLAIN), visited(address)
+    assert (way.reached, way.open, [each.check for each in way.findings]) == (True, True, ["dns", "tcp"])
+    assert "connects in" in said(way)
     wanted = ["grpc", "run", "rtt", "identity", "protocol", "settings", "clock", "bandwidth"]
     assert [(each.check, each.level.value) for each in found.findings] == [(check, "ok") for check in wanted]
     assert 0 < found.rtt_s < 10
@@ -148,29 +151,43 @@ def mutual(authority: Authority) -> SecurityOptions:
     return SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True)
 
 
-def test_a_plain_syncer_is_reached_step_by_step() -> None:
-    assert way_to("unix:/run/diloco.sock", PLAIN).open, "a socket of this machine needs no way"
-    with served() as (address, _):
-        way = way_to(address, PLAIN)
-    assert (way.reached, way.open) == (True, True)
-    assert [each.check for each in way.findings] == ["dns", "tcp"]
-    assert "connects in" in said(way)
-
-
 def test_a_name_that_is_none_a_closed_port_and_a_silent_one_are_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert way_to("unix:/run/diloco.sock", PLAIN).open, "a socket of this machine needs no way"
     monkeypatch.setattr(syncer, "GREET_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for address, words in (
-            ("nohost.invalid:7077", ("fail  dns         nohost.invalid does not resolve: ", " -> give the right name")),
-            (f"localhost:{free_port()}", ("Connection refused -> start the syncer, or give the port",)),
+            ("nohost.invalid:7077", "fail  dns         nohost.invalid does not resolve: .* -> give the right name"),
+            (f"localhost:{free_port()}", "Connection refused -> start the syncer, or give the port"),
             (
                 f"127.0.0.1:{silent.getsockname()[1]}",
-                ("fail  http2       nothing answers, where a syncer speaks HTTP/2 -> it accepts and says nothing",),
+                "fail  http2       nothing answers, where a syncer speaks HTTP/2 -> it accepts and says nothing",
             ),
         ):
             way = way_to(address, PLAIN)
             assert (way.reached, way.open) == (False, False)
-            assert all(each in said(way) for each in words), said(way)
+            assert re.search(words, said(way)), said(way)
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends_in_s", "level", "words"),
+    [
+        (("site/a",), 86400 * 90, Level.OK, "certificate of spiffe://example.org/site/a, good until"),
+        (("site/a",), 3600, Level.WARN, "diloco certs issue DIR --site a"),
+        (("site/a",), -60, Level.FAIL, "ended on 2"),
+        ((), 86400 * 90, Level.FAIL, "it must have exactly one SPIFFE id"),
+    ],
+)
+def test_what_this_end_shows_is_judged_here_and_a_token_is_never_told(
+    ids: tuple[str, ...], ends_in_s: float, level: Level, words: str, authority: Authority
+) -> None:
+    uris = [x509.UniformResourceIdentifier(f"spiffe://example.org/{each}") for each in ids]
+    cert, key = authority.issue("client", *uris, ends_in_s=ends_in_s)
+    [found] = own_files(SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca), "a")
+    assert found.level is level
+    assert words in found.line()
+    [found] = own_files(SecurityOptions(token_file="/secrets/token"), "a")
+    assert found.line() == "ok    files       a token, from /secrets/token"
+    assert "nothing to show" in own_files(PLAIN, "a")[0].says
 
 
 def test_a_web_server_is_none() -> None:
@@ -200,41 +217,29 @@ def test_mutual_tls_that_stands_is_told_with_its_certificate(authority: Authorit
     assert "diloco certs issue DIR --syncer --host 127.0.0.1" in tls.remedy
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("no tls", "it speaks TLS, but this end is set to do without -> give site.tls_ca=FILE"),
-        ("no certificate", "give site.tls_cert and site.tls_key"),
-        ("foreign certificate", "-> have site.tls_cert issued by the authority that the syncer trusts"),
-        ("wrong authority", "did not sign the syncer's certificate, CN=authority did: "),
-        ("over", "the syncer's certificate ended on 2"),
-        ("wrong name", "the syncer's certificate is not for 127.0.0.1: it names syncer.example -> give one of these"),
-        ("no tls there", "it does not speak TLS -> leave site.tls_ca out"),
-    ],
-)
-def test_tls_that_does_not_stand_is_told_with_what_to_change(
-    case: str, words: str, authority: Authority, tmp_path: Path
-) -> None:
+def test_tls_that_does_not_stand_is_told_with_what_to_change(authority: Authority, tmp_path: Path) -> None:
     def ends(pair: tuple[str, str], ca: str = "") -> SecurityOptions:
         return SecurityOptions(tls_cert=pair[0], tls_key=pair[1], tls_ca=ca)
 
     both, other, own = mutual(authority), Authority(tmp_path, "other"), authority.site("site/a")
-    over = authority.issue("over", *LOOPBACK, ends_in_s=-60)
-    named = authority.issue("named", x509.DNSName("syncer.example"))
-    there, here = {
-        "no tls": (both, PLAIN),
-        "no certificate": (both, SecurityOptions(tls_ca=authority.ca)),
-        "foreign certificate": (both, ends(other.site("site/a"), authority.ca)),
-        "wrong authority": (both, ends(own, other.ca)),
-        "over": (ends(over), ends(own, authority.ca)),
-        "wrong name": (ends(named), ends(own, authority.ca)),
-        "no tls there": (PLAIN, ends(own, authority.ca)),
-    }[case]
-    with served(there) as (address, _):
-        way = way_to(address, here)
-    assert (way.reached, way.open) == (True, False), said(way)
-    assert way.findings[-1].level is Level.FAIL
-    assert words in said(way)
+    bare, foreign = SecurityOptions(tls_ca=authority.ca), ends(other.site("site/a"), authority.ca)
+    over = ends(authority.issue("over", *LOOPBACK, ends_in_s=-60))
+    named = ends(authority.issue("named", x509.DNSName("syncer.example")))
+    good, elsewhere = ends(own, authority.ca), "the syncer's certificate is not for 127.0.0.1: it names syncer.example"
+    for there, here, words in (
+        (both, PLAIN, "it speaks TLS, but this end is set to do without -> give site.tls_ca=FILE"),
+        (both, bare, "give site.tls_cert and site.tls_key"),
+        (both, foreign, "-> have site.tls_cert issued by the authority that the syncer trusts"),
+        (both, ends(own, other.ca), "did not sign the syncer's certificate, CN=authority did: "),
+        (over, good, "the syncer's certificate ended on 2"),
+        (named, good, f"{elsewhere} -> give one of these"),
+        (PLAIN, good, "it does not speak TLS -> leave site.tls_ca out"),
+    ):
+        with served(there) as (address, _):
+            way = way_to(address, here)
+        assert (way.reached, way.open) == (True, False), said(way)
+        assert way.findings[-1].level is Level.FAIL
+        assert words in said(way)
 
 
 def test_one_dead_address_of_several_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,31 +257,6 @@ def test_one_dead_address_of_several_is_a_warning(monkeypatch: pytest.MonkeyPatc
         "warn  tcp         10.0.0.1 port 7077 connects in 80 ms; 10.0.0.2 port 7077: no answer (dropped on the way?)"
         " -> take the dead address out of DNS: each connection may try it first",
     ]
-
-
-@pytest.mark.parametrize(
-    ("ids", "ends_in_s", "level", "words"),
-    [
-        (("site/a",), 86400 * 90, Level.OK, "certificate of spiffe://example.org/site/a, good until"),
-        (("site/a",), 3600, Level.WARN, "diloco certs issue DIR --site a"),
-        (("site/a",), -60, Level.FAIL, "ended on 2"),
-        ((), 86400 * 90, Level.FAIL, "it must have exactly one SPIFFE id"),
-    ],
-)
-def test_what_this_end_shows_is_judged_here(
-    ids: tuple[str, ...], ends_in_s: float, level: Level, words: str, authority: Authority
-) -> None:
-    uris = [x509.UniformResourceIdentifier(f"spiffe://example.org/{each}") for each in ids]
-    cert, key = authority.issue("client", *uris, ends_in_s=ends_in_s)
-    [found] = own_files(SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca), "a")
-    assert found.level is level
-    assert words in found.line()
-
-
-def test_a_token_is_never_told() -> None:
-    [found] = own_files(SecurityOptions(token_file="/secrets/token"), "a")
-    assert found.line() == "ok    files       a token, from /secrets/token"
-    assert "nothing to show" in own_files(PLAIN, "a")[0].says
 
 
 # --- A run that is watched -------------------------------------------------------------------------------------------

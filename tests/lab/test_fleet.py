@@ -12,9 +12,27 @@ from diloco.codec.registry import make_codec
 from diloco.config import build
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
+from diloco.config.schema import RunConfig
 from diloco.lab.fleet import Told, above_of, fleet_of, tree_of, with_sites
 from diloco.sim.fleet_plan import FleetFault, Region
 from tests.runs.processes import TINY
+
+
+@pytest.fixture
+def three() -> RunConfig:
+    return compose([*TINY, "cluster=local3"])
+
+
+def test_chips_regions_and_sites_fail_and_steps_vary_as_told(three: RunConfig) -> None:
+    told = replace(TIMES, interruptions_per_day=2.0, chips=1461, interruptions_per_chip_year=0.5, step_jitter=0.25)
+    told = replace(told, regions=["site-c,site-a"], region_interruptions_per_day=86_400.0)
+    plan = fleet_of(three, told)
+    assert [site.interruptions_per_s * 86_400 for site in plan.sites] == pytest.approx([4.0] * 3)
+    assert [site.step_jitter for site in plan.sites] == [0.25] * 3
+    assert plan.regions == (Region(sites=(2, 0), interruptions_per_s=1.0, away_s=1.0),)
+    with pytest.raises(ConfigError, match=r"--region site-a,site-z has 'site-z': one of site-a, site-b, site-c"):
+        fleet_of(three, replace(told, regions=["site-a,site-z"]))
+
 
 TIMES = Told(step_s=0.5, away_s=1.0)
 
@@ -34,24 +52,16 @@ def test_sites_links_sizes_and_rules_are_the_runs() -> None:
     assert (plan.outer, plan.learner) == (build.outer_options(config), build.learner_options(config))
 
 
-def test_chips_fail_beside_their_site_and_steps_vary() -> None:
-    told = replace(TIMES, interruptions_per_day=2.0, chips=1461, interruptions_per_chip_year=0.5, step_jitter=0.25)
-    plan = fleet_of(compose([*TINY, "cluster=local3"]), told)
-    assert [site.interruptions_per_s * 86_400 for site in plan.sites] == pytest.approx([4.0] * 3)
-    assert [site.step_jitter for site in plan.sites] == [0.25] * 3
-
-
-def test_maintenance_goes_from_site_to_site_as_long_as_the_run_lasts() -> None:
+def test_maintenance_goes_from_site_to_site_as_long_as_the_run_lasts(three: RunConfig) -> None:
     told = replace(TIMES, seconds=9000.0, maintenance_every_h=1.0, maintenance_s=60.0)
-    plan = fleet_of(compose([*TINY, "cluster=local3"]), told)
-    assert [site.planned for site in plan.sites] == [
+    assert [site.planned for site in fleet_of(three, told).sites] == [
         ((1200.0, 1260.0), (4800.0, 4860.0), (8400.0, 8460.0)),
         ((2400.0, 2460.0), (6000.0, 6060.0)),
         ((3600.0, 3660.0), (7200.0, 7260.0)),
     ]
-    assert fleet_of(compose([*TINY, "cluster=local3"]), TIMES).sites[0].planned == ()
+    assert fleet_of(three, TIMES).sites[0].planned == ()
     with pytest.raises(ConfigError, match=r"--maintenance-s is 1201: .* each of 3 sites gets only 1200 s"):
-        fleet_of(compose([*TINY, "cluster=local3"]), replace(told, maintenance_s=1201.0))
+        fleet_of(three, replace(told, maintenance_s=1201.0))
 
 
 def test_each_site_of_the_run_above_is_a_region_with_the_sites_of_this_one() -> None:
@@ -137,21 +147,12 @@ def test_a_scenario_of_a_run_is_one_of_its_fleet(tmp_path: Path) -> None:
     assert fleet_of(compose([*TINY, "cluster=local3"]), TIMES).faults == (), "the demo is for diloco up"
 
 
-def test_regions_are_sites_that_fail_together() -> None:
-    config = compose([*TINY, "cluster=local3"])
-    plan = fleet_of(config, replace(TIMES, regions=["site-c,site-a"], region_interruptions_per_day=86_400.0))
-    assert plan.regions == (Region(sites=(2, 0), interruptions_per_s=1.0, away_s=1.0),)
-    with pytest.raises(ConfigError, match=r"--region site-a,site-z has 'site-z': one of site-a, site-b, site-c"):
-        fleet_of(config, replace(TIMES, regions=["site-a,site-z"], region_interruptions_per_day=1.0))
-
-
-def test_many_sites_are_those_that_there_are_over_and_over() -> None:
-    config = compose([*TINY, "cluster=local3"])
-    many = with_sites(config, 20)
+def test_many_sites_are_those_that_there_are_over_and_over(three: RunConfig) -> None:
+    many = with_sites(three, 20)
     assert " ".join(list(many.cluster.sites)[:7]) == "site-a site-b site-c site-a-2 site-b-2 site-c-2 site-a-3"
     steps = [site.step_s for site in fleet_of(many, TIMES).sites]
     assert steps == pytest.approx([0.5 * (1.0, 1.25, 1.6)[place % 3] for place in range(20)])
     assert many.outer.sites_max == 20
-    assert list(with_sites(config, 2).cluster.sites) == ["site-a", "site-b"]
+    assert list(with_sites(three, 2).cluster.sites) == ["site-a", "site-b"]
     with pytest.raises(ConfigError, match="--sites is 0: at least 1"):
-        with_sites(config, 0)
+        with_sites(three, 0)

@@ -33,11 +33,40 @@ def test_an_event_says_when_who_and_what_as_far_as_it_is_json(tmp_path: Path) ->
     log = EventLog(tmp_path / "deep" / "events.jsonl", "site-a")
     log.emit("step", {"path": Path("x"), "loss": math.nan, "sites": {"a": math.inf}, "versions": (1, 2)})
     log.emit("connected")
-    log.close()
-    events, _ = read_events(log.path)
+    wait_until(lambda: len(read_events(log.path)[0]) == 2)
+    first, second = read_events(log.path)[0]
     said = {"who": "site-a", "path": "PosixPath('x')", "loss": None, "sites": {"a": None}, "versions": [1, 2]}
-    assert {name: events[0][name] for name in said} == said
-    assert [event["what"] for event in events] == ["step", "connected"]
+    assert {name: first[name] for name in said} == said
+    assert (first["what"], second["what"]) == ("step", "connected")
+    log.path.rename(tmp_path / "events.jsonl-20261125")  # As logrotate does it.
+    log.emit("two")
+    log.close()
+    assert [event["what"] for event in read_events(log.path)[0]] == ["two"]
+
+
+def test_a_reader_goes_on_where_it_stopped_and_loses_only_what_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read_events(path) == ([], 0)
+    path.write_bytes(b'{"at": 1, "who": "up", "what": "a"}\n{"at": 2, "who"')
+    events, offset = read_events(path)
+    assert [event["what"] for event in events] == ["a"]
+    with path.open("ab") as file:
+        file.write(b': "up", "what": "b"}\nnot an event\n{"at": 3, "who": "up", "what": "c"}\n')
+    events, offset = read_events(path, offset)
+    assert [event["what"] for event in events] == ["b", "c"]
+    assert offset == path.stat().st_size
+    # As an earlier release left it, or another process that shares the file.
+    whole = {"at": 2.0, "who": "site-b", "what": "step", "units": {"at": 3}}
+    path.write_text('{"at": 1.0, "who": "site-a", "wh' + json.dumps(whole) + '\n{"at": 1.0, "who": "site-a"')
+    assert read_events(path)[0] == [whole]
+    log = EventLog(path, "site-a")
+    log.emit("connected")
+    log.close()
+    assert [event["what"] for event in read_events(path)[0]] == ["step", "connected"], "a dead process had cut that"
+
+
+def missing_said(count: int, why: str) -> str:
+    return f"{count} lines are missing: {why}\n"
 
 
 def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
@@ -50,19 +79,6 @@ def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
     events, _ = read_events(path)
     for name in names:
         assert [event["step"] for event in events if event["who"] == name] == list(range(300))
-
-
-def test_a_reader_goes_on_where_it_stopped_and_leaves_half_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    assert read_events(path) == ([], 0)
-    path.write_bytes(b'{"at": 1, "who": "up", "what": "a"}\n{"at": 2, "who"')
-    events, offset = read_events(path)
-    assert [event["what"] for event in events] == ["a"]
-    with path.open("ab") as file:
-        file.write(b': "up", "what": "b"}\nnot an event\n{"at": 3, "who": "up", "what": "c"}\n')
-    events, offset = read_events(path, offset)
-    assert [event["what"] for event in events] == ["b", "c"]
-    assert offset == path.stat().st_size
 
 
 def test_processes_turn_a_shared_file_over_and_a_reader_follows(
@@ -93,16 +109,6 @@ def test_processes_turn_a_shared_file_over_and_a_reader_follows(
     assert len(kept) > 30
 
 
-def test_a_file_that_logrotate_moves_away_is_begun_anew(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", "up")
-    log.emit("one")
-    wait_until(lambda: len(read_events(log.path)[0]) == 1)
-    log.path.rename(tmp_path / "events.jsonl-20261125")
-    log.emit("two")
-    log.close()
-    assert [event["what"] for event in read_events(log.path)[0]] == ["two"]
-
-
 class Disk:
     """One that takes so many bytes, and then none before it has ``room`` again."""
 
@@ -117,30 +123,25 @@ class Disk:
         return len(fits)
 
 
-@pytest.mark.parametrize(("room", "cut"), [(10, ""), (15, "secon\n"), (8, "")])
-def test_what_a_full_disk_refuses_is_counted_and_said_once(room: int, cut: str) -> None:
+@pytest.mark.parametrize(("room", "cut", "refused"), [(10, "", 2), (15, "secon\n", 2), (8, "", 3)])
+def test_what_a_full_disk_refuses_is_counted_and_said_once(room: int, cut: str, refused: int) -> None:
     disk = Disk(room)
-    lines = LineWriter(disk.write, lambda count, why: f"{count} lines are missing: {why}\n")
+    lines = LineWriter(disk.write, missing_said)
     for line in ("the first\n", "second\n", "third\n"):
         lines.write(line)
-    refused = 2 if room > 8 else 3
     disk.room = 1000
     for line in ("fourth\n", "fifth\n"):
         lines.write(line)
-    begin = "the first\n" if room > 8 else "the firs\n"
-    missing = f"{refused} lines are missing: No space left on device\n"
-    assert disk.taken.decode() == f"{begin}{cut}{missing}fourth\nfifth\n"
-
-
-def test_what_is_missing_at_the_end_is_said_if_there_is_room_by_then() -> None:
+    first = "the first\n" if room > 8 else "the firs\n"
+    assert disk.taken.decode() == f"{first}{cut}{missing_said(refused, 'No space left on device')}fourth\nfifth\n"
     disk = Disk(3)
-    lines = LineWriter(disk.write, lambda count, why: f"{count} lines are missing: {why}\n")
+    lines = LineWriter(disk.write, missing_said)
     lines.write("only\n")
     disk.room = 4  # Not enough: that it is missing is said whole or again.
     lines.write("another\n")
     disk.room = 1000
     lines.close()
-    assert disk.taken.decode() == "onl\n1 l\n2 lines are missing: No space left on device\n"
+    assert disk.taken.decode() == f"onl\n1 l\n{missing_said(2, 'No space left on device')}"
 
 
 @contextmanager
@@ -171,18 +172,6 @@ def test_the_log_heals_with_the_disk_and_a_line_cut_short_costs_itself_alone(tmp
     assert (missing["note"], missing["count"]) == ("events_not_written", 3)
     assert missing["why"] == "events missing here: 3 (File too large)"
     assert len(log.path.read_text().splitlines()) == 4, "and the piece of line that there was room for"
-
-
-def test_of_a_line_that_was_cut_and_gone_on_with_only_what_was_cut_is_lost(tmp_path: Path) -> None:
-    """As an earlier release left it, or by another process that shares the file."""
-    path = tmp_path / "events.jsonl"
-    whole = {"at": 2.0, "who": "site-b", "what": "step", "units": {"at": 3}}
-    path.write_text('{"at": 1.0, "who": "site-a", "wh' + json.dumps(whole) + '\n{"at": 1.0, "who": "site-a"')
-    assert read_events(path)[0] == [whole]
-    log = EventLog(path, "site-a")
-    log.emit("connected")
-    log.close()
-    assert [event["what"] for event in read_events(path)[0]] == ["step", "connected"], "a dead process had cut that"
 
 
 def test_a_follower_that_fails_ends_neither_the_log_nor_the_others(tmp_path: Path, logged: list[str]) -> None:

@@ -28,58 +28,74 @@ def recorder() -> Recorder:
     return recorder
 
 
-@pytest.fixture(scope="module")
-def history(recorder: Recorder) -> RunHistory:
-    return told(recorder.events)
-
-
-def test_it_knows_sites_versions_and_rounds(history: RunHistory, recorder: Recorder) -> None:
+def test_it_knows_sites_versions_rounds_faults_and_bytes(recorder: Recorder) -> None:
+    history = told(recorder.events)
     assert sorted(history.sites) == sorted(SITES)
     assert history.versions == recorder.versions
     assert len(history.rounds) == history.num_rounds == sum(recorder.versions)
     assert all(round_.published_s is not None and round_.met_s is not None for round_ in history.rounds)
     assert {name: site.merges for name, site in history.sites.items()} == recorder.sequence
     assert history.run_tokens == recorder.run_tokens
-    assert history.ending == "finished"
-    assert history.progress == 1.0
-    assert history.epoch == 2
+    assert (history.ending, history.progress, history.epoch) == ("finished", 1.0, 2)
     assert history.units["leased"] == sum(history.units[name] for name in ("merged", "partly", "in_hand", "given_back"))
     assert history.units["merged"] == 40 * 59, "as was said last"
-
-
-def test_faults_are_healed_and_merges_counted_from_there(history: RunHistory) -> None:
-    assert [(fault.what, fault.target, fault.seconds) for fault in history.faults] == [
-        ("kill", "site-b", 6.0),
-        ("partition", "link:site-c", 10.0),
-        ("kill", "syncer", 3.0),
-    ]
-    lasted = [fault.healed_s - fault.at_s for fault in history.faults if fault.healed_s is not None]
-    assert lasted == pytest.approx([6.0, 10.0, 3.0])
-    assert len(lasted) == len(history.faults)
+    faults = [(fault.what, fault.target, fault.seconds) for fault in history.faults]
+    assert faults == [("kill", "site-b", 6.0), ("partition", "link:site-c", 10.0), ("kill", "syncer", 3.0)]
+    assert [(fault.healed_s or 0) - fault.at_s for fault in history.faults] == pytest.approx([6.0, 10.0, 3.0])
     # The syncer's death is everybody's last fault: 18 whole seconds of one round each come after it.
     assert {site.merges_since_fault for site in history.sites.values()} == {18}
+    sent = [event for event in recorder.events if event["what"] in ("pushed", "fetched")]
+    assert history.bytes_fp32 == sum(4 * FRAGMENTS[int(str(event["fragment"]))] for event in sent)
+    assert history.bytes_data_parallel() == sum(recorder.steps.values()) * 2 * 2 * 4 * sum(FRAGMENTS) // 3
 
 
-def test_meters_add_up_over_the_processes_of_a_site(history: RunHistory, recorder: Recorder) -> None:
-    site = history.sites["site-b"]
-    assert site.restarts == 1
-    assert sorted(site.meters) == [1, 2]
+def test_a_site_is_one_over_its_processes(recorder: Recorder) -> None:
+    site = told(recorder.events).sites["site-b"]
+    assert (site.restarts, sorted(site.meters), len(site.spans)) == (1, [1, 2], 2)
     assert site.meter("inner_steps") == recorder.steps["site-b"]
-    assert site.meter("stall_s") == pytest.approx(0.002 * recorder.steps["site-b"])
-    assert site.meter_by_steps("step_s_p50") == pytest.approx(SITES["site-b"])
-    assert site.meter_max("step_s_max") == pytest.approx(1.5 * SITES["site-b"])
-    assert len(site.spans) == 2
     assert None in site.losses.points, "the line is drawn across the death"
     points = [point for point in site.losses.whole() if point is not None]
     assert [point[1] for point in points] == sorted(point[1] for point in points)
     assert site.tokens == site.step * STEP_TOKENS == points[-1][1], "what a restart does again is counted again"
+    site = SiteHistory("site-a")
+    assert (site.meter("stall_s"), site.meter_max("step_s_max"), site.meter_by_steps("step_s_p50")) == (0, 0, 0)
+    site.meters = {
+        1: {"inner_steps": 30.0, "stall_s": 1.0, "step_s_p50": 0.1, "step_s_max": 0.9},
+        2: {"inner_steps": 10.0, "stall_s": 0.5, "step_s_p50": 0.5, "step_s_max": 0.7},
+    }
+    assert (site.meter("stall_s"), site.meter_max("step_s_max")) == (1.5, 0.9)
+    assert site.meter_by_steps("step_s_p50") == pytest.approx(0.2)
 
 
-def test_bytes_of_the_other_ways_to_do_it(history: RunHistory, recorder: Recorder) -> None:
-    pushed = [event for event in recorder.events if event["what"] in ("pushed", "fetched")]
-    assert history.bytes_fp32 == sum(4 * FRAGMENTS[int(str(event["fragment"]))] for event in pushed)
-    steps = sum(recorder.steps.values())
-    assert history.bytes_data_parallel() == steps * 2 * 2 * 4 * sum(FRAGMENTS) // 3
+def test_staleness_is_versions_behind_and_an_outer_step_that_a_restart_repeats_counts_once() -> None:
+    started = event(0, "syncer", "syncer_started", epoch=1, versions=[5, 7], recovered=0)
+    history = told([started, event(1, "site-a", "joined", incarnation=1, versions=[5, 4])])
+    assert history.staleness(history.sites["site-a"]) == 3
+    step = {"fragment": 0, "version": 1, "sites": {"site-a": 1.0}, "staleness": {"site-a": 0}}
+    history = told([event(at, "syncer", "outer_step", **step) for at in (1, 2)])
+    assert (len(history.rounds), history.sites["site-a"].merges) == (1, 1)
+
+
+def test_the_time_between_two_commands_and_that_of_an_evaluation_afterwards_are_left_out() -> None:
+    history = told(
+        [
+            event(0, "up", "run", state="started", sites=["site-a"]),
+            event(5, "up", "link", site="site-a", bytes_up=10, bytes_down=1),
+            event(10, "up", "run", state="ended", status="drained"),
+            event(5000, "up", "eval", tokens=1, val_loss=1.0),
+            event(9000, "up", "run", state="started", sites=["site-a"]),
+            event(9004, "up", "link", site="site-a", bytes_up=7, bytes_down=2),
+        ]
+    )
+    assert (history.seconds, history.evaluations[0].at_s) == (pytest.approx(14), pytest.approx(10))
+    assert (history.sites["site-a"].bytes_up, history.sites["site-a"].bytes_down) == (17, 3)
+    killed = [event(0, "up", "run", state="started", sites=["site-a"]), event(10, "site-a", "step", step=1, tokens=1)]
+    by_hand = [event(0, "syncer", "syncer_started", epoch=1), event(10, "syncer", "final", ending="drained")]
+    for events in (killed, by_hand):
+        history = told([*events, event(9000, "eval", "eval", tokens=1, val_loss=1.0)])
+        assert (history.seconds, history.evaluations[0].at_s) == (pytest.approx(10), pytest.approx(10))
+    more = [event(9500, "syncer", "syncer_started", epoch=2), event(9507, "syncer", "final", ending="finished")]
+    assert told([*by_hand, *more]).seconds == pytest.approx(17), "a syncer that goes on after a pause"
 
 
 @pytest.mark.parametrize("had", [{}, {"had": -1}], ids=["an earlier release", "today's"])
@@ -112,44 +128,6 @@ def test_states_of_a_site(recorder: Recorder) -> None:
     assert seen["site-a"] == [*start, "done"]
     assert seen["site-b"] == [*start, "killed", "starting", "training", "done"]
     assert seen["site-c"] == [*start, "alone", "training", "done"]
-
-
-def test_an_outer_step_that_a_restart_repeats_counts_once() -> None:
-    step = {"fragment": 0, "version": 1, "sites": {"site-a": 1.0}, "staleness": {"site-a": 0}}
-    history = told([event(at, "syncer", "outer_step", **step) for at in (1, 2)])
-    assert (len(history.rounds), history.sites["site-a"].merges) == (1, 1)
-
-
-def test_the_time_between_two_commands_is_left_out() -> None:
-    history = told(
-        [
-            event(0, "up", "run", state="started", sites=["site-a"]),
-            event(5, "up", "link", site="site-a", bytes_up=10, bytes_down=1),
-            event(10, "up", "run", state="ended", status="drained"),
-            event(5000, "up", "eval", tokens=1, val_loss=1.0),
-            event(9000, "up", "run", state="started", sites=["site-a"]),
-            event(9004, "up", "link", site="site-a", bytes_up=7, bytes_down=2),
-        ]
-    )
-    assert history.seconds == pytest.approx(14)
-    assert history.evaluations[0].at_s == pytest.approx(10)
-    assert (history.sites["site-a"].bytes_up, history.sites["site-a"].bytes_down) == (17, 3)
-
-
-def test_an_evaluation_after_the_end_lengthens_no_run() -> None:
-    killed = [event(0, "up", "run", state="started", sites=["site-a"]), event(10, "site-a", "step", step=1, tokens=1)]
-    by_hand = [event(0, "syncer", "syncer_started", epoch=1), event(10, "syncer", "final", ending="drained")]
-    for events in (killed, by_hand):
-        history = told([*events, event(9000, "eval", "eval", tokens=1, val_loss=1.0)])
-        assert (history.seconds, history.evaluations[0].at_s) == (pytest.approx(10), pytest.approx(10))
-    more = [event(9500, "syncer", "syncer_started", epoch=2), event(9507, "syncer", "final", ending="finished")]
-    assert told([*by_hand, *more]).seconds == pytest.approx(17), "a syncer that goes on after a pause"
-
-
-def test_staleness_is_versions_behind() -> None:
-    started = event(0, "syncer", "syncer_started", epoch=1, versions=[5, 7], recovered=0)
-    history = told([started, event(1, "site-a", "joined", incarnation=1, versions=[5, 4])])
-    assert history.staleness(history.sites["site-a"]) == 3
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -185,16 +163,11 @@ def test_the_events_of_one_site_are_a_part_of_the_run_whose_whole_is_at_its_sync
     assert closing_lines(found, history, Path("runs/first"))[2] == "merged  100 of 250 tokens in 5 outer steps"
     take("syncer", "syncer_started", epoch=1, versions=[5])
     assert history.whole_at == "", "the syncer keeps its events in this folder too"
-
-
-def test_a_standby_is_no_site() -> None:
     take = taking(history := RunHistory())
     take("standby", "connected", anew=True, syncer="10.0.0.1:7077")
     take("standby", "disconnected", why="gone")
-    assert (history.sites, history.whole_at) == ({}, "10.0.0.1:7077")
-    assert not [
-        line for line in closing_lines(summarize(history, None, {}), history, Path("runs/first")) if "tokens" in line
-    ]
+    assert (history.sites, history.whole_at) == ({}, "10.0.0.1:7077"), "a standby is no site"
+    assert "tokens" not in "".join(closing_lines(summarize(history, None, {}), history, Path("runs/first")))
 
 
 def test_a_run_of_two_syncers_ends_when_both_have() -> None:
@@ -247,14 +220,11 @@ def test_tokens_merged_are_what_syncers_began_with_and_have_published_since() ->
     assert (history.tokens_merged("site-a"), history.tokens_merged("site-b")) == (200, 30)
     take("syncer", "syncer_started", versions=[1, 1], fragments=[0, 2])
     assert history.tokens_merged("site-a") == 200, "one of an earlier release does not say it"
-
-
-def test_tokens_merged_are_means_over_the_fragments_of_a_run_whose_layout_was_never_said() -> None:
     take = taking(history := RunHistory())
     take("syncer", "syncer_started", versions=[0, 0], tokens_merged={})
     for fragment in (0, 1):
         take("syncer", "published", fragment=fragment, version=1, merged={"site-a": [300, 1]})
-    assert history.tokens_merged("site-a") == 300
+    assert history.tokens_merged("site-a") == 300, "a mean over the fragments, also where no layout was said"
 
 
 def test_a_long_series_is_thinned_and_a_short_one_is_kept_whole() -> None:
@@ -275,18 +245,6 @@ def test_a_long_series_is_thinned_and_a_short_one_is_kept_whole() -> None:
     short.cut()
     short.add(2.0, 1.0)
     assert short.whole() == [(1.0, 2.0), None, (2.0, 1.0)]
-
-
-def test_figures_over_several_processes_of_a_site() -> None:
-    site = SiteHistory("site-a")
-    assert (site.meter("stall_s"), site.meter_max("step_s_max"), site.meter_by_steps("step_s_p50")) == (0, 0, 0)
-    site.meters = {
-        1: {"inner_steps": 30.0, "stall_s": 1.0, "step_s_p50": 0.1, "step_s_max": 0.9},
-        2: {"inner_steps": 10.0, "stall_s": 0.5, "step_s_p50": 0.5, "step_s_max": 0.7},
-    }
-    assert site.meter("stall_s") == 1.5
-    assert site.meter_max("step_s_max") == 0.9
-    assert site.meter_by_steps("step_s_p50") == pytest.approx(0.2)
 
 
 # --- A run by hand: the sites' own events are kept elsewhere ---------------------------------------------------------

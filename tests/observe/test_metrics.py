@@ -44,6 +44,27 @@ from tests.syncer.building import eventually, join, new_syncer, push, report, up
 from tests.syncer.test_standby import BOUND_S, a_toy
 from tests.syncer.test_standby_alone import standing_by
 
+
+def test_a_page_is_on_loopback_unless_told_and_escapes_what_it_must() -> None:
+    with page_at("site.metrics", "", some) as address:
+        assert address == ""
+    for text, host in (("0", "127.0.0.1"), (":0", "127.0.0.1"), ("0.0.0.0:0", "0.0.0.0"), ("[::1]:0", "[::1]")):
+        if host == "[::1]" and not socket.has_dualstack_ipv6():
+            continue
+        with page_at("site.metrics", text, some) as address:
+            assert address.startswith(f"http://{host}:")
+            page = read(address)
+        assert page["diloco_a"].samples[0].labels == {"site": NASTY}
+        assert [(sample.name, sample.value) for sample in page["diloco_b"].samples] == [("diloco_b_total", 3.0)]
+        buckets = {s.labels.get("le"): s.value for s in page["diloco_c_seconds"].samples if s.name.endswith("bucket")}
+        assert buckets == {"1.0": 2.0, "2.0": 3.0, "+Inf": 4.0}
+        assert page["diloco_run_info"].samples[0].labels == {"run": "otter", "model": "2x128", "mode": "rebase"}
+        assert page["diloco_build_info"].samples[0].labels["proto"] == str(PROTOCOL)
+        assert not [name for name in page if not name.startswith("diloco_")], "nothing of the process is on it"
+    with pytest.raises(OSError):  # noqa: PT011 — whichever way the system says that nobody listens
+        read(address)
+
+
 NASTY = 'a"b\\c\nd'
 
 
@@ -60,21 +81,6 @@ def some() -> Iterator[Metric]:
     yield gauge("a", "A gauge.", {(NASTY,): 1.5}, "site")
     yield counter("b", "A counter.", {(): 3})
     yield histogram("c_seconds", "A histogram.", {("x",): spread}, "site")
-
-
-def test_a_page_is_what_prometheus_reads_and_escapes_what_it_must() -> None:
-    with page_at("site.metrics", "0", some) as address:
-        assert address.startswith("http://127.0.0.1:")
-        page = read(address)
-        assert page["diloco_a"].samples[0].labels == {"site": NASTY}
-        assert [(sample.name, sample.value) for sample in page["diloco_b"].samples] == [("diloco_b_total", 3.0)]
-        buckets = {s.labels.get("le"): s.value for s in page["diloco_c_seconds"].samples if s.name.endswith("bucket")}
-        assert buckets == {"1.0": 2.0, "2.0": 3.0, "+Inf": 4.0}
-        assert page["diloco_run_info"].samples[0].labels == {"run": "otter", "model": "2x128", "mode": "rebase"}
-        assert page["diloco_build_info"].samples[0].labels["proto"] == str(PROTOCOL)
-        assert not [name for name in page if not name.startswith("diloco_")], "nothing of the process is on it"
-    with pytest.raises(OSError):  # noqa: PT011 — whichever way the system says that nobody listens
-        read(address)
 
 
 def dialled(address: str, count: int) -> list[socket.socket]:
@@ -157,21 +163,6 @@ def test_one_page_too_many_is_told_to_come_back() -> None:
             each.close()
 
 
-def test_a_page_is_served_where_one_is_asked_for_and_a_port_alone_is_loopback() -> None:
-    with page_at("site.metrics", "", some) as address:
-        assert address == ""
-    for text, host in (("0", "127.0.0.1"), (":0", "127.0.0.1"), ("0.0.0.0:0", "0.0.0.0")):
-        with page_at("site.metrics", text, some) as address:
-            assert address.startswith(f"http://{host}:")
-
-
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_a_page_at_an_ipv6_address_has_a_url_that_opens() -> None:
-    with page_at("site.metrics", "[::1]:0", some) as address:
-        assert address.startswith("http://[::1]:")
-        assert "diloco_a" in read(address)
-
-
 @pytest.mark.parametrize("text", ["host", "host:", "host:port", "1.2.3.4:70000", "::x", "taken"])
 def test_an_address_that_is_none_or_taken_is_named_with_its_key(text: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -190,6 +181,9 @@ def test_an_address_that_is_none_or_taken_is_named_with_its_key(text: str) -> No
 OUTER_STEP = {"what": "outer_step", "sites": {"a": 0.75, "b": 0.25}, "staleness": {"a": 0, "b": 4}, "norm": 2.5}
 UNITS = {"processed": 9, "merged": 5, "partly": 1, "in_hand": 2, "given_back": 0, "reissued": 4, "repeated": 3}
 SNAPSHOT = {"what": "snapshot", "at": 1234.5, "seconds": 0.2, "bytes": 4096}
+
+
+AWAY = {"away_seconds": 9.5, "detached": False, "behind_bytes": 4096}
 
 
 def values(families: list[Metric]) -> dict[tuple[str, ...], float]:
@@ -253,59 +247,45 @@ def in_trouble() -> dict[str, Any]:
     """What a restored syncer says that an operator must look after."""
     unsaid = ("staleness", "loss", "tokens_per_s", "stall_share", "tokens_processed", "step", "heard_seconds_ago")
     held = {"fragment": 0, "norm": 9.0, "ratio": None, "cosine": None, "z": None, "why": "its norm"}
-    counts = {"undecided": 0, "tokens_merged": 0, "updates_merged": 0, "updates_corrupt": 1, "bases_differed": 2}
-    quiet = {"status": "silent", "updates_refused": {"stale": 2}, "incarnation": 3, **dict.fromkeys(unsaid), **counts}
+    quiet: dict[str, Any] = {"status": "silent", "updates_refused": {"stale": 2}, "incarnation": 3}
+    quiet |= dict.fromkeys(unsaid) | {"undecided": 0, "tokens_merged": 0, "updates_merged": 0}
+    quiet |= {"updates_corrupt": 1, "bases_differed": 2}
     quiet["held"] = [{**held, "sequence": 3, "seconds": 12.5}, {**held, "sequence": 4, "seconds": 2.0}]
-    away = {"following": False, "slow": True, "away_seconds": 9.5, "detached": False, "behind_bytes": 4096}
-    lease = {"valid": False, "heir": "", "renewed_seconds_ago": 3.0, "trouble": "no server"}
     return {
-        "units": UNITS,
-        "fragments": [],
-        "not_ready": ["disk_full"],
-        "disk_free_bytes": 40_000_000,
-        "memory_bytes_max": 300_000_000,
-        "staleness_max": 8,
-        "epoch": 1,
-        "lineage": 1_795_235_467,
-        "progress": 0.0,
-        "run_tokens": 0,
-        "refused_at_the_door": {},
+        **{"fragments": [], "sites": {"quiet": quiet}, "units": UNITS, "progress": 0.0, "run_tokens": 0},
+        **{"epoch": 1, "lineage": 1_795_235_467, "staleness_max": 8, "not_ready": ["disk_full"]},
+        **{"disk_free_bytes": 40_000_000, "memory_bytes_max": 300_000_000, "refused_at_the_door": {}},
         "calls": {"refused_not_found": 3, "internal": 1, "payload_bytes_in": 7},
-        "sites": {"quiet": quiet},
         "identity_complaints": ["tokens.yaml cannot be read"],
         "backup": {"url": "vault", "age_s": 100.0, "without_s": 100.0, "last": "x", "failing": "no route"},
-        "replication": {"mode": "sync", "standby": "iad", **away},
-        "lease": {"place": "/x", "epoch": 4, **lease},
+        "replication": {"mode": "sync", "standby": "iad", "following": False, "slow": True, **AWAY},
+        "lease": {"place": "/x", "epoch": 4, "valid": False, "heir": "", "renewed_seconds_ago": 3.0, "trouble": "x"},
     }
 
 
-def test_what_an_operator_must_act_on_is_on_the_page_and_of_a_silent_site_no_figures() -> None:
+def test_what_an_operator_must_act_on_is_on_the_page_and_what_is_not_known_or_used_is_not() -> None:
     found = values(page_in_trouble())
-    assert (found["updates_held", "quiet"], found["update_held_seconds", "quiet"]) == (2, 12.5)
-    assert found["identity_complaints",] == 1
-    assert found["backup_failing",] == 1
+    wanted = {
+        **{("updates_held", "quiet"): 2, ("update_held_seconds", "quiet"): 12.5, ("identity_complaints",): 1},
+        **{("updates_total", "quiet", "stale"): 2, ("site_restarts_total", "quiet"): 2},
+        **{("updates_corrupt_total", "quiet"): 1, ("bases_differed_total", "quiet"): 2},
+        **{("backup_failing",): 1, ("backup_age_seconds",): 100},  # By no clock, which may differ from Prometheus's.
+        ("backup_interval_seconds",): compose(["run.name=x"]).cluster.syncer.backup_every_s,
+        **{("replication_following",): 0, ("replication_detached",): 0, ("replication_slow",): 1},
+        **{("replication_away_seconds",): 9.5, ("replication_behind_bytes",): 4096},
+        **{("lease_valid",): 0, ("lease_trouble",): 1, ("lease_heir",): 0},
+        **{("data_units", "merged"): 5, ("data_units", "partly"): 1, ("data_units", "in_hand"): 2},
+        **{("data_units", "given_back"): 0, ("data_units_processed_total",): 9},
+        **{("data_units_reissued_total",): 4, ("data_units_repeated_total",): 3},
+        **{("syncer_ready",): 0, ("syncer_disk_free_bytes",): 40_000_000, ("syncer_memory_bytes_max",): 300_000_000},
+        **{("run_lineage",): 1_795_235_467, ("run_restored_timestamp_seconds",): 1_795_235_467},
+        **{("calls_refused_total", "NOT_FOUND"): 3, ("calls_failed_total",): 1},
+        ("syncer_payload_bytes_total", "up"): 7,
+    }
+    assert {key: found[key] for key in wanted} == wanted
     assert 100 <= time.time() - found["backup_timestamp_seconds",] < 160
-    assert found["backup_age_seconds",] == 100, "without a clock, which may be another than Prometheus's"
-    assert found["backup_interval_seconds",] == compose(["run.name=x"]).cluster.syncer.backup_every_s
-    names = ("following", "detached", "slow", "away_seconds", "behind_bytes")
-    assert [found[f"replication_{name}",] for name in names] == [0, 0, 1, 9.5, 4096]
-    assert (found["lease_valid",], found["lease_trouble",], found["lease_heir",]) == (0, 1, 0)
     assert 3 <= time.time() - found["lease_renewed_timestamp_seconds",] < 60
-    assert [found["data_units", place] for place in ("merged", "partly", "in_hand", "given_back")] == [5, 1, 2, 0]
-    names = ("processed", "reissued", "repeated")
-    assert [found[f"data_units_{name}_total",] for name in names] == [9, 4, 3]
     assert not [key for key in found if key[0] in ("site_loss_nats", "site_heartbeat_timestamp_seconds")]
-    assert found["updates_total", "quiet", "stale"] == 2
-    assert found["syncer_ready",] == 0
-    assert (found["syncer_disk_free_bytes",], found["syncer_memory_bytes_max",]) == (40_000_000, 300_000_000)
-    assert found["run_lineage",] == found["run_restored_timestamp_seconds",] == 1_795_235_467
-    assert found["site_restarts_total", "quiet"] == 2
-    assert (found["updates_corrupt_total", "quiet"], found["bases_differed_total", "quiet"]) == (1, 2)
-    assert (found["calls_refused_total", "NOT_FOUND"], found["calls_failed_total",]) == (3, 1)
-    assert found["syncer_payload_bytes_total", "up"] == 7
-
-
-def test_what_is_not_used_or_not_known_has_no_metric() -> None:
     replication = in_trouble()["replication"]
     none = {"backup": None, "lease": None, "replication": {**replication, "mode": "off"}, "identity_complaints": []}
     found = values(page_in_trouble(**none, units=None))
@@ -319,6 +299,29 @@ def test_what_is_not_used_or_not_known_has_no_metric() -> None:
     assert found["backup_age_seconds",] == 7200, "since the process began: an alert must fire if none is ever made"
     assert (found["replication_following",], found["replication_away_seconds",]) == (1, 0)
     assert ("replication_behind_bytes",) not in found, "it is whole segments behind"
+
+
+def test_the_page_of_a_standby_says_whether_it_follows_or_is_alone(tmp_path: Path) -> None:
+    toy = a_toy(tmp_path)
+    with serving(toy) as (_, first, log):
+        standing = standing_by(toy, first, 0)
+        metrics = StandbyMetrics(compose(["run.name=x"]), standing.status)
+        standing.start()
+        try:
+            log.wait_for("standby_follows", 1, BOUND_S)
+            eventually(lambda: values(list(metrics.families()))["standby_following",] == 1, "that it follows", BOUND_S)
+            found = values(list(metrics.families()))
+        finally:
+            standing.stop()
+    assert found["standby_failed",] == 0
+    assert 0 <= time.time() - found["standby_heard_timestamp_seconds",] < BOUND_S
+    assert ("standby_is_heir",) not in found, "there is no lease"
+    assert not [name for name, *_ in found if name.startswith(("syncer", "outer", "site"))]
+    found = values(page_of_a_standby())
+    assert (found["standby_following",], found["standby_failed",], found["standby_turns_behind",]) == (0, 1, 7)
+    assert 40 <= time.time() - found["standby_heard_timestamp_seconds",] < 60
+    assert found["standby_outer_version",] == 7
+    assert (found["standby_is_heir",], found["standby_lease_readable",]) == (1, 0)
 
 
 def page_in_trouble(**changes: Any) -> list[Metric]:
@@ -414,48 +417,31 @@ def test_a_site_is_connected_when_it_hears_every_syncer(tmp_path: Path) -> None:
 # --- A standby's page says how it follows -----------------------------------------------------------------------------
 
 ALONE: dict[str, Any] = {
-    "role": "standby",
-    "name": "iad",
-    "following": False,
-    "heard_seconds_ago": 40.0,
-    "versions": [3, 4],
-    "epoch": 1,
-    "turns_behind": 7,
-    "trouble": "no route",
-    "failed": "other bits",
-    "primary": "fra:1",
+    **{"role": "standby", "name": "iad", "following": False, "heard_seconds_ago": 40.0, "versions": [3, 4]},
+    **{"epoch": 1, "turns_behind": 7, "trouble": "no route", "failed": "other bits", "primary": "fra:1"},
     "lease": {"place": "/x", "epoch": 1, "holder": "fra", "is_heir": True, "vacant": False, "trouble": "no server"},
 }
 
 
-def page_of_a_standby(**changes: Any) -> list[Metric]:
-    return list(StandbyMetrics(compose(["run.name=x"]), lambda: ALONE | changes).families())
+def page_of_a_standby() -> list[Metric]:
+    return list(StandbyMetrics(compose(["run.name=x"]), lambda: ALONE).families())
 
 
-def test_the_page_of_a_standby_that_follows(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path)
-    with serving(toy) as (_, first, log):
-        standing = standing_by(toy, first, 0)
-        metrics = StandbyMetrics(compose(["run.name=x"]), standing.status)
-        standing.start()
-        try:
-            log.wait_for("standby_follows", 1, BOUND_S)
-            eventually(lambda: values(list(metrics.families()))["standby_following",] == 1, "that it follows", BOUND_S)
-            found = values(list(metrics.families()))
-        finally:
-            standing.stop()
-    assert found["standby_failed",] == 0
-    assert 0 <= time.time() - found["standby_heard_timestamp_seconds",] < BOUND_S
-    assert ("standby_is_heir",) not in found, "there is no lease"
-    assert not [name for name, *_ in found if name.startswith(("syncer", "outer", "site"))]
-
-
-def test_a_standby_that_is_alone_says_so() -> None:
-    found = values(page_of_a_standby())
-    assert (found["standby_following",], found["standby_failed",], found["standby_turns_behind",]) == (0, 1, 7)
-    assert 40 <= time.time() - found["standby_heard_timestamp_seconds",] < 60
-    assert found["standby_outer_version",] == 7
-    assert (found["standby_is_heir",], found["standby_lease_readable",]) == (1, 0)
+def test_every_rule_expression_and_panel_is_whole_and_what_an_operator_must_act_on_has_both() -> None:
+    for rule in alerts():
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("page", "warn")
+        assert set(rule["annotations"]) == {"summary", "what"}, rule
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m")), rule
+    for expression in expressions():
+        for opening, closing in ("()", "[]", "{}"):
+            assert expression.count(opening) == expression.count(closing), expression
+        assert re.search(r"\[\d+[smh]\]", expression) or "rate(" not in expression, expression
+    places = [tuple(panel["gridPos"][key] for key in "xy") for panel in panels()]
+    assert len(set(places)) == len({panel["id"] for panel in panels()}) == len(places), "one lies on another"
+    shown = {name for panel in panels() for each in panel["targets"] for name in NAME.findall(each["expr"])}
+    alerted = {name for rule in alerts() for name in NAME.findall(rule["expr"])}
+    assert {f"diloco_{metric}" for metric in TO_ACT_ON.split()} <= shown & alerted
 
 
 # --- The example alerts and dashboard speak of metrics that exist, with labels that they have ------------------------
@@ -552,27 +538,7 @@ def test_every_name_keeps_to_the_conventions_of_prometheus(families: list[Metric
         assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_every_rule_expression_and_panel_is_whole() -> None:
-    for rule in alerts():
-        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
-        assert rule["labels"]["severity"] in ("page", "warn")
-        assert set(rule["annotations"]) == {"summary", "what"}, rule
-        assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m")), rule
-    for expression in expressions():
-        for opening, closing in ("()", "[]", "{}"):
-            assert expression.count(opening) == expression.count(closing), expression
-        assert re.search(r"\[\d+[smh]\]", expression) or "rate(" not in expression, expression
-    places = [tuple(panel["gridPos"][key] for key in "xy") for panel in panels()]
-    assert len(set(places)) == len({panel["id"] for panel in panels()}) == len(places), "one lies on another"
-
-
 TO_ACT_ON = """
     updates_held backup_failing backup_age_seconds replication_following replication_detached replication_slow
     replication_behind_bytes identity_complaints lease_valid lease_trouble lease_heir standby_following standby_failed
 """
-
-
-def test_what_an_operator_must_act_on_has_an_alert_and_a_panel() -> None:
-    shown = {name for panel in panels() for each in panel["targets"] for name in NAME.findall(each["expr"])}
-    alerted = {name for rule in alerts() for name in NAME.findall(rule["expr"])}
-    assert {f"diloco_{metric}" for metric in TO_ACT_ON.split()} <= shown & alerted

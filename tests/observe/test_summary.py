@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from diloco.observe.summary import (
     unfinished,
     write_summary,
 )
-from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder, told
+from tests.observe.recorded import BEGIN, FRAGMENTS, SITES, STEP_TOKENS, Recorder, told
 
 CONFIG = {"run": {"seed": 7, "name": "quiet-otter"}, "model": {"dim": 128}, "codec": {"up": "int4:32", "down": "bf16"}}
 
@@ -83,9 +82,6 @@ def test_invariant_10_tokens_balance_after_the_syncers_last_word(recorder: Recor
         # The recorder's sites leave with one update in flight that the syncer merged afterwards.
         assert site["tokens_in_flight"] == 0
     assert summary["sites"]["site-b"]["tokens_lost"] == 5 * STEP_TOKENS
-
-
-def test_late_fates_move_from_in_flight() -> None:
     done = {"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}
     for merged, wanted in ((80, (80, 10, 10)), (95, (90, 0, 10)), (59, (60, 30, 10))):
         ledger = settled(done, {"tokens_merged": merged})
@@ -97,6 +93,11 @@ def test_late_fates_move_from_in_flight() -> None:
 def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None:
     recorder = Recorder()
     recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
+    unheard = {"tokens_merged": 0, "undecided": 1, "tokens_processed": None, "tokens_in_flight": None}
+    summary = made(recorder, status={"sites": {"site-a": unheard}})
+    assert complaints(summary) == []
+    site = summary["sites"]["site-a"]
+    assert (site["tokens_processed"], site["tokens_in_flight"], site["tokens_lost"]) == (700, 0, 700)
     recorder.say(1, "site-a", "meter", incarnation=2, tokens=300)
     for sequence, (what, reason) in enumerate((("pushed", "non_finite"), ("fate", "outlier"), ("pushed", "stale"))):
         recorder.say(1, "site-a", "sealed", fragment=0, sequence=sequence, tokens=40)
@@ -107,41 +108,25 @@ def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None
     assert (ledger["merged"], ledger["refused"], ledger["in_flight"]) == (600, 40, 50 * undecided)
 
 
-def test_a_site_that_the_syncer_has_not_heard_yet_has_figures_of_null() -> None:
-    recorder = Recorder()
-    recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
-    unheard = {"tokens_merged": 0, "undecided": 1, "tokens_processed": None, "tokens_in_flight": None}
-    summary = made(recorder, status={"sites": {"site-a": unheard}})
-    assert complaints(summary) == []
-    site = summary["sites"]["site-a"]
-    assert (site["tokens_processed"], site["tokens_in_flight"], site["tokens_lost"]) == (700, 0, 700)
-
-
-def test_a_part_of_a_run_that_ended_before_anybody_joined_changes_no_account(recorder: Recorder) -> None:
-    """A second start that is stopped in its first seconds: its sites never joined, its syncer was never asked."""
+def test_a_second_start_changes_the_accounts_of_those_alone_who_joined_again(recorder: Recorder) -> None:
+    """It is stopped in its first seconds: its syncer was never asked."""
     before = made(recorder, status=None)["sites"]
-    end = 200.0
-    recorder.say(end, "up", "run", state="started", sites=list(SITES))
+    recorder.say(200.0, "up", "run", state="started", sites=list(SITES))
     merged = {name: tokens * len(FRAGMENTS) for name, tokens in recorder.merged.items()}
-    recorder.say(end + 1, "syncer", "syncer_started", epoch=3, versions=recorder.versions, tokens_merged=merged)
-    for name in SITES:
-        recorder.say(end + 1, "up", "process", name=name, site=True, pid=7, state="started")
-        recorder.say(end + 2, "up", "process", name=name, site=True, pid=7, state="ended", code=75)
+    merged["site-a"] = 3 * STEP_TOKENS * len(FRAGMENTS)
+    recorder.say(201.0, "syncer", "syncer_started", epoch=3, versions=recorder.versions, tokens_merged=merged)
+    recorder.say(202.0, "site-a", "joined", incarnation=2, versions=list(recorder.versions))
+    for name in ("site-b", "site-c"):
+        recorder.say(201.0, "up", "process", name=name, site=True, pid=7, state="started")
+        recorder.say(202.0, "up", "process", name=name, site=True, pid=7, state="ended", code=75)
     after = made(recorder, status=None)["sites"]
-    for name in SITES:
+    for name in ("site-b", "site-c"):
         assert after[name]["tokens_merged"] == recorder.merged[name]
         assert after[name]["tokens_processed"] == before[name]["tokens_processed"]
         assert after[name]["tokens_lost"] == before[name]["tokens_lost"]
         assert after[name]["tokens_in_flight"] == 0
-
-
-def test_a_site_that_died_after_it_had_joined_again_keeps_what_was_published_of_it(recorder: Recorder) -> None:
-    recorder.say(200.0, "up", "run", state="started", sites=list(SITES))
-    merged = {"site-a": 3 * STEP_TOKENS * len(FRAGMENTS)}
-    recorder.say(201.0, "syncer", "syncer_started", epoch=3, versions=recorder.versions, tokens_merged=merged)
-    recorder.say(202.0, "site-a", "joined", incarnation=2, versions=list(recorder.versions))
-    site = made(recorder, status=None)["sites"]["site-a"]
-    assert site["tokens_merged"] == 3 * STEP_TOKENS
+    site = after["site-a"]
+    assert site["tokens_merged"] == 3 * STEP_TOKENS, "what was published of it"
     assert site["tokens_lost"] == site["tokens_processed"] - 3 * STEP_TOKENS > 0
 
 
@@ -156,43 +141,32 @@ def test_without_emulated_links_the_sites_own_counts_are_the_wire(recorder: Reco
     assert wire[1] == 80
 
 
-def unbalanced(recorder: Recorder) -> None:
-    for event in recorder.events:
-        if event["what"] == "site_done" and event["who"] == "site-c":
-            event["ledger"] = {**recorder.ledger("site-c"), "unsent": 1}
-
-
-def drained(recorder: Recorder) -> None:
-    for event in recorder.events:
-        if event["what"] == "final":
-            event["ending"] = "drained"
-
-
-def cut_down(recorder: Recorder) -> None:
-    begin = min(float(str(event["at"])) for event in recorder.events)
-    recorder.events = [event for event in recorder.events if float(str(event["at"])) < begin + 20]
-
-
-def never_evaluated(recorder: Recorder) -> None:
-    recorder.events = [event for event in recorder.events if event["what"] != "eval" or event["tokens"] == 0]
-
-
 @pytest.mark.parametrize(
     ("spoil", "given", "status"),
     [
-        (unbalanced, {}, "the tokens of site-c do not balance"),
-        (drained, {}, "drained"),
-        (cut_down, {"status": None}, "the run did not reach its end"),
-        (never_evaluated, {}, "the final version was not evaluated"),
-        (lambda recorder: None, {"wrong": ["site-a ended with exit code 1"]}, "site-a ended with exit code 1"),
-        (lambda recorder: recorder.events.clear(), {"status": None}, "the run did not reach its end"),
+        ("unbalanced", {}, "the tokens of site-c do not balance"),
+        ("drained", {}, "drained"),
+        ("cut down", {"status": None}, "the run did not reach its end"),
+        ("never evaluated", {}, "the final version was not evaluated"),
+        ("", {"wrong": ["site-a ended with exit code 1"]}, "site-a ended with exit code 1"),
+        ("nothing at all", {"status": None}, "the run did not reach its end"),
     ],
-    ids=["unbalanced", "drained", "cut down", "never evaluated", "wrong outside", "nothing at all"],
 )
 def test_what_is_not_ok_says_so_and_still_fits(
-    recorder: Recorder, spoil: Callable[[Recorder], None], given: dict[str, Any], status: str
+    recorder: Recorder, spoil: str, given: dict[str, Any], status: str
 ) -> None:
-    spoil(recorder)
+    for event in recorder.events:
+        if spoil == "unbalanced" and event["what"] == "site_done" and event["who"] == "site-c":
+            event["ledger"] = {**recorder.ledger("site-c"), "unsent": 1}
+        if spoil == "drained" and event["what"] == "final":
+            event["ending"] = "drained"
+    recorder.events = [
+        event
+        for event in recorder.events
+        if not (spoil == "cut down" and float(str(event["at"])) >= BEGIN + 20)
+        and not (spoil == "never evaluated" and event["what"] == "eval" and event["tokens"] != 0)
+        and spoil != "nothing at all"
+    ]
     summary = made(recorder, **given)
     assert status in summary["status"]
     assert complaints(summary) == []
@@ -267,11 +241,14 @@ def test_the_table_says_what_was_reached_in_columns_and_fits(recorder: Recorder)
     lines = closed(recorder)
     text = "\n".join(lines)
     assert lines[0] == "quiet-otter: ok, after 1:06"
-    assert "1.720 bits/byte of validation text (xz 1.32, zlib -9 1.81)" in text
-    assert "kill site-b at 0:15 for 6.0 s" in text
+    for words in (
+        "1.720 bits/byte of validation text (xz 1.32, zlib -9 1.81)",
+        "kill site-b at 0:15 for 6.0 s",
+        "runs/quiet-otter/",
+        "encoded as int4:32 up, bf16 down",
+    ):
+        assert words in text
     assert "site-a=18, site-b=18, site-c=18" in " ".join(text.split())
-    assert "runs/quiet-otter/" in text
-    assert "encoded as int4:32 up, bf16 down" in text
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 23
     head = next(line for line in lines if line.startswith("site  "))
@@ -280,20 +257,14 @@ def test_the_table_says_what_was_reached_in_columns_and_fits(recorder: Recorder)
     for name, cell in zip(head.split()[1:], row.split()[1:], strict=True):
         assert row[: head.index(name) + len(name)].endswith(f" {cell}"), name
     assert row.split()[4] == "10.2k"
-
-
-@pytest.mark.parametrize(
-    ("formats", "said"),
-    [
-        (("fp32", "fp32", "fp32"), "site-a 6.83k, site-b 5.64k, site-c 4.27k, products in fp32"),
+    for formats, said in (
         (("fp32", "bf16", ""), "site-a 6.83k (fp32), site-b 5.64k (bf16), site-c 4.27k (?)"),
-    ],
-)
-def test_what_each_machine_gave_is_said(recorder: Recorder, formats: tuple[str, ...], said: str) -> None:
-    for site, products in zip(("site-a", "site-b", "site-c"), formats, strict=True):
-        if products:
-            recorder.say(1, site, "number_format", products=products)
-    assert [line for line in closed(recorder) if line.startswith("speed")] == [f"speed   tokens/s: {said}"]
+        (("fp32", "fp32", "fp32"), "site-a 6.83k, site-b 5.64k, site-c 4.27k, products in fp32"),
+    ):
+        for site, products in zip(SITES, formats, strict=True):
+            if products:
+                recorder.say(1, site, "number_format", products=products)
+        assert [line for line in closed(recorder) if line.startswith("speed")] == [f"speed   tokens/s: {said}"]
 
 
 @pytest.mark.parametrize("sites", [[], ["a-site-with-a-very-long-name"], [f"site-{number}" for number in range(30)]])

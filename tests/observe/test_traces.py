@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -27,7 +27,7 @@ from diloco.config.compose import compose
 from diloco.observe.console import send_traces
 from diloco.observe.eventlog import EventLog, read_events
 from diloco.observe.traces import END_S, Traces
-from tests.runs.processes import place_in
+from tests.runs.processes import place_in, wait_for
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 OF_SITE = ("seal", "encode", "queue", "push", "receive", "pull", "adopt")
@@ -181,59 +181,54 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "prepare", "words"),
+    ("environment", "words"),
     [
-        ({ENDPOINT: "http://127.0.0.1:1"}, None, "Connection refused"),
-        ({ENDPOINT: "127.0.0.1"}, None, "Invalid URL '127.0.0.1/v1/traces': No scheme supplied"),
-        ({ENDPOINT: "http://127.0.0.1:1"}, missing, "no traces are sent: pip install 'diloco[otel]'"),
-        (
-            {ENDPOINT: "http://a:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            None,
-            "PROTOCOL is 'grpc', and only http",
-        ),
-        ({ENDPOINT: "http://a:1", "OTEL_BSP_MAX_QUEUE_SIZE": "-1"}, None, "max_queue_size must be a positive integer"),
+        ({}, "Connection refused"),
+        ({ENDPOINT: "127.0.0.1"}, "Invalid URL '127.0.0.1/v1/traces': No scheme supplied"),
+        ({"MISSING": "1"}, "no traces are sent: pip install 'diloco[otel]'"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "PROTOCOL is 'grpc', and only http"),
+        ({"OTEL_BSP_MAX_QUEUE_SIZE": "-1"}, "max_queue_size must be a positive integer"),
     ],
 )
 def test_a_collector_that_takes_nothing_is_one_note_and_stops_nothing(
     environment: dict[str, str],
-    prepare: Callable[[pytest.MonkeyPatch], None] | None,
     words: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in {"OTEL_BSP_SCHEDULE_DELAY": "50", **environment}.items():
+    told = {ENDPOINT: "http://127.0.0.1:1", "OTEL_BSP_SCHEDULE_DELAY": "50", **environment}
+    for name, value in told.items():
         monkeypatch.setenv(name, value)
-    if prepare is not None:
-        prepare(monkeypatch)
+    if "MISSING" in environment:
+        missing(monkeypatch)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "propagate", False)  # Handlers that another test has left.
     with ExitStack() as stack:
         log = EventLog(tmp_path / "events.jsonl", "site-a")
         send_traces(log, compose(["run.name=otter"]), stack)
         stack.callback(log.close)
-        for what, fields in ((event["what"], event) for event in (SEALED, PUSHED, MERGED)):
-            log.emit(what, fields)
-        until = time.monotonic() + 10.0
-        while not (notes := [each for each in read_events(log.path)[0] if each["what"] == "note"]):
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        for event in (SEALED, PUSHED, MERGED):
+            log.emit(event["what"], event)
+        wait_for(lambda: [each for each in read_events(log.path)[0] if each["what"] == "note"], "a note of it")
         ends = time.monotonic()
     assert time.monotonic() - ends < 2 * END_S + 5.0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("Otel")], "it would print later"
-    assert notes[0]["note"] == "traces"
-    assert str(notes[0]["why"]).startswith(f"{ENDPOINT}: ")
-    assert words in str(notes[0]["why"])
+    (note,) = [each for each in read_events(log.path)[0] if each["what"] == "note"]
+    assert note["note"] == "traces"
+    assert str(note["why"]).startswith(f"{ENDPOINT}: ")
+    assert words in str(note["why"])
     assert capfd.readouterr() == ("", ""), "the SDK would print its warnings, with tracebacks"
     assert not logging.getLogger("opentelemetry").handlers
 
 
-@pytest.mark.parametrize("environment", [{}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}])
+@pytest.mark.parametrize("variable", ["", "OTEL_SDK_DISABLED=true", "OTEL_TRACES_EXPORTER=none"])
 def test_nothing_is_made_unless_the_environment_asks_for_it(
-    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing(monkeypatch)
-    for name, value in {**environment, **({ENDPOINT: "http://a:1"} if environment else {})}.items():
-        monkeypatch.setenv(name, value)
+    if variable:
+        monkeypatch.setenv(*variable.split("="))
+        monkeypatch.setenv(ENDPOINT, "http://a:1")
     with ExitStack() as stack:
         log = EventLog(tmp_path / "events.jsonl", "site-a")
         send_traces(log, compose(["run.name=otter"]), stack)

@@ -158,27 +158,6 @@ def test_curves_are_of_every_site_and_every_round(run: Path) -> None:
         assert len(shares) == made[-1][f"fragments/{fragment}/updates"]
 
 
-class Unsteady:
-    """A tracker that is down for its first two calls; after the third the run ends."""
-
-    id = "x"
-    calls = 0
-    points: Sequence[Point] = ()
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def log(self, points: Sequence[Point]) -> None:
-        Unsteady.calls += 1
-        if Unsteady.calls <= 2:
-            raise ConnectionError("no answer")
-        Unsteady.points = points
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def close(self) -> None:
-        pass
-
-
 def notes(run: Path) -> list[str]:
     return [str(event["why"]) for event in read_events(run / "events.jsonl")[0] if event["what"] == "note"]
 
@@ -186,13 +165,22 @@ def notes(run: Path) -> list[str]:
 def test_a_tracker_that_is_down_gets_everything_later_and_is_noted_once(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = list[Sequence[Point]]()
+
+    class Unsteady(Tracker):
+        def log(self, points: Sequence[Point]) -> None:
+            asked.append(points)
+            if len(asked) <= 2:
+                raise ConnectionError("no answer")
+            os.kill(os.getpid(), signal.SIGTERM)
+
     monkeypatch.setattr(track, "TRACKERS", {**TRACKERS, "jsonl": Unsteady})
     monkeypatch.setattr(status, "TRACK_AGAIN_S", 0.0)
     before = len(notes(run))
     assert main(["track", str(run), "jsonl", "--follow"]) == 0
-    assert Unsteady.calls == 3
+    assert len(asked) == 3
     curves = track.Curves()
-    assert list(Unsteady.points) == [point for event in EVENTS[: len(EVENTS) // 2] for point in curves.take(event)]
+    assert list(asked[-1]) == [point for event in EVENTS[: len(EVENTS) // 2] for point in curves.take(event)]
     (note,) = notes(run)[before:]
     assert note == "jsonl takes no points, and what waits is sent once it does: ConnectionError('no answer')"
 

@@ -14,7 +14,6 @@ from diloco.observe.text import CAUSED, ENDED, clock, count, sentence, size, tim
 from diloco.observe.view import Facts, LiveView, PlainView, make_view, screen, sparkline, standing, time_left
 from diloco.runs.scenario import KINDS
 from tests.observe.recorded import BEGIN, SITES, Recorder
-from tests.sooner import sooner
 
 FACTS = Facts(name="quiet-otter", what="tiny transformer · int4", seconds=60)
 
@@ -28,9 +27,9 @@ def played(seconds: float) -> RunHistory:
     return history
 
 
-def shown(history: RunHistory, width: int = 100, facts: Facts = FACTS) -> list[str]:
+def shown(history: RunHistory, width: int = 100) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(screen(history, facts, width))
+    Console(file=out, width=width, color_system=None).print(screen(history, FACTS, width))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -46,9 +45,18 @@ def test_the_screen_in_the_middle_of_a_partition() -> None:
     assert "syncer up  epoch 1  versions 15 15  30 rounds  last from site-a site-b" in lines
     assert "FAULT link:site-c is cut: nothing crosses it, for 10 s" in text
     assert "units  1,355 leased, 1,160 merged, 3 partly, 1 repeated" in lines
+    assert sparkline([4.0, 3.0, 2.0]) == "█▅▁"
+    assert sparkline([1.0]) == sparkline([1.0, 1.0])[0]
+    assert len(sparkline([float(number) for number in range(500)])) == view.SPARKS_MAX
 
 
-def test_what_is_dead_not_leased_or_not_known_yet_is_shown_as_such() -> None:
+def test_at_any_time_the_screen_fits_and_shows_what_is_dead_not_leased_or_not_known_yet() -> None:
+    for width in (60, 80, 100, 160):
+        for seconds in (0, 17, 33, 43, 999):
+            lines = shown(played(seconds), width)
+            assert max(map(len, lines)) <= width
+            assert len(lines) <= 24 or width < 80
+            assert width < 80 or seconds < 17 or all(any(name in line for line in lines) for name in SITES)
     (row,) = [line for line in shown(played(17)) if line.strip().startswith("site-b")]
     assert row.split()[1] == "killed"
     assert any(line.startswith("syncer down") for line in shown(played(43)))
@@ -59,22 +67,6 @@ def test_what_is_dead_not_leased_or_not_known_yet_is_shown_as_such() -> None:
     text = "\n".join(shown(RunHistory()))
     assert "starting" in text
     assert "syncer down" in text
-
-
-@pytest.mark.parametrize("width", sooner([60, 80, 100, 160], 60, 100))
-def test_no_line_is_wider_than_the_console_and_all_fit_a_small_one(width: int) -> None:
-    for seconds in (0, 1, 5, 17, 33, 43, 999):
-        lines = shown(played(seconds), width)
-        assert max(map(len, lines)) <= width
-        assert len(lines) <= 24 or width < 80
-    for name in SITES:
-        assert any(name in line for line in shown(played(33), 80))
-
-
-def test_a_sparkline_spans_its_range() -> None:
-    assert sparkline([4.0, 3.0, 2.0]) == "█▅▁" or sparkline([4.0, 3.0, 2.0]) == "█▄▁"
-    assert sparkline([1.0]) == sparkline([1.0, 1.0])[0]
-    assert len(sparkline([float(number) for number in range(500)])) == view.SPARKS_MAX
 
 
 def test_the_time_left_is_of_the_clock_or_of_the_pace() -> None:
@@ -164,37 +156,27 @@ def test_figures_in_words(value: str, wanted: str) -> None:
     assert value == wanted
 
 
-def test_every_fault_of_a_scenario_has_words() -> None:
-    assert set(CAUSED) == set(KINDS)
-    assert set(ENDED) == {name for name, (_, lasts) in KINDS.items() if lasts != "never"}
-
-
-def said(who: str, what: str, **fields: object) -> str:
-    return str(sentence({"who": who, "what": what, **fields}))
-
-
 @pytest.mark.parametrize(
-    ("told", "wanted"),
+    ("who", "what", "fields", "wanted"),
     [
-        (said("up", "fault", fault="kill", target="site-b", seconds=6.0), "FAULT site-b is killed (SIGKILL), for 6"),
-        (said("up", "healed", fault="kill", target="site-b"), "RECOVERED site-b: restarted"),
-        (said("syncer", "resumed", why="the run had been drained"), "the run resumed: the run had been"),
-        (said("site-b", "resumed", step=40, tokens_lost=10240), "10,240 tokens lost"),
-        (said("site-c", "disconnected", why="no answer"), "site-c lost the syncer and trains on: no answer"),
-        (said("syncer", "refused", site="site-c", reason="stale"), "update of site-c was refused: stale"),
-        (said("up", "eval", val_bits_per_byte=1.9, versions=[3, 4]), "validation 1.900 bits/byte at versions 3 4"),
-        (said("syncer", "syncer_started", epoch=2, recovered=12), "epoch 2, 12 journal records"),
-        (
-            said("up", "process", name="a", state="ended", unasked=True, code=1, why="x"),
-            "unexpectedly with exit code 1: x",
-        ),
+        ("up", "fault", {"fault": "kill", "target": "site-b", "seconds": 6.0}, "FAULT site-b is killed (SIGKILL), for"),
+        ("up", "healed", {"fault": "kill", "target": "site-b"}, "RECOVERED site-b: restarted"),
+        ("syncer", "resumed", {"why": "the run had been drained"}, "the run resumed: the run had been"),
+        ("site-b", "resumed", {"step": 40, "tokens_lost": 10240}, "10,240 tokens lost"),
+        ("site-c", "disconnected", {"why": "no answer"}, "site-c lost the syncer and trains on: no answer"),
+        ("syncer", "refused", {"site": "site-c", "reason": "stale"}, "update of site-c was refused: stale"),
+        ("up", "eval", {"val_bits_per_byte": 1.9, "versions": [3]}, "validation 1.900 bits/byte at versions 3"),
+        ("syncer", "syncer_started", {"epoch": 2, "recovered": 12}, "epoch 2, 12 journal records"),
+        ("up", "process", {"name": "a", "state": "ended", "unasked": True, "code": 1, "why": "x"}, "exit code 1: x"),
     ],
 )
-def test_what_happened_in_words(told: str, wanted: str) -> None:
-    assert wanted in told
+def test_what_happened_in_words(who: str, what: str, fields: dict[str, Any], wanted: str) -> None:
+    assert wanted in str(sentence({"who": who, "what": what, **fields}))
 
 
-def test_what_happens_all_the_time_is_not_told() -> None:
+def test_every_fault_of_a_scenario_has_words_and_what_happens_all_the_time_is_not_told() -> None:
+    assert set(CAUSED) == set(KINDS)
+    assert set(ENDED) == {name for name, (_, lasts) in KINDS.items() if lasts != "never"}
     quiet = {"step", "meter", "pushed", "fetched", "adopted", "sealed", "link", "published", "outer_step", "joined"}
     assert {event["what"] for event in Recorder(10).record() if sentence(event) is None} >= quiet
 
@@ -228,8 +210,9 @@ def test_a_step_line_has_torchtitans_words_and_ours_behind_the_bar() -> None:
     lines(event("joined", incarnation=1, epoch=1, versions=[3, 4]))
     lines(event("adopted", fragment=1, version=5, merged=[2]))
     lines(event("meter", staleness=1, bytes_up=2048, bytes_down=3 << 20))
-    for step in range(1, 21):
-        lines(event("step", step=step, loss=2.438912, grad_norm=0.9213, tokens_per_s=8120.4, lr=0.02))
+    step = {"loss": 2.438912, "grad_norm": 0.9213, "tokens_per_s": 8120.4, "lr": 0.02}
+    for number in range(1, 21):
+        lines(event("step", step=number, **step))
     said = out.getvalue().splitlines()
     assert said[0].startswith("[site-a] joined: incarnation 1")
     assert len(said) == 3
@@ -237,8 +220,28 @@ def test_a_step_line_has_torchtitans_words_and_ours_behind_the_bar() -> None:
         "[site-a] step:     10  loss:  2.43891  grad_norm:  0.9213  tps: 8,120  lr: 0.02000 "
         "| v: 3,5  stale: 1  up: 2.05 kB  down: 3.15 MB"
     )
-    lines(event("step", step=30, loss=2.438912, grad_norm=0.9213, tokens_per_s=8120.4, lr=0.02, mfu=0.40661))
+    lines(event("step", step=30, **step, mfu=0.40661))
     assert "tps: 8,120  mfu: 40.66%  lr: 0.02000 |" in out.getvalue().splitlines()[-1]
+
+
+def test_who_may_come_in_now_is_said_and_no_other_note_and_a_terminal_that_went_away_ends_nothing() -> None:
+    out = io.StringIO()
+    lines = identity_lines(out)
+    for kind in ("identity", "digest_differs"):
+        lines(event("note", note=kind, why="permissions cannot be used"))
+    lines(event("syncer_started"))
+    lines(event("note", note="backup_behind", why="if another syncer leads the run now, end this one"))
+    first, last = out.getvalue().splitlines()
+    assert first == "access rules: permissions cannot be used"
+    assert last == "BEHIND: if another syncer leads the run now, end this one"
+
+    def gone(data: memoryview) -> int:
+        raise BrokenPipeError
+
+    said = SiteLines("site-a", 1, [LineWriter(gone, missing_lines("site-a")), out := io.StringIO()])
+    for step in (1, 2):
+        said(event("step", step=step))
+    assert len(out.getvalue().splitlines()) == 2, "and the log goes on"
 
 
 @pytest.mark.parametrize(
@@ -259,25 +262,3 @@ def test_an_event_in_words(told: Event, said: str) -> None:
     SiteLines("site-a", 10, [out])(told)
     assert out.getvalue().startswith(f"[site-a] {said}" if said else "")
     assert bool(out.getvalue()) == bool(said)
-
-
-def test_what_changes_about_who_may_come_in_is_said_and_no_other_note() -> None:
-    out = io.StringIO()
-    lines = identity_lines(out)
-    for kind in ("identity", "digest_differs"):
-        lines(event("note", note=kind, why="permissions cannot be used"))
-    lines(event("syncer_started"))
-    lines(event("note", note="backup_behind", why="if another syncer leads the run now, end this one"))
-    first, last = out.getvalue().splitlines()
-    assert first == "access rules: permissions cannot be used"
-    assert last == "BEHIND: if another syncer leads the run now, end this one"
-
-
-def test_a_terminal_that_went_away_ends_nothing() -> None:
-    def gone(data: memoryview) -> int:
-        raise BrokenPipeError
-
-    said = SiteLines("site-a", 1, [LineWriter(gone, missing_lines("site-a")), out := io.StringIO()])
-    for step in (1, 2):
-        said(event("step", step=step))
-    assert len(out.getvalue().splitlines()) == 2, "and the log goes on"

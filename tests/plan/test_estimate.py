@@ -71,14 +71,12 @@ def test_bytes_are_those_that_the_codec_makes(name: str) -> None:
         assert tuple(made) == found.update_bytes
 
 
-@pytest.mark.parametrize(("bits", "site", "shard"), [(4, 133.3, 253.3), (16, 533.3, 1013.3)])
-def test_rates_of_100t_parameters_that_nobody_waits_for(bits: int, site: float, shard: float) -> None:
+def test_rates_of_100t_parameters_that_nobody_waits_for() -> None:
     """A copy of every parameter each way in 3000 s, and 1.9 copies where each of 20 sites has a part of the syncer."""
     star = Star(inner_steps=100, step_s=30.0, fragments=100, overlap_steps=90)
-    copy = bits * 100e12
-    (alone,) = loads(20, 0, copy, copy)
-    (held,) = loads(20, 20, copy, copy)
-    for load, wanted in ((alone, site), (held, shard)):
+    (alone,) = loads(20, 0, 4 * 100e12, 4 * 100e12)
+    (held,) = loads(20, 20, 4 * 100e12, 4 * 100e12)
+    for load, wanted in ((alone, 133.3), (held, 253.3)):
         share = 1 - 1e-9
         assert formula_gbps(star, load, share) == pytest.approx(wanted, rel=1e-3)
         assert simulated_gbps(star, load, share) == pytest.approx(wanted, rel=STEP - 1)
@@ -107,23 +105,10 @@ def test_who_carries_what() -> None:
 
 
 @pytest.mark.parametrize(
-    ("syncer", "fragments", "overlap"),
-    [("apart", 1, 0), ("apart", 8, 1), ("central", 4, 0), ("central", 16, 3), ("sharded", 16, 3)],
+    ("syncer", "fragments", "overlap"), [("apart", 8, 1), ("central", 4, 0), ("central", 16, 3), ("sharded", 16, 3)]
 )
 def test_formula_and_simulation_agree(syncer: str, fragments: int, overlap: int) -> None:
-    asked = question(
-        parameters=1e9,
-        codec_up="int8",
-        codec_down="bf16",
-        sites=16,
-        inner_steps=64,
-        fragments=fragments,
-        overlap_steps=overlap,
-        rtt_ms=150.0,
-        syncer=syncer,
-        up_gbps=(2.0,),
-        down_gbps=(5.0,),
-    )
+    asked = question(sites=16, inner_steps=64, fragments=fragments, overlap_steps=overlap, rtt_ms=150.0, syncer=syncer)
     star = star_of(asked)
     for load in loads(asked.sites, asked.shards, 8e9, 16e9):
         # A fragment is due every 64/F steps: where it takes longer than that waits are shared, and less is needed.
@@ -135,14 +120,11 @@ def test_formula_and_simulation_agree(syncer: str, fragments: int, overlap: int)
             assert (simulated_gbps(star, load, share) or 0) <= (formula_gbps(star, load, share) or 0) * STEP
 
 
-def test_no_link_is_fast_enough_for_a_round_trip_that_takes_too_long() -> None:
+def test_a_round_trip_or_a_syncer_that_takes_too_long_is_what_everybody_waits_for() -> None:
+    """Two updates of 31.25M values in a round of 10 s: 62.5M values, at 5M a second."""
     asked = question(rtt_ms=5000.0)
     assert gbps_needed(asked, 0.5).simulated is not None
-    assert gbps_needed(asked, 0.7) == Found(None, None)
-
-
-def test_a_syncer_that_adds_up_too_slowly_is_what_everybody_waits_for() -> None:
-    """Two updates of 31.25M values in a round of 10 s: 62.5M values, at 5M a second."""
+    assert gbps_needed(asked, 0.7) == Found(None, None), "no link is fast enough"
     asked = question(overlap_steps=9, fragments=10, up_gbps=(1000.0,), merge_values_per_s=5e6)
     assert merging_share(asked) == pytest.approx(1.25)
     assert utilisation_found(asked).simulated == utilisation_found(asked).formula == pytest.approx(0.8)
@@ -161,32 +143,28 @@ def test_the_inner_steps_that_a_link_asks_for() -> None:
     assert inner_steps_needed(replace(asked, rtt_ms=1e8)).simulated is None
 
 
-def both_ways(asked: Question) -> int:
-    return sizes(asked).up + sizes(asked).down
-
-
 def test_advice_keeps_what_does_then_takes_fewer_bits_then_more_steps() -> None:
+    def both_ways(asked: Question) -> int:
+        return sizes(asked).up + sizes(asked).down
+
+    def told(**asked: Any) -> Question:
+        found = advised(question(**asked))
+        assert found is not None
+        return found
+
     does = question(inner_steps=40)
     assert advised(does) is does
-    late = advised(question(overlap_steps=1, inner_steps=20, fragments=4, up_gbps=(0.2,)))
-    assert late is not None
+    late = told(overlap_steps=1, inner_steps=20, fragments=4, up_gbps=(0.2,))
     assert (late.inner_steps, late.codec_up) == (20, "fp32"), "another rhythm is enough"
     assert (late.fragments, late.overlap_steps) > (4, 1)
-    coded = advised(question(up_gbps=(0.05,)))
-    assert coded is not None
+    coded = told(up_gbps=(0.05,))
     assert coded.inner_steps == 10
     assert both_ways(coded) < both_ways(question())
     assert (utilisation_found(coded).simulated or 0) >= 0.95
-    longer = advised(question(up_gbps=(0.0015,)))
-    assert longer is not None
-    assert 10 < longer.inner_steps <= INNER_STEPS_ADVISED
+    assert 10 < told(up_gbps=(0.0015,)).inner_steps <= INNER_STEPS_ADVISED
     assert advised(question(up_gbps=(1e-5,))) is None
-
-
-def test_advice_never_takes_more_bits_than_were_asked_for() -> None:
-    found = advised(question(codec_up="int4:32", codec_down="int4:32", up_gbps=(0.03,)))
-    assert found is not None
-    assert both_ways(found) <= both_ways(question(codec_up="int4:32", codec_down="int4:32")) * 1.00001
+    few = {"codec_up": "int4:32", "codec_down": "int4:32"}
+    assert both_ways(told(**few, up_gbps=(0.03,))) <= both_ways(question(**few)) * 1.00001, "never more bits"
 
 
 def test_data_parallel_of_100t_parameters() -> None:
@@ -224,16 +202,13 @@ def test_linear_in_both_only_at_a_single_syncer() -> None:
         ({"syncer": "sharded"}, "fragments is 1: at least sites=2"),
         ({"up_gbps": (1.0, 2.0, 3.0)}, "one value, or one for each of 2 sites"),
         ({"down_gbps": (0.0,)}, "down_gbps is (0.0,): above 0"),
-        ({"utilisation": 1.0}, "utilisation is 1.0: between 0 and 1"),
         ({"away_s": float("nan")}, "away_s is nan: not negative"),
         ({"parameters": 0.5}, "parameters is 0.5: at least fragments=1"),
         ({"step_s": 1e-300}, "step_s is 1e-300: the seconds of an inner step, from 1e-06 to 1e+06"),
-        ({"step_s": 0.0, "flops": 1e300, "tokens_per_step": 1.0}, "the seconds of an inner step, from 1e-06"),
         ({"interruptions_per_chip_year": 1e300}, "interruptions_per_chip_year is 1e+300: at most 10000"),
         ({"away_s": 1e300}, "away_s is 1e+300: at most 1e+08"),
         ({"merge_values_per_s": 1e-300}, "merge_values_per_s is 1e-300: at least 1"),
         ({"inner_steps": 5000, "fragments": 5000}, "fragments is 5000: at most 1000"),
-        ({"codec_up": "int5"}, "int5"),
     ],
 )
 def test_what_cannot_be_is_said(told: dict[str, Any], words: str) -> None:

@@ -109,6 +109,25 @@ def test_a_blocking_exchange_of_all_at_once_costs_what_the_formula_says() -> Non
     carry_s = 1e9 * 16 / (4 * 1e9)
     assert utilisation(model, rule, 4.0) == pytest.approx(10 / (10 + carry_s))
     assert gbps_needed(MODELS["100B"][0], Exchange(inner_steps=1, bits=1e6), 0.99) is None, "no link of the grid"
+    model, rule = Model(parameters=1e9, layers=10, step_s=1.0), Exchange(inner_steps=10, fragments=10, overlap_steps=9)
+    assert utilisation(model, rule, 1.59) == pytest.approx(15.9 / 16), "a link that falls behind for many periods"
+
+
+def test_an_exchange_costs_nothing_up_to_its_overlap_and_never_less_than_the_sum_that_a_link_carries() -> None:
+    load = Load(updates_up=4e9, versions_down=4e9)
+    star = Star(inner_steps=10, step_s=1.0, fragments=2, overlap_steps=4, rtt_s=0.0)
+    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(1.0)
+    late = star_utilisation(replace(star, overlap_steps=3), load, 1.0, 1.0)
+    assert late == pytest.approx(10 / (10 + 2 * 1)), "each of two fragments comes a second late"
+    # A site with a part of the syncer: 12 s of traffic each way in a round of 10 s, however much overlap there is.
+    star = Star(inner_steps=10, step_s=1.0, fragments=5, overlap_steps=9)
+    load = Load(updates_up=6e9, updates_down=6e9, versions_up=6e9, versions_down=6e9)
+    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(10 / 12)
+    assert star_utilisation(star, load, 1.3, 1.3) == pytest.approx(1.0, abs=1e-9)
+    # The round trip of one fragment does not keep the link from the next.
+    star = Star(inner_steps=10, step_s=1.0, fragments=10, overlap_steps=5, rtt_s=4.0)
+    load = Load(updates_up=4e9, updates_down=4e9, versions_up=4e9, versions_down=4e9)
+    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(1.0)
 
 
 def test_every_counted_period_holds_its_wait() -> None:
@@ -122,12 +141,6 @@ def test_every_counted_period_holds_its_wait() -> None:
     assert found == pytest.approx(0.9393, abs=5e-5)
 
 
-def test_a_link_that_falls_behind_for_many_periods_is_counted_by_what_it_carries() -> None:
-    model = Model(parameters=1e9, layers=10, step_s=1.0)
-    rule = Exchange(inner_steps=10, fragments=10, overlap_steps=9)
-    assert utilisation(model, rule, 1.59) == pytest.approx(15.9 / 16)
-
-
 def test_more_overlap_and_fewer_bits_never_need_a_faster_link() -> None:
     model, fragments = MODELS["10B"]
     for share in SHARES:
@@ -136,25 +149,3 @@ def test_more_overlap_and_fewer_bits_never_need_a_faster_link() -> None:
             for kind in ("streaming", "overlapped", "overlapped_4_bits")
         ]
         assert needed == sorted(needed, key=lambda gbps: -(gbps or 1e9))
-
-
-def test_an_exchange_that_takes_no_longer_than_the_overlap_costs_nothing() -> None:
-    load = Load(updates_up=4e9, versions_down=4e9)
-    star = Star(inner_steps=10, step_s=1.0, fragments=2, overlap_steps=4, rtt_s=0.0)
-    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(1.0)
-    late = star_utilisation(replace(star, overlap_steps=3), load, 1.0, 1.0)
-    assert late == pytest.approx(10 / (10 + 2 * 1)), "each of two fragments comes a second late"
-
-
-def test_a_link_that_carries_others_too_is_full_at_its_sum() -> None:
-    """A site with a part of the syncer: 12 s of traffic each way in a round of 10 s, however much overlap there is."""
-    star = Star(inner_steps=10, step_s=1.0, fragments=5, overlap_steps=9)
-    load = Load(updates_up=6e9, updates_down=6e9, versions_up=6e9, versions_down=6e9)
-    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(10 / 12)
-    assert star_utilisation(star, load, 1.3, 1.3) == pytest.approx(1.0, abs=1e-9)
-
-
-def test_the_round_trip_of_one_fragment_does_not_keep_the_link_from_the_next() -> None:
-    star = Star(inner_steps=10, step_s=1.0, fragments=10, overlap_steps=5, rtt_s=4.0)
-    load = Load(updates_up=4e9, updates_down=4e9, versions_up=4e9, versions_down=4e9)
-    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(1.0)

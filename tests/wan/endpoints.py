@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from diloco.wan.relay import Relay, parse_address
 
@@ -92,22 +90,18 @@ async def site(options: LinkOptions) -> AsyncIterator[Site]:
         await asyncio.sleep(0)
 
 
-def over(options: LinkOptions) -> Callable[[Callable[..., Coroutine[object, object, None]]], Callable[..., None]]:
+def over(options: LinkOptions) -> Callable[[Callable[[Site], Coroutine[object, object, None]]], Callable[[], None]]:
     """A test that is handed a link with ``options``, and ends in bounded time."""
 
-    def of(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
-        async def linked(given: dict[str, Any]) -> None:
+    def of(test: Callable[[Site], Coroutine[object, object, None]]) -> Callable[[], None]:
+        async def linked() -> None:
             async with site(options) as link:
-                await test(link, **given)
+                await test(link)
 
-        @functools.wraps(test)
-        def whole(**given: Any) -> None:
-            run(linked(given))
+        def whole() -> None:
+            run(linked())
 
-        signature = inspect.signature(test)
-        whole.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=list(signature.parameters.values())[1:]
-        )
+        whole.__doc__ = test.__doc__
         return whole
 
     return of

@@ -18,6 +18,45 @@ from diloco.wan.link import (
 )
 
 
+def test_the_weather_is_the_seeds_alone_in_any_order_of_asking_and_in_every_release() -> None:
+    instants = [index * 37 * MILLISECOND_NS for index in range(3000)]
+    forward, backward = Weather(5, "up"), Weather(5, "up")
+    drawn = [forward.jitter(at_ns) for at_ns in instants]
+    assert drawn == [backward.jitter(at_ns) for at_ns in reversed(instants)][::-1]
+    for other in (Weather(5, "down"), Weather(6, "up")):
+        assert drawn != [other.jitter(at_ns) for at_ns in instants]
+    # A recorded run is repeated by its seed, so the draws and their order are an interface.
+    weather, options = Weather(0, "up"), LinkOptions(stall_percent=50, stall_ms=300)
+    both = [(weather.jitter(at), weather.stall_at(at, options)) for at in range(0, 60 * SECOND_NS, JITTER_SLOT_NS)]
+    assert hashlib.sha256(repr(both).encode()).hexdigest()[:16] == "b49b212dbd69221c"
+    # Nor does it depend on how the traffic is cut.
+    options = LinkOptions(rtt_ms=100, jitter_ms=30, stall_percent=20, seed=11)
+    whole, cut = Path[int](options, "up", 7), Path[int](options, "up", 7)
+    for second in range(200):
+        now_ns = second * SECOND_NS + second * 3 * JITTER_SLOT_NS % SECOND_NS
+        whole.push(second, 1000, now_ns)
+        for _ in range(10):
+            cut.push(second, 100, now_ns)
+    assert dict(let_out_all(whole)) == dict(let_out_all(cut))
+
+
+def test_stalls_come_as_often_as_asked_and_nothing_comes_out_before_one_is_over() -> None:
+    options = LinkOptions(stall_percent=10, stall_ms=300, seed=1)
+    weather = Weather(1, "up")
+    drawn = (weather.stall_at(at_ns, options) for at_ns in range(0, 2000 * SECOND_NS, 100 * MILLISECOND_NS))
+    stalled = sorted({stall for stall in drawn if stall})
+    assert len(stalled) == pytest.approx(200, abs=45), "within 3 sigma of a tenth of 2000 seconds"
+    link = Path[int](options, "up", 0)
+    for item in range(20_000):
+        link.push(item, 10, item * 100 * MILLISECOND_NS)
+    assert all(weather.stall_at(due_ns, options) is None for _, due_ns in let_out_all(link))
+    assert link.num_stalls == len(stalled)
+    link = Path[int](options, "up", 0)
+    _, ends_ns = stalled[0]
+    link.push(1, 10, ends_ns - MILLISECOND_NS)
+    assert link.next_due_ns() == ends_ns
+
+
 def path(direction: str = "up", started_ns: int = 0, **options: float) -> Path[int]:
     return Path(LinkOptions(**options), direction, started_ns)  # type: ignore[arg-type]
 
@@ -57,14 +96,16 @@ def test_the_rate_is_shared_first_come_first_served() -> None:
         link.push(item, 5000, 0)
     link.push(3, 0, 0)
     assert link.take_due(15 * MILLISECOND_NS - 1) == []
-    assert [(item, due_ns / MILLISECOND_NS) for item, due_ns in let_out_all(link)] == [
-        (0, 15),
-        (1, 20),
-        (2, 25),
-        (3, 25),
-    ]
+    came = [(item, due_ns / MILLISECOND_NS) for item, due_ns in let_out_all(link)]
+    assert came == [(0, 15), (1, 20), (2, 25), (3, 25)]
     link.push(4, 1000, 100 * MILLISECOND_NS)
     assert link.next_due_ns() == 111 * MILLISECOND_NS, "an idle link does not save up its rate"
+    link = path(rtt_ms=20, mbps=8)
+    for item in range(4):
+        link.push(item, 1000, 0)
+    link.drop(lambda item: item % 2 == 0)
+    assert link.in_flight_bytes == 2000
+    assert let_out_all(link) == [(1, 12 * MILLISECOND_NS), (3, 14 * MILLISECOND_NS)], "as if nothing had been dropped"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -98,59 +139,6 @@ def test_the_round_trip_stays_within_its_jitter_and_uses_it() -> None:
     assert sum(trips_ms) / len(trips_ms) == pytest.approx(80, abs=0.5)
 
 
-def test_the_weather_does_not_depend_on_how_the_traffic_is_cut() -> None:
-    options = LinkOptions(rtt_ms=100, jitter_ms=30, stall_percent=20, seed=11)
-    whole, cut = Path[int](options, "up", 7), Path[int](options, "up", 7)
-    for second in range(200):
-        now_ns = second * SECOND_NS + second * 3 * JITTER_SLOT_NS % SECOND_NS
-        whole.push(second, 1000, now_ns)
-        for _ in range(10):
-            cut.push(second, 100, now_ns)
-    assert dict(let_out_all(whole)) == dict(let_out_all(cut))
-
-
-def test_the_weather_is_the_same_for_the_same_seed_in_any_order_of_asking() -> None:
-    instants = [index * 37 * MILLISECOND_NS for index in range(3000)]
-    forward, backward = Weather(5, "up"), Weather(5, "up")
-    drawn = [forward.jitter(at_ns) for at_ns in instants]
-    assert drawn == [backward.jitter(at_ns) for at_ns in reversed(instants)][::-1]
-    for other in (Weather(5, "down"), Weather(6, "up")):
-        assert drawn != [other.jitter(at_ns) for at_ns in instants]
-
-
-def test_the_weather_of_a_seed_never_changes_between_releases() -> None:
-    # A recorded run is repeated by its seed, so the draws and their order are an interface.
-    weather, options = Weather(0, "up"), LinkOptions(stall_percent=50, stall_ms=300)
-    drawn = [(weather.jitter(at), weather.stall_at(at, options)) for at in range(0, 60 * SECOND_NS, JITTER_SLOT_NS)]
-    assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == "b49b212dbd69221c"
-
-
-def test_stalls_come_as_often_as_asked_and_nothing_comes_out_in_one() -> None:
-    options = LinkOptions(stall_percent=10, stall_ms=300, seed=1)
-    weather = Weather(1, "up")
-    stalled = {
-        stall
-        for at_ns in range(0, 2000 * SECOND_NS, 100 * MILLISECOND_NS)
-        if (stall := weather.stall_at(at_ns, options))
-    }
-    assert len(stalled) == pytest.approx(200, abs=45), "within 3 sigma of a tenth of 2000 seconds"
-    link = Path[int](options, "up", 0)
-    for item in range(20_000):
-        link.push(item, 10, item * 100 * MILLISECOND_NS)
-    assert all(weather.stall_at(due_ns, options) is None for _, due_ns in let_out_all(link))
-    assert link.num_stalls == len(stalled)
-
-
-def test_a_stall_is_over_when_it_is_over() -> None:
-    options = LinkOptions(stall_percent=100, stall_ms=400, seed=2)
-    stall = next(
-        stall for at in range(0, SECOND_NS, MILLISECOND_NS) if (stall := Weather(2, "up").stall_at(at, options))
-    )
-    link = Path[int](options, "up", 0)
-    link.push(1, 10, stall[1] - MILLISECOND_NS)
-    assert link.next_due_ns() == stall[1]
-
-
 def test_a_partition_holds_all_and_a_heal_sends_it_again_from_the_start() -> None:
     link = path(rtt_ms=20, mbps=8)
     link.push(1, 1000, 0)
@@ -179,15 +167,6 @@ def test_what_waits_is_planned_anew_when_the_rate_changes_and_what_is_under_way_
     link.change(LinkOptions(rtt_ms=2), MILLISECOND_NS)
     link.push(2, 10, MILLISECOND_NS)
     assert let_out_all(link) == [(1, SECOND_NS), (2, SECOND_NS)], "a shorter delay lets nothing overtake"
-
-
-def test_what_is_dropped_leaves_the_others_as_they_were() -> None:
-    link = path(rtt_ms=20, mbps=8)
-    for item in range(4):
-        link.push(item, 1000, 0)
-    link.drop(lambda item: item % 2 == 0)
-    assert link.in_flight_bytes == 2000
-    assert let_out_all(link) == [(1, 12 * MILLISECOND_NS), (3, 14 * MILLISECOND_NS)]
 
 
 def test_the_window_is_rate_times_delay_and_the_queue() -> None:

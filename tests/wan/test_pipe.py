@@ -15,6 +15,37 @@ from diloco.wan.link import SECOND_NS
 
 # --- Super-packets: how many segments they stand for, and what is left of them when some are lost --------------------
 
+
+def test_a_packet_takes_the_headers_of_each_segment_and_one_that_loses_nothing_stays_as_it_is() -> None:
+    whole, small = packet(bytes(3 * SEGMENT + 10)), packet(b"small")
+    size = measure(whole)
+    assert (size.segments, size.wire_bytes) == (4, 3 * SEGMENT + 10 + 4 * HEADERS)
+    assert [size.bytes_of(*each) for each in ((0, 1), (3, 4))] == [SEGMENT + HEADERS, 10 + HEADERS]
+    assert (measure(small).segments, measure(small).wire_bytes) == (1, HEADERS + 5)
+    for content, segments in ((whole, 4), (small, 1)):
+        assert list(keep(content, ())) == [(content, 0, segments)]
+        assert list(keep(content, range(segments))) == []
+
+
+@pytest.mark.parametrize("percent", [0.1, 30.0, 100.0])
+def test_loss_strikes_segments_as_often_as_it_was_told_by_seed_and_direction(percent: float) -> None:
+    def lossy(seed: int, direction: str) -> tuple[Pipe, list[bytes]]:
+        pipe = Pipe(PipeOptions(loss_percent=percent, seed=seed), direction, 0)
+        for _ in range(1000):
+            pipe.push(BIG, 0)
+        return pipe, [content for _, content in drain(pipe)]
+
+    pipe, came = lossy(0, "down")
+    expected = 400 * percent
+    assert pipe.counts.drawn == 40_000
+    assert math.isclose(pipe.counts.expected_lost, expected, rel_tol=1e-6)
+    assert abs(pipe.counts.lost - expected) <= 5 * math.sqrt(expected * (1 - percent / 100))
+    assert sum(measure(content).segments for content in came) == 40_000 - pipe.counts.lost
+    if percent < 100:
+        assert came == lossy(0, "down")[1]
+        assert came not in (lossy(1, "down")[1], lossy(0, "up")[1])
+
+
 IP_BYTES, TCP_BYTES = 20, 32
 HEADERS = IP_BYTES + TCP_BYTES
 SEGMENT = 1448
@@ -52,25 +83,6 @@ def fields(piece: bytes) -> tuple[int, int, int, bytes]:
     if checksum:
         assert checksum == summed(ip[12:20] + struct.pack("!HH", 6, length - IP_BYTES))
     return sequence, number, ip[IP_BYTES + 13], ip[HEADERS:]
-
-
-def test_a_packet_takes_the_headers_of_each_segment() -> None:
-    size = measure(packet(bytes(3 * SEGMENT + 10)))
-    assert (size.segments, size.wire_bytes) == (4, 3 * SEGMENT + 10 + 4 * HEADERS)
-    assert size.bytes_of(0, 1) == SEGMENT + HEADERS
-    assert size.bytes_of(3, 4) == 10 + HEADERS
-    assert size.bytes_of(0, 4) == size.wire_bytes
-    small = measure(packet(b"small"))
-    assert (small.segments, small.wire_bytes) == (1, HEADERS + 5) == (1, small.bytes_of(0, 1))
-
-
-def test_what_loses_nothing_is_the_same_packet() -> None:
-    whole = packet(bytes(5 * SEGMENT))
-    assert list(keep(whole, ())) == [(whole, 0, 5)]
-    assert list(keep(whole, range(5))) == []
-    small = packet(b"small")
-    assert list(keep(small, ())) == [(small, 0, 1)]
-    assert list(keep(small, {0})) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -142,7 +154,7 @@ def test_the_rate_counts_the_headers_of_every_segment_and_is_shared() -> None:
     assert [due_ns for due_ns, _ in drain(pipe)] == [SECOND_NS + MS + 5 * MS]
 
 
-def test_the_queue_is_bounded_and_drops_single_segments_at_its_tail() -> None:
+def test_the_queue_is_bounded_and_drops_single_segments_at_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PipeOptions(rtt_ms=100, mbps=1000).queue_bytes == 12_500_000, "what the link holds in a round trip"
     assert PipeOptions(rtt_ms=10, mbps=1).queue_bytes == QUEUE_BYTES_MIN
     pipe = Pipe(PipeOptions(mbps=8, queue_kib=100), "up", 0)
@@ -152,38 +164,30 @@ def test_the_queue_is_bounded_and_drops_single_segments_at_its_tail() -> None:
     kept = 100 * 1024 // (SEGMENT + 52)
     assert counts.overflowed == 120 - kept
     assert sum(measure(content).segments for _, content in drain(pipe)) == kept == counts.segments_out
-
-
-def test_without_a_rate_what_is_held_is_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.pipe.HELD_BYTES_MAX", 10_000)
     pipe = Pipe(PipeOptions(rtt_ms=100), "up", 0)
     for _ in range(12):
         pipe.push(SMALL, 0)
-    assert (pipe.stats()["held_segments"], pipe.counts.overflowed) == (10, 2)
+    assert (pipe.stats()["held_segments"], pipe.counts.overflowed) == (10, 2), "also without a rate"
 
 
-@pytest.mark.parametrize("percent", [0.1, 1.0, 30.0, 100.0])
-def test_loss_strikes_segments_as_often_as_it_was_told(percent: float) -> None:
-    pipe = Pipe(PipeOptions(loss_percent=percent), "down", 0)
-    for _ in range(1000):
-        pipe.push(BIG, 0)
-    expected = 400 * percent
-    assert pipe.counts.drawn == 40_000
-    assert math.isclose(pipe.counts.expected_lost, expected, rel_tol=1e-6)
-    assert abs(pipe.counts.lost - expected) <= 5 * math.sqrt(expected * (1 - percent / 100))
-    assert sum(measure(content).segments for _, content in drain(pipe)) == 40_000 - pipe.counts.lost
-
-
-def test_losses_are_the_seed_s_and_the_direction_s() -> None:
-    def lost(seed: int, direction: str) -> list[bytes]:
-        pipe = Pipe(PipeOptions(loss_percent=5, seed=seed), direction, 0)
-        for _ in range(20):
-            pipe.push(BIG, 0)
-        return [content for _, content in drain(pipe)]
-
-    assert lost(1, "up") == lost(1, "up")
-    assert lost(1, "up") != lost(2, "up")
-    assert lost(1, "up") != lost(1, "down")
+def test_every_segment_is_accounted_for_and_lateness_in_bins_of_powers_of_two() -> None:
+    pipe = Pipe(PipeOptions(rtt_ms=20, mbps=100, loss_percent=3, queue_kib=64), "up", 0)
+    for step in range(200):
+        pipe.push(BIG, step * MS)
+        pipe.blocked = 50 <= step < 60
+        while pipe.take(step * MS) is not None:
+            pass
+    counts = pipe.counts
+    assert min(counts.lost, counts.overflowed, counts.cut_off, counts.segments_out, pipe.stats()["held_segments"]) > 0
+    gone = counts.lost + counts.overflowed + counts.cut_off
+    assert counts.segments_in == 200 * 40 == gone + counts.segments_out + pipe.stats()["held_segments"]
+    pipe = Pipe(PipeOptions(), "up", 0)
+    for late_us in [0] * 98 + [900, 70_000]:
+        pipe.push(SMALL, 0)
+        pipe.take(late_us * 1000)
+    assert [pipe.counts.late_us(share) for share in (50, 99, 100)] == [1.0, 1024.0, 70_000.0]
+    assert pipe.stats()["late_us_p99"] == 1024.0
 
 
 def test_jitter_spreads_and_never_reorders() -> None:
@@ -220,27 +224,3 @@ def test_a_change_holds_for_what_comes_after_it() -> None:
     pipe.change(PipeOptions(rtt_ms=2))
     pipe.push(SMALL, 50 * MS)
     assert [due_ns for due_ns, _ in drain(pipe)] == [51 * MS]
-
-
-def test_every_segment_is_accounted_for() -> None:
-    pipe = Pipe(PipeOptions(rtt_ms=20, mbps=100, loss_percent=3, queue_kib=64), "up", 0)
-    for step in range(200):
-        pipe.push(BIG, step * MS)
-        pipe.blocked = 50 <= step < 60
-        while pipe.take(step * MS) is not None:
-            pass
-    counts = pipe.counts
-    assert min(counts.lost, counts.overflowed, counts.cut_off, counts.segments_out, pipe.stats()["held_segments"]) > 0
-    gone = counts.lost + counts.overflowed + counts.cut_off
-    assert counts.segments_in == 200 * 40 == gone + counts.segments_out + pipe.stats()["held_segments"]
-
-
-def test_lateness_is_counted_in_bins_of_powers_of_two() -> None:
-    pipe = Pipe(PipeOptions(), "up", 0)
-    for late_us in [0] * 98 + [900, 70_000]:
-        pipe.push(SMALL, 0)
-        pipe.take(late_us * 1000)
-    counts = pipe.counts
-    assert (counts.late_us(50), counts.late_us(99), counts.late_us(100)) == (1.0, 1024.0, 70_000.0)
-    assert counts.late_us_max == 70_000
-    assert pipe.stats()["late_us_p99"] == 1024.0

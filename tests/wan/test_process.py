@@ -82,24 +82,43 @@ def test_links_are_hosted_by_name_and_controlled_while_they_run(relays: RelayPro
 
 
 def test_refusals_cross_the_pipe_in_words_and_the_relay_goes_on(relays: RelayProcess, listener: socket.socket) -> None:
-    with pytest.raises(ValueError, match=r"target_host is '192\.0\.2\.1': only loopback"):
-        relays.add("a", LinkOptions(), "192.0.2.1:80")
+    nowhere, taken = "127.0.0.1:1", format_address(*listener.getsockname())
     with pytest.raises(ValueError, match=r"link is 'a': one of \(none yet\)"):
         relays.heal("a")
-    with pytest.raises(ValueError, match="in use"):
-        relays.add("a", LinkOptions(), "127.0.0.1:1", listen=format_address(*listener.getsockname()))
+    relays.add("a", LinkOptions(), nowhere)
+    for ask, words in (
+        (lambda: relays.add("b", LinkOptions(), "192.0.2.1:80"), r"target_host is '192\.0\.2\.1': only loopback"),
+        (lambda: relays.add("b", LinkOptions(), nowhere, listen=taken), "in use"),
+        (lambda: relays.add("a", LinkOptions(), nowhere), "link is 'a': a link of that name exists already"),
+        (lambda: relays.set("a", speed=1.0), "speed is not an option of a link"),
+        (lambda: relays.heal("c"), "link is 'c': one of a"),
+        (lambda: relays._do("explode", name="a"), "do is 'explode': one of accept"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ask()
+    relays.remove("a")
     assert relays.stats() == {}
-    assert relays.is_alive()
-
-
-def test_many_threads_may_ask_at_once(relays: RelayProcess) -> None:
+    # Many threads may ask at once.
     names = [f"link{number}" for number in range(8)]
-    threads = [threading.Thread(target=relays.add, args=(name, LinkOptions(rtt_ms=1), "127.0.0.1:1")) for name in names]
+    threads = [threading.Thread(target=relays.add, args=(name, LinkOptions(rtt_ms=1), nowhere)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
     assert sorted(relays.stats()) == names
+
+
+def test_the_relay_is_small_in_a_session_of_its_own_and_gone_when_it_is_closed() -> None:
+    relays = RelayProcess()
+    relays.add("a", LinkOptions(), "127.0.0.1:1")
+    assert os.getsid(relays.pid) == relays.pid != os.getsid(0), "a Ctrl-C for the run would end the links"
+    assert "libtorch" not in Path(f"/proc/{relays.pid}/maps").read_text(encoding="utf-8")
+    for _ in range(2):  # Closing it again is allowed.
+        relays.close()
+    assert not is_running(relays.pid)
+    assert relays._child.returncode == 0
+    with pytest.raises(RelayDiedError, match="was closed"):
+        relays.stats()
 
 
 def test_a_relay_that_was_killed_or_failed_is_noticed_with_its_last_words() -> None:
@@ -132,17 +151,6 @@ def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back() -> None:
             assert relays.cpu_s() > 0, "the answer that came too late was taken for this one's"
 
 
-def test_closing_ends_the_process_and_closing_twice_is_allowed() -> None:
-    relays = RelayProcess()
-    relays.add("a", LinkOptions(), "127.0.0.1:1")
-    relays.close()
-    relays.close()
-    assert not is_running(relays.pid)
-    assert relays._child.returncode == 0
-    with pytest.raises(RelayDiedError, match="was closed"):
-        relays.stats()
-
-
 def test_the_relay_does_not_outlive_a_parent_that_was_killed() -> None:
     program = (
         "import os, sys; from diloco.wan.process import RelayProcess; relays = RelayProcess(); relays.stats(); "
@@ -151,10 +159,3 @@ def test_the_relay_does_not_outlive_a_parent_that_was_killed() -> None:
     parent = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=30, check=False)
     assert parent.returncode == -9, parent.stderr.decode()
     wait_for(lambda: not is_running(int(parent.stdout)), "the relay to end")
-
-
-def test_the_relay_is_in_a_session_of_its_own_and_imports_no_torch(relays: RelayProcess) -> None:
-    relays.stats()
-    assert os.getsid(relays.pid) == relays.pid != os.getsid(0), "a Ctrl-C for the run would end the links"
-    maps = Path(f"/proc/{relays.pid}/maps").read_text(encoding="utf-8")
-    assert "libtorch" not in maps
