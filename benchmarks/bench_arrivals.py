@@ -42,7 +42,7 @@ def start(place: Place, name: str, settings: list[str], seed: int) -> dict[str, 
         place.verbs.append(sites[-1])
     for verb in [*sites, syncer]:
         assert verb.end(BOUND_S) == 0, f"{verb.name}: {verb.text()}\n{syncer.text()}"
-    events, _ = read_events(run / "events.jsonl")
+    events = list(read_events(run / "events.jsonl"))
     sites_of = [event["sites"] for event in events if event["what"] == "outer_step"]
     tokens = max(number(event, "run_tokens") or 0 for event in events if event["what"] == "published")
     per_version = fmean(len(sites) for sites in sites_of if isinstance(sites, dict))

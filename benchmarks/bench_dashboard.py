@@ -5,7 +5,7 @@ process opens the viewers' streams and closes them again, in turns of some secon
 turn in which it lies.  Page, viewers, syncer and sites share this machine's cores, which they do not in a real run.
 
 The events are those that a syncer of eight sites elsewhere records: a heartbeat of each site every five seconds, and a
-round a minute.  Two files of events, the most that is kept, hold some nine days of them.
+round a minute, in files as the log makes them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from benchmarks.peers.task import Task
 from benchmarks.record import add_arguments, finish, percentile, record
 from benchmarks.rounds import Case, measure_ours
 from diloco.observe.dashboard import Dashboard
+from diloco.observe.eventlog import LineWriter
 from diloco.syncer.status import recorded
 from diloco.wire.messages import ReportInfo
 
@@ -110,7 +112,7 @@ def write_events(path: Path, days: float) -> int:
         "link": None,
     }
     lines, version = 0, 0
-    with path.open("w") as file:
+    with closing(LineWriter.appending(path, lambda count, why: "")) as file:
         for beat in range(int(days * 86_400 / 5)):
             found: list[tuple[str, dict[str, object]]] = []
             for site in SITES:
@@ -159,7 +161,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=1_000_000, help="values of the model")
     parser.add_argument("--viewers", type=int, default=500)
     parser.add_argument("--turn-s", type=float, default=8.0, help="seconds of each turn")
-    parser.add_argument("--days", type=float, default=9.0, help="length of the run with the long file of events")
+    parser.add_argument("--days", type=float, default=30.0, help="length of the run with the long file of events")
     parser.add_argument("--bound-s", type=float, default=540.0, help="longest wait for the rounds")
     options = parser.parse_args()
     if options.quick:

@@ -417,7 +417,7 @@ class _Evaluation:
 
         if self._run_dir is None or self._finals():
             return
-        if any(event["what"] == "eval" for event in read_events(self._run_dir.events)[0]):
+        if any(event["what"] == "eval" for event in read_events(self._run_dir.events)):
             return
         if self._config.run.init_from is not None:
             load_values(self._config.run.init_from, self._model)

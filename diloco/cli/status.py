@@ -17,7 +17,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, existing_run
 from diloco.observe.console import SiteLines
-from diloco.observe.eventlog import EventLog, read_events, recent_events
+from diloco.observe.eventlog import EventLog, new_events, recent_events
 from diloco.observe.history import RunHistory
 from diloco.observe.text import details, heading, site_cells, standby_line
 
@@ -525,7 +525,7 @@ def logs(arguments: Sequence[str]) -> ExitCode:
         out.seek(out.truncate(0))
         return found
 
-    events, offset = recent_events(run_dir.events, "step")
+    events, blocks = recent_events(run_dir.events, "step")
     if given.who is not None and not any(event["who"] == given.who for event in events):
         known = ", ".join(sorted({str(event["who"]) for event in events})) or "none yet"
         raise ConfigError(f"{given.who!r} has no events in {run_dir.events}; processes with events: {known}")
@@ -534,7 +534,7 @@ def logs(arguments: Sequence[str]) -> ExitCode:
     with suppress(KeyboardInterrupt):
         while not ended or time.monotonic() < until:
             time.sleep(FOLLOW_S)
-            events, offset = read_events(run_dir.events, offset)
+            events = list(new_events(blocks))
             if events:
                 ended, until = ended or _has_ended(events), time.monotonic() + QUIET_S
                 print("".join(f"{line}\n" for line in lines(events)), end="", flush=True)

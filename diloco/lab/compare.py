@@ -55,7 +55,7 @@ class MadeRun:
 
 def read_made(folder: RunDir) -> MadeRun:
     """Read the measurements from the ``events.jsonl`` of a run; ConfigError for a run that did not end."""
-    events, _ = read_events(folder.events) if folder.events.is_file() else ([], 0)
+    events = list(read_events(folder.events))
     history = RunHistory(events)
     trained = {name: site for name, site in sorted(history.sites.items()) if site.meter("inner_steps")}
     if not trained or history.ending is None:

@@ -335,7 +335,7 @@ def read_evidence(paths: Sequence[Path], syncer: int | None = None) -> Evidence:
 
 
 def _from_events(found: Evidence, path: Path) -> None:
-    for event in read_events(path)[0]:
+    for event in read_events(path):
         what: dict[str, Any] = event
         try:
             if event["what"] == "published":

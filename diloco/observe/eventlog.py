@@ -5,8 +5,9 @@ appends as a whole, so processes that share the file never mix their lines.
 
 A full disk loses only the lines that it refuses: the next line begins on a new line after one that was cut short.
 
-A file that reaches ``FILE_BYTES_MAX`` is renamed to ``events.jsonl.1``, replacing the previous one, and a new file
-begins.  A program that moves the file away, such as logrotate, has the same effect.
+A file that reaches ``FILE_BYTES_MAX`` is renamed to ``events.jsonl.N``, N one above the last, and a new file begins;
+of more than ``FILES_MAX`` files the oldest are removed.  A program that moves the file away, such as logrotate, has the
+same effect; such a file is read no more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import logging
 import math
 import os
 import queue
+import re
 import threading
 import time
 from contextlib import suppress
@@ -34,7 +36,8 @@ BEGIN = b'{"at": '
 """Every line begins with this."""
 CLOSE_WAIT_S = 5.0
 FILE_BYTES_MAX = 1 << 28
-"""Maximum size of a file of lines; two are kept, the current one and the one before."""
+FILES_MAX = 8
+"""Maximum number of files of lines with the current one: eight sites write some 60 MB of events a day."""
 BLOCK_BYTES = 1 << 22
 RECENT_BYTES, RECENT_BYTES_MAX = 1 << 20, 1 << 26
 WAITING_MAX = 100_000
@@ -60,7 +63,7 @@ class LineWriter:
     def appending(cls, path: Path, missing: Callable[[int, str], str], bytes_max: int = FILE_BYTES_MAX) -> LineWriter:
         """Return a writer that appends to ``path`` until ``close``, on a new line if the last one was cut short.
 
-        A file of ``bytes_max`` is renamed to ``path``.1, and a new file begins.
+        A file of ``bytes_max`` is renamed, and a new file begins.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = cls(lambda data: os.write(lines._file, data), missing)
@@ -76,7 +79,10 @@ class LineWriter:
                 if here.st_size >= self._bytes_max:
                     lock(self._file)  # Of the processes that share the file, only one moves it.
                     if _is_at(here, self._path):
-                        self._path.replace(older(self._path))
+                        *before, (number, _) = _files(self._path)
+                        self._path.replace(_older(self._path, number))
+                        for _, oldest in before[: -(FILES_MAX - 2)]:
+                            oldest.unlink(missing_ok=True)
                 if not _is_at(here, self._path):  # This process has moved it, or another one.
                     self._open()
         self._catch_up()
@@ -199,9 +205,16 @@ def finite(value: object) -> object:
     return value
 
 
-def older(path: Path) -> Path:
-    """Return the path to which the file of lines ``path`` is moved when it reaches its size."""
-    return path.with_name(f"{path.name}.1")
+def _older(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _files(path: Path) -> list[tuple[int, Path]]:
+    """Return the files of the lines of ``path``, the oldest first; the last is ``path``, with its number to be."""
+    named, numbers = re.compile(re.escape(path.name) + r"\.([0-9]+)"), list[int]()
+    with suppress(FileNotFoundError):
+        numbers = sorted(int(found[1]) for name in os.listdir(path.parent) if (found := named.fullmatch(name)))
+    return [*((number, _older(path, number)) for number in numbers), (max(numbers, default=0) + 1, path)]
 
 
 def _is_at(here: os.stat_result, path: Path) -> bool:
@@ -210,37 +223,35 @@ def _is_at(here: os.stat_result, path: Path) -> bool:
     return False
 
 
-def read_events(path: Path, offset: int | None = None) -> tuple[list[Event], int]:
-    """Return the events in the whole lines of ``path`` from byte ``offset`` on, and the next offset.
+def event_blocks(path: Path, last_bytes: int | None = None) -> Iterator[list[Event]]:
+    """Yield the events of ``path`` in blocks, those of older files first; [] whenever there are no more yet.
 
-    Without ``offset``, return all events, including those of the file before.  Where a new file has begun since
-    ``offset`` was returned, return the rest of the file before, then all of this one.  A missing file has no events.  A
-    line that is no event is skipped.  Where a full disk cut a line short and another process continued on the same
-    line, only the cut part is skipped.
+    With ``last_bytes``, begin that many bytes before the present end.  A missing file has no events.  A line that is no
+    event is skipped, and the last line is left until it is whole.  Where a full disk cut a line short and another
+    process continued on the same line, only the cut part is skipped.
     """
-    before, turned_over = b"", False
-    with suppress(FileNotFoundError):  # The file may be missing between two files.
-        turned_over = offset is not None and path.stat().st_size < offset
-    if offset is None or turned_over:
-        before, offset = _from(older(path), offset or 0), 0
-    data = _from(path, offset)
-    whole = data[: data.rfind(b"\n") + 1]
-    lines = [*before.splitlines(), *whole.splitlines()]
-    return [event for line in lines if (event := _parsed(line)) is not None], offset + len(whole)
-
-
-def event_blocks(path: Path) -> Iterator[list[Event]]:
-    """Yield the events of ``path`` in blocks, those of the file before first; [] whenever there are no more yet.
-
-    Like ``read_events``, in little memory: two whole files would be some 4 GB as events.
-    """
-    for place in itertools.chain([older(path)], itertools.repeat(path)):
-        if not place.is_file():
+    read, skipped = 0, 0  # The number of the last file that was read, and the bytes to leave out of the next one.
+    if last_bytes is not None:
+        for number, place in reversed(_files(path)):
+            size = place.stat().st_size if place.is_file() else 0
+            read, skipped = number - 1, max(0, size - last_bytes)
+            last_bytes -= size
+            if last_bytes <= 0:
+                break
+    while True:
+        files = _files(path)
+        number, place = next((each for each in files if each[0] > read), files[-1])
+        try:
+            file = place.open("rb")
+        except FileNotFoundError:
             if place is path:  # There is none yet, or it is missing between two files.
                 yield []
             continue
-        with place.open("rb") as file:
-            rest = b""
+        with file:
+            if place is path and _files(path)[-1][0] != number:
+                continue  # A new file has begun since the look: the one before comes first.
+            file.seek(skipped)
+            rest, read, skipped = b"", number, 0
             while True:
                 is_current = _is_at(os.fstat(file.fileno()), path)  # Before the read: nothing is written after a turn.
                 if data := file.read(BLOCK_BYTES):
@@ -253,24 +264,29 @@ def event_blocks(path: Path) -> Iterator[list[Event]]:
                     break
 
 
-def recent_events(path: Path, what: str) -> tuple[list[Event], int]:
-    """Return the last events of ``path``, reaching back at least to one of kind ``what``, and the offset after them.
+def new_events(blocks: Iterator[list[Event]]) -> Iterator[Event]:
+    """Yield the events of ``event_blocks`` that are there and were not yielded yet."""
+    return itertools.chain.from_iterable(iter(blocks.__next__, []))
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield the events that are in the files of ``path`` now."""
+    return new_events(event_blocks(path))
+
+
+def recent_events(path: Path, what: str) -> tuple[list[Event], Iterator[list[Event]]]:
+    """Return the last events of ``path``, reaching back at least to one of kind ``what``, and the blocks after them.
 
     Read 1 MiB, or as much more as that takes, up to 64 MiB: many events may lie between two of that kind.
     """
-    size, wanted = path.stat().st_size if path.is_file() else 0, RECENT_BYTES
+    there = sum(place.stat().st_size for _, place in _files(path) if place.is_file())
+    wanted = RECENT_BYTES
     while True:
-        found = read_events(path, max(0, size - wanted))
-        if wanted >= min(size, RECENT_BYTES_MAX) or any(event.get("what") == what for event in found[0]):
-            return found
+        blocks = event_blocks(path, wanted)
+        events = list(new_events(blocks))
+        if wanted >= min(there, RECENT_BYTES_MAX) or any(event.get("what") == what for event in events):
+            return events, blocks
         wanted *= 8
-
-
-def _from(path: Path, offset: int) -> bytes:
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(offset)
-        return file.read()
-    return b""
 
 
 def _parsed(line: bytes) -> Event | None:

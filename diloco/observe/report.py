@@ -14,7 +14,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from diloco.durable import write_file
-from diloco.observe.eventlog import event_blocks
+from diloco.observe.eventlog import read_events
 from diloco.observe.history import RunHistory
 from diloco.observe.plot import Axis, Bar, Line, Points, Rule, line_chart, time_line
 from diloco.observe.summary import LEDGER, complaints, summarize
@@ -42,8 +42,7 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
     from diloco.config.compose import read
     from diloco.config.errors import ConfigError
 
-    blocks = iter(event_blocks(run_dir / "events.jsonl").__next__, [])
-    history = RunHistory(event for block in blocks for event in block)
+    history = RunHistory(read_events(run_dir / "events.jsonl"))
     paths = run_dir / "config.yaml", run_dir / "summary.json"
     config, told = (path.read_text("utf-8") if path.exists() else "" for path in paths)
     summary = json.loads(told) if told else {}

@@ -19,7 +19,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import backup_of, has_several, syncer_configs, syncer_dir, syncer_name
 from diloco.config.run_dir import RunDir, run_dir_of
 from diloco.config.schema import SyncerSection
-from diloco.observe.eventlog import EventLog, read_events
+from diloco.observe.eventlog import EventLog, event_blocks, new_events
 from diloco.runs.process import Child, end_all, verb
 from diloco.runs.scenario import SYNCER, Faults, Schedule, Step, late_sites, not_yet_played, site_of
 from diloco.wan.process import RelayDiedError
@@ -132,12 +132,13 @@ class Up:
         self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
         # Events of an earlier `diloco up` of this run are not about our children, and faults that the scenario played
         # then are not played again.
-        earlier, self._offset = read_events(run_dir.events)
-        for event in earlier:
+        self._blocks, is_begun = event_blocks(run_dir.events), False
+        for event in new_events(self._blocks):
             history.take(event)
+            is_begun = True
         history.begin_again()
         played = [(fault.what, fault.target) for fault in history.faults]
-        self.schedule = Schedule(not_yet_played(options.steps, played, history.progress if earlier else -1.0))
+        self.schedule = Schedule(not_yet_played(options.steps, played, history.progress if is_begun else -1.0))
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
@@ -200,8 +201,7 @@ class Up:
 
     def read(self) -> None:
         """Read the events since the last call."""
-        events, self._offset = read_events(self.run_dir.events, self._offset)
-        for event in events:
+        for event in new_events(self._blocks):
             self.history.take(event)
             child = self.children.get(str(event["who"]))
             if child is not None and event["what"] in ("joined", "syncer_started", "eval"):

@@ -195,7 +195,7 @@ def test_a_finished_run_is_evaluated_on_the_whole_validation_split(
 ) -> None:
     assert main(["eval", str(ended), "--follow"]) == 0
     assert "versions 7: val loss 5.5" in capsys.readouterr().out
-    (event,) = read_events(ended / "events.jsonl")[0]
+    (event,) = read_events(ended / "events.jsonl")
     assert (event["who"], event["what"], event["versions"], event["whole"]) == ("eval", "eval", [7], True)
 
 
@@ -206,14 +206,14 @@ def test_one_who_follows_begins_with_version_zero(ended: Path, capsys: pytest.Ca
     told = ended / "events.jsonl"
 
     def end() -> None:
-        eventually(lambda: told.exists() and read_events(told)[0], "an evaluation", bound_s=60.0)
+        eventually(lambda: told.exists() and list(read_events(told)), "an evaluation", bound_s=60.0)
         hidden.rename(final)
 
     ending = threading.Thread(target=end)
     ending.start()
     assert main(["eval", str(ended), "--follow"]) == 0
     ending.join()
-    events, _ = read_events(told)
+    events = list(read_events(told))
     assert [event["versions"] for event in events] == [[0], [7]]
     assert events[0]["val_loss"] == pytest.approx(5.5, abs=0.1)
 
@@ -268,7 +268,7 @@ def test_what_lies_in_files_has_the_loss_of_the_run(
     said = capsys.readouterr().out
     assert f"val loss {found['val_loss']:.4f} nats/token" in said
     assert said.endswith("(whole validation split), of the text text text\n"), "which text it is judged on"
-    assert len(read_events(ended / "events.jsonl")[0]) == 1, "only of the run itself"
+    assert len(list(read_events(ended / "events.jsonl"))) == 1, "only of the run itself"
     for words, more in (
         ("is evaluated once, from its files", ["--follow"]),
         ("is evaluated once, from its files", ["--syncer", "127.0.0.1:1"]),

@@ -166,7 +166,7 @@ def test_from_an_image_a_run_goes_on_also_a_finished_one(
     assert merged == [300, 300], "what was left out is merged no more"
     hand.stop()
     assert_goes_on(run, [9, 9]).stop()
-    (event,) = [event for event in read_events(run / "events.jsonl")[0] if event["what"] == "restored"]
+    (event,) = [event for event in read_events(run / "events.jsonl") if event["what"] == "restored"]
     assert event["held"] == [["a", 0, 400, 4], ["a", 1, 400, 4], ["b", 0, 300, 3], ["b", 1, 300, 3]]
 
 

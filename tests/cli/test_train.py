@@ -33,7 +33,7 @@ def place(here: Path) -> Place:
 
 
 def steps(name: str) -> list[int]:
-    events, _ = read_events(Path("runs") / name / "events.jsonl")
+    events = list(read_events(Path("runs") / name / "events.jsonl"))
     return [int(str(event["step"])) for event in events if event["what"] == "step"]
 
 

@@ -196,8 +196,8 @@ def test_a_syncers_own_numbers_and_the_whole_models(tmp_path: Path) -> None:
         log = syncer_log(config, stack)
         log.emit("published", {"fragment": 1, "version": 7})
         log.emit("syncer_started", {"versions": [5, 6]})
-    own, _ = read_events(tmp_path / "x/syncers/1/events.jsonl")
-    whole, _ = read_events(tmp_path / "x/events.jsonl")
+    own = list(read_events(tmp_path / "x/syncers/1/events.jsonl"))
+    whole = list(read_events(tmp_path / "x/events.jsonl"))
     assert [event["who"] for event in own + whole] == ["syncer-1"] * 4
     assert [event.get("fragment") for event in own] == [1, None]
     assert [event.get("fragment") for event in whole] == [held[1], None]

@@ -104,7 +104,7 @@ def run_of(place: Place, name: str, row: Mapping[str, str], seconds: float) -> N
     code, said = place.run("up", *words_of(row), f"run.name={name}", f"run.seconds={seconds}", bound_s=BOUND_S)
     assert code == 0, f"exit code {code}: {said[-400:]}"
     run = place.folder / "runs" / name
-    judge(json.loads((run / "summary.json").read_text()), read_events(run / "events.jsonl")[0])
+    judge(json.loads((run / "summary.json").read_text()), list(read_events(run / "events.jsonl")))
 
 
 def judge(summary: Mapping[str, Any], events: list[dict[str, Any]]) -> None:

@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 
 from diloco.observe import eventlog
-from diloco.observe.eventlog import Event, EventLog, LineWriter, event_blocks, older, read_events, recent_events
+from diloco.observe.eventlog import (
+    FILES_MAX,
+    Event,
+    EventLog,
+    LineWriter,
+    event_blocks,
+    new_events,
+    read_events,
+    recent_events,
+)
 from tests.wire.relay import wait_until
 
 WRITER = """
@@ -33,36 +42,34 @@ def test_an_event_says_when_who_and_what_as_far_as_it_is_json(tmp_path: Path) ->
     log = EventLog(tmp_path / "deep" / "events.jsonl", "site-a")
     log.emit("step", {"path": Path("x"), "loss": math.nan, "sites": {"a": math.inf}, "versions": (1, 2)})
     log.emit("connected")
-    wait_until(lambda: len(read_events(log.path)[0]) == 2)
-    first, second = read_events(log.path)[0]
+    wait_until(lambda: len(list(read_events(log.path))) == 2)
+    first, second = read_events(log.path)
     said = {"who": "site-a", "path": "PosixPath('x')", "loss": None, "sites": {"a": None}, "versions": [1, 2]}
     assert {name: first[name] for name in said} == said
     assert (first["what"], second["what"]) == ("step", "connected")
     log.path.rename(tmp_path / "events.jsonl-20261125")  # As logrotate does it.
     log.emit("two")
     log.close()
-    assert [event["what"] for event in read_events(log.path)[0]] == ["two"]
+    assert [event["what"] for event in read_events(log.path)] == ["two"]
 
 
 def test_a_reader_goes_on_where_it_stopped_and_loses_only_what_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert read_events(path) == ([], 0)
+    blocks = event_blocks(path)
+    assert list(new_events(blocks)) == []
     path.write_bytes(b'{"at": 1, "who": "up", "what": "a"}\n{"at": 2, "who"')
-    events, offset = read_events(path)
-    assert [event["what"] for event in events] == ["a"]
+    assert [event["what"] for event in new_events(blocks)] == ["a"]
     with path.open("ab") as file:
         file.write(b': "up", "what": "b"}\nnot an event\n{"at": 3, "who": "up", "what": "c"}\n')
-    events, offset = read_events(path, offset)
-    assert [event["what"] for event in events] == ["b", "c"]
-    assert offset == path.stat().st_size
+    assert [event["what"] for event in new_events(blocks)] == ["b", "c"]
     # As an earlier release left it, or another process that shares the file.
     whole = {"at": 2.0, "who": "site-b", "what": "step", "units": {"at": 3}}
     path.write_text('{"at": 1.0, "who": "site-a", "wh' + json.dumps(whole) + '\n{"at": 1.0, "who": "site-a"')
-    assert read_events(path)[0] == [whole]
+    assert list(read_events(path)) == [whole]
     log = EventLog(path, "site-a")
     log.emit("connected")
     log.close()
-    assert [event["what"] for event in read_events(path)[0]] == ["step", "connected"], "a dead process had cut that"
+    assert [event["what"] for event in read_events(path)] == ["step", "connected"], "a dead process had cut that"
 
 
 def missing_said(count: int, why: str) -> str:
@@ -76,37 +83,35 @@ def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
     assert [writer.wait(timeout=30) for writer in writers] == [0, 0, 0]
     for line in filter(None, path.read_text().splitlines()):  # One that opens it during a write begins a new line.
         json.loads(line)
-    events, _ = read_events(path)
+    events = list(read_events(path))
     for name in names:
         assert [event["step"] for event in events if event["who"] == name] == list(range(300))
 
 
-def test_processes_turn_a_shared_file_over_and_a_reader_follows(
+def test_processes_turn_a_shared_file_over_and_readers_follow_however_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eventlog, "BLOCK_BYTES", 100)
-    path, seen, offset = tmp_path / "events.jsonl", list[Event](), 0
-    blocks, in_blocks = event_blocks(path), list[Event]()
-    assert next(blocks) == []
+    path, seen, late = tmp_path / "events.jsonl", list[Event](), list[Event]()
     writers = {who: LineWriter.appending(path, lambda count, why: "", bytes_max=2000) for who in ("site-a", "site-b")}
-    for step in range(100):
+    soon, slow = event_blocks(path), event_blocks(path)
+    for step in range(500):
         for who, lines in writers.items():
             lines.write(json.dumps({"at": 1, "who": who, "what": "step", "step": step}) + "\n")
-        events, offset = read_events(path, offset)
-        seen += events
-        in_blocks += [event for block in iter(blocks.__next__, []) for event in block]
-    assert in_blocks == seen
+        seen += new_events(soon)
+        if step % 50 == 0:  # Two new files have begun since.
+            late += new_events(slow)
+    late += new_events(slow)
+    assert late == seen
     for who, lines in writers.items():
         lines.close()
-        assert [event["step"] for event in seen if event["who"] == who] == list(range(100))
-    assert path.stat().st_size < 2100
-    assert 2000 <= older(path).stat().st_size < 2100
-    assert len(list(tmp_path.iterdir())) == 2
-    kept, _ = read_events(path)
-    assert kept == seen[-len(kept) :]
-    blocks = event_blocks(path)
-    assert [event for block in iter(blocks.__next__, []) for event in block] == kept, "the file before comes first"
-    assert len(kept) > 30
+        assert [event["step"] for event in seen if event["who"] == who] == list(range(500))
+    sizes = [each.stat().st_size for each in tmp_path.iterdir()]
+    assert len(sizes) == FILES_MAX
+    assert max(sizes) < 2100
+    kept = list(read_events(path))
+    assert len(kept) > 30 * FILES_MAX
+    assert kept == seen[-len(kept) :], "older files come first"
 
 
 class Disk:
@@ -167,7 +172,7 @@ def test_the_log_heals_with_the_disk_and_a_line_cut_short_costs_itself_alone(tmp
             assert taken.get(timeout=30)["step"] == step, "the terminal goes on"
     log.emit("step", {"step": 5})
     log.close()
-    first, missing, last = read_events(log.path)[0]
+    first, missing, last = read_events(log.path)
     assert (first["step"], last["step"]) == (1, 5)
     assert (missing["note"], missing["count"]) == ("events_not_written", 3)
     assert missing["why"] == "events missing here: 3 (File too large)"
@@ -185,7 +190,7 @@ def test_a_follower_that_fails_ends_neither_the_log_nor_the_others(tmp_path: Pat
     for number in range(3):
         log.emit("step", {"number": number})
     log.close()
-    events, _ = read_events(log.path)
+    events = list(read_events(log.path))
     assert [event["number"] for event in events if event["what"] == "step"] == [0, 1, 2]
     assert [event["number"] for event in taken] == [0, 1, 2]
     assert log.failures == 3
@@ -211,7 +216,7 @@ def test_what_waits_to_be_written_is_bounded_and_what_is_left_out_is_counted(
         log.emit("step", {"number": number})
     gate.set()
     log.close()
-    events, _ = read_events(log.path)
+    events = list(read_events(log.path))
     assert [event["number"] for event in events if event["what"] == "step"] == list(range(11))
     (said,) = [event for event in events if event["what"] == "note"]
     assert (said["note"], said["count"]) == ("events_left_out", 15)
@@ -225,9 +230,20 @@ def test_a_rare_event_is_found_behind_many_others(tmp_path: Path, monkeypatch: p
         log.emit("reported", {"step": number})
     log.close()
     monkeypatch.setattr(eventlog, "RECENT_BYTES", 500)
-    events, offset = recent_events(path, "published")
-    assert (events[0]["version"], events[-1]["step"], offset) == (7, 199, path.stat().st_size)
+    events, blocks = recent_events(path, "published")
+    assert (events[0]["version"], events[-1]["step"], next(blocks)) == (7, 199, [])
     assert len(recent_events(path, "reported")[0]) < 10
     monkeypatch.setattr(eventlog, "RECENT_BYTES_MAX", 2000)
     assert 0 < len(recent_events(path, "published")[0]) < 200, "no further than the bound"
-    assert recent_events(tmp_path / "none.jsonl", "published") == ([], 0)
+    assert recent_events(tmp_path / "none.jsonl", "published")[0] == []
+
+
+def test_recent_events_reach_back_into_the_file_before(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = LineWriter.appending(path, lambda count, why: "", bytes_max=2000)
+    for step in range(60):
+        lines.write(json.dumps({"at": 1, "who": "syncer", "what": "step", "step": step}) + "\n")
+    lines.close()
+    events, blocks = recent_events(path, "step")
+    assert [event["step"] for event in events] == list(range(60))
+    assert next(blocks) == []

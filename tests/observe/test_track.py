@@ -159,7 +159,7 @@ def test_curves_are_of_every_site_and_every_round(run: Path) -> None:
 
 
 def notes(run: Path) -> list[str]:
-    return [str(event["why"]) for event in read_events(run / "events.jsonl")[0] if event["what"] == "note"]
+    return [str(event["why"]) for event in read_events(run / "events.jsonl") if event["what"] == "note"]
 
 
 def test_a_tracker_that_is_down_gets_everything_later_and_is_noted_once(

@@ -86,7 +86,7 @@ def play_observer(log: EventLog, folder: Path, options: dict[str, float]) -> int
 
 
 def _finals(log: EventLog) -> list[Event]:
-    return [event for event in read_events(log.path)[0] if event["what"] == "final"]
+    return [event for event in read_events(log.path) if event["what"] == "final"]
 
 
 def main() -> int:

@@ -127,7 +127,7 @@ class Place:
         return self.start(site_id, "site", *TINY, *place, *settings)
 
     def events(self, run: str) -> list[Event]:
-        return read_events(self.folder / "runs" / run / "events.jsonl")[0]
+        return list(read_events(self.folder / "runs" / run / "events.jsonl"))
 
     def seen(self, run: str, who: str, what: str) -> list[Event]:
         return [event for event in self.events(run) if event["who"] == who and event["what"] == what]

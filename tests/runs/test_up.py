@@ -133,7 +133,7 @@ class Stage:
         return bool(self.seen("syncer_started")) and len(joined) == len(self.options.sites)
 
     def seen(self, what: str, **fields: object) -> list[dict[str, object]]:
-        events, _ = read_events(self.run_dir.events)
+        events = list(read_events(self.run_dir.events))
         return [e for e in events if e["what"] == what and all(e.get(key) == value for key, value in fields.items())]
 
 
