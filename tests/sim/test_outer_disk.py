@@ -48,15 +48,7 @@ def a_disk() -> tuple[OuterDisk, OuterProcess]:
     return small.syncers.disk, small.outer
 
 
-def test_where_no_snapshot_is_whole_a_journal_is_not_begun_anew() -> None:
-    disk, _ = a_disk()
-    for name in disk.storage.names("snapshot-"):
-        disk.storage.remove(name)
-    with pytest.raises(Damaged, match="no snapshot is whole"):
-        disk.recover()
-
-
-def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used() -> None:
+def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used_while_there_is_one_with_all_that_follows() -> None:
     disk, outer = a_disk()
     older, newer = disk.storage.names("snapshot-")
     disk.storage.cut(newer, 40)
@@ -64,14 +56,12 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used() -> None:
     assert disk.notes == [f"{newer} is damaged"]
     assert found.machine.state == outer.machine.state
     assert disk.storage.names("snapshot-") == [older]
-
-
-def test_a_missing_segment_is_named() -> None:
-    disk, _ = a_disk()
-    disk.storage.cut(disk.storage.names("snapshot-")[-1], 40)
     first = disk.storage.names("journal-")[0]
     disk.storage.remove(first)
     with pytest.raises(Damaged, match=f"{first} is missing"):
+        disk.recover()
+    disk.storage.remove(older)
+    with pytest.raises(Damaged, match="no snapshot is whole"):
         disk.recover()
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,17 +17,14 @@ from diloco.sync import learner
 from diloco.sync.effects import StopTraining
 from diloco.sync.options import SECOND_NS
 from tests.sim.test_outer_disk import (
+    Patch,
     answer_before_syncing,
+    instead_of,
     lose_refused_tokens,
     measure_what_is_in_flight_again,
     take_stale_for_merged,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-
-Patch = pytest.MonkeyPatch
 SEEDS = (8, 11, 19)
 """Of short runs."""
 MANY = range(2, 62)
@@ -100,53 +97,40 @@ def test_a_run_with_sites_and_syncers_apart_has_figures_of_it() -> None:
     assert outcome.partly_reached == 2
 
 
-def wait_for_every_syncer(patch: Patch) -> None:
+@instead_of((Trainer, "complete"))
+def wait_for_every_syncer(right: Any, trainer: Trainer, ready: Sequence[SiteProcess]) -> bool:
     """Seen by who waits for versions of the others; in each machine's own checkers, by the time between two steps."""
-    right = Trainer.complete
-
-    def complete(self: Trainer, ready: Sequence[SiteProcess]) -> bool:
-        return right(self, ready) and all(part.courier.session is not None for part in ready)
-
-    patch.setattr(Trainer, "complete", complete)
+    return right(trainer, ready) and all(part.courier.session is not None for part in ready)
 
 
-def wait_for_every_syncer_that_is_up(patch: Patch) -> None:
+@instead_of((Trainer, "complete"))
+def wait_for_every_syncer_that_is_up(right: Any, trainer: Trainer, ready: Sequence[SiteProcess]) -> bool:
     """As if a syncer that others reach must be there for this site too."""
-    right = Trainer.complete
-
-    def complete(self: Trainer, ready: Sequence[SiteProcess]) -> bool:
-        reached = [part.courier.session or part.courier._seats[0].process is None for part in ready]
-        return right(self, ready) and all(reached)
-
-    patch.setattr(Trainer, "complete", complete)
+    reached = [part.courier.session or part.courier._seats[0].process is None for part in ready]
+    return right(trainer, ready) and all(reached)
 
 
-def begin_with_the_syncers_that_are_there(patch: Patch) -> None:
-    def complete(self: Trainer, ready: Sequence[SiteProcess]) -> bool:
-        return all(part in ready for part in self.parts if self.goes_on(part) and part.training)
-
-    patch.setattr(Trainer, "complete", complete)
+@instead_of((Trainer, "complete"))
+def begin_with_the_syncers_that_are_there(right: Any, trainer: Trainer, ready: Sequence[SiteProcess]) -> bool:
+    return all(part in ready for part in trainer.parts if trainer.goes_on(part) and part.training)
 
 
-def end_with_the_first_syncer_that_ends(patch: Patch) -> None:
-    right = SiteProcess._carry_out
-
-    def carry_out(self: SiteProcess, effect: Any) -> None:
-        right(self, effect)
-        if isinstance(effect, StopTraining) and effect.ending:
-            for part in self.trainer.parts:
-                part.ask_to_leave()
-
-    patch.setattr(SiteProcess, "_carry_out", carry_out)
+@instead_of((SiteProcess, "_carry_out"))
+def end_with_the_first_syncer_that_ends(right: Any, site: SiteProcess, effect: Any) -> None:
+    right(site, effect)
+    if isinstance(effect, StopTraining) and effect.ending:
+        for part in site.trainer.parts:
+            part.ask_to_leave()
 
 
-def lose_what_is_in_flight_at_a_restore(patch: Patch) -> None:
-    patch.setattr(learner, "write_off", lambda part, sent: part.in_flight.remove(sent))
+@instead_of((learner, "write_off"))
+def lose_what_is_in_flight_at_a_restore(right: Any, part: Any, sent: Any) -> None:
+    part.in_flight.remove(sent)
 
 
-def lease_at_every_syncer(patch: Patch) -> None:
-    right = swarm._outer
-    patch.setattr(swarm, "_outer", lambda *given, leases: right(*given, leases=True))
+@instead_of((swarm, "_outer"))
+def lease_at_every_syncer(right: Any, *given: Any, leases: bool) -> Any:
+    return right(*given, leases=True)
 
 
 @pytest.mark.parametrize(
