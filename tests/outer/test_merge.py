@@ -347,10 +347,9 @@ def test_a_correction_turns_towards_the_momentum_and_makes_nothing_longer(number
 def test_where_nothing_is_to_be_corrected_the_values_are_the_same(
     correction: Correction, products: tuple[float, float, float]
 ) -> None:
-    change = correction.change(*products)
     values = normal(3, 1)
-    assert change == KEPT
-    assert corrected(values, normal(3, 2), change) is values
+    assert correction.change(*products) == KEPT
+    assert corrected(values, normal(3, 2), KEPT) is values
 
 
 @pytest.mark.parametrize("cosine", [-0.5, 0.1])

@@ -90,14 +90,6 @@ def test_every_fragment_is_due_once_in_a_period_no_two_at_once_and_the_load_is_f
         assert site.steps_to_act() == ahead, step
 
 
-def test_several_steps_told_as_one_are_due_when_one_of_them_is() -> None:
-    for offset_of in range(7):
-        each = [bool(due((offset_of,), 7, step)) for step in range(40)]
-        for step in range(40):
-            for steps in range(1, step + 1):
-                assert bool(due((offset_of,), 7, step, steps)) == any(each[step - steps + 1 : step + 1]), (step, steps)
-
-
 def test_a_machine_with_part_of_the_fragments_is_told_when_they_are_due() -> None:
     whole = LearnerOptions(num_fragments=4, inner_steps=8)
     assert whole.due_at == (2, 4, 6, 0)
