@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco.sim.fleet import EndlessError, Fleet, RegionalSyncer, simulate
+from diloco.sim.fleet import COLLECT_EVERY, EndlessError, Fleet, RegionalSyncer, simulate
 from diloco.sim.fleet_plan import FleetFault, FleetPlan, FleetResult, FleetSite, Region, RegionPlan
 from diloco.sim.fleet_site import Arrivals, Site, carry_ns, fetch_bytes, to_ns
 from diloco.sync import effects as fx
@@ -193,6 +193,7 @@ def test_a_site_that_is_away_at_the_end_holds_nobody_up_for_longer_than_the_last
 
 def test_a_run_that_never_ends_says_so_and_leaves_pythons_collector_as_it_was() -> None:
     before = gc.get_threshold()
+    assert before[0] != COLLECT_EVERY, "an earlier run has left it changed"
     plan = fleet((FleetSite(step_s=1.0),), seconds=None, quorum=2, token_budget=1000)
     with pytest.raises(EndlessError, match="no version in the last 24 h, and 0 of 1000 tokens are merged"):
         simulate(plan)

@@ -222,6 +222,24 @@ def test_the_places_that_a_site_filled_by_itself_are_skipped() -> None:
     assert (counts(syncer).merged, counts(syncer).repeated) == (4, 3)
 
 
+def test_what_comes_late_in_its_last_fragment_alone_is_shown_as_repeated() -> None:
+    syncer = leasing("a", "b", num_fragments=2)
+    ask(syncer, "a", 3)
+    syncer.handle(ev.SiteLeft(1, "a", 1))
+    assert ask(syncer, "b", 2) == ((0, 2),)
+    syncer.join("a", "p2")
+    merge(syncer, "a", 1, (0, 20), incarnation=2)
+    ask(syncer, "a", 3, known=3, floor=20, incarnation=2)
+    for fragment in (0, 1):
+        merge(syncer, "b", 1, (0, 20), fragment=fragment)
+    assert (counts(syncer).merged, counts(syncer).repeated) == (2, 0)
+    syncer.join("a", "p3")
+    merge(syncer, "a", 1, (0, 15), fragment=1, incarnation=3)
+    assert (counts(syncer).merged, counts(syncer).repeated) == (2, 1)
+    merge(syncer, "a", 2, (15, 20), fragment=1, incarnation=3)
+    assert (counts(syncer).merged, counts(syncer).repeated) == (2, 2)
+
+
 def test_an_ask_for_a_site_by_another_or_where_nothing_is_leased_changes_nothing() -> None:
     syncer = leasing("a")
     before = syncer.machine.snapshot()

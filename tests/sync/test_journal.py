@@ -111,10 +111,8 @@ def test_many_bytes_that_are_no_record_are_damage() -> None:
     "body",
     [
         b"[]",
-        b"{}",
         b"\xff",
         b'{"at_ns":1,"effects":"","event":"Gone","is":{}}',
-        b'{"at_ns":1,"effects":"","event":"SiteHeard","is":{}}',
         b'{"at_ns":1,"effects":"","event":"SiteHeard","is":{"site":"a","more":1}}',
         b'{"at_ns":1.5,"effects":"","event":"SiteHeard","is":{"site":"a"}}',
         b'{"at_ns":1,"effects":2,"event":"SiteHeard","is":{"site":"a"}}',
