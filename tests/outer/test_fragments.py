@@ -6,7 +6,7 @@ import gc
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 
@@ -37,18 +37,6 @@ def test_pieces_stand_in_order_of_names_and_come_back_from_json() -> None:
     assert layout.parameters == (("a", (9,)), ("b", (2,)), ("c", (1,)), ("d", (4,)))
     assert layout.fragments[0].pieces == (Piece("a", 0, 9),)
     assert layout.fragments[1].pieces == (Piece("b", 0, 2), Piece("c", 0, 1), Piece("d", 0, 4))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        [("a", (4, 8)), ("c", (3,))],
-        [("a", (8, 4)), ("b", (3,))],
-        [("a", (4, 8)), ("b", (3,)), ("c", (1,))],
-    ],
-)
-def test_fingerprint_differs_with_names_and_shapes(other: list[tuple[str, tuple[int, ...]]]) -> None:
-    assert plan_layout([("a", (4, 8)), ("b", (3,))], 1).fingerprint != plan_layout(other, 1).fingerprint
 
 
 def test_other_frozen_parameters_are_another_layout_and_none_the_one_of_earlier_releases() -> None:
@@ -92,53 +80,47 @@ def test_fragments_may_cut_a_parameter() -> None:
     assert Layout.from_json(layout.to_json()) == layout
 
 
-@pytest.mark.parametrize(
-    ("fragments", "words"),
-    [
-        ([[["a", 0, 9], ["b", 0, 3]]], "end at 9, it has 10"),
-        ([[["a", 0, 11], ["b", 0, 3]]], "end at 11, it has 10"),
-        ([[["a", 0, 10]]], "parameter b end at 0, it has 3"),
-        ([[["a", 0, 6], ["a", 5, 10], ["b", 0, 3]]], "overlaps"),
-        ([[["a", 0, 10], ["b", 0, 3]], [["a", 0, 10]]], "overlaps"),
-        ([[["a", 0, 4], ["a", 5, 10], ["b", 0, 3]]], "gap"),
-        ([[["a", -1, 10], ["b", 0, 3]]], "overlaps"),
-        ([[["a", 0, 10], ["a", 10, 10], ["b", 0, 3]]], "empty"),
-        ([[["a", 0, 10], ["b", 3, 0]]], "empty"),
-        ([[["a", 0, 10], ["b", 0, 3], ["x", 0, 1]]], "no parameter"),
-        ([[["b", 0, 3], ["a", 0, 10]]], "canonical order"),
-        ([[["a", 0, 10], ["b", 0, 3]], []], "no pieces"),
-        ([[["a", 0, 10], ["b", 0, 3.0]]], "int wanted"),
-        ([[["a", False, 10], ["b", 0, 3]]], "int wanted"),
-        ([[["a", 0], ["b", 0, 3]]], "3 wanted"),
-        ([{"a": 1}], "a list wanted"),
-        ({}, "a list wanted"),
-    ],
-)
-def test_a_layout_that_is_no_partition_is_refused(fragments: object, words: str) -> None:
-    text = json.dumps({"dtype": "float32", "parameters": [["a", [10]], ["b", [3]]], "fragments": fragments})
-    with pytest.raises(ValueError, match=words):
-        Layout.from_json(text)
+ONE = [["a", [1]]]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("given", "words"),
     [
+        ({"fragments": [[["a", 0, 9], ["b", 0, 3]]]}, "end at 9, it has 10"),
+        ({"fragments": [[["a", 0, 11], ["b", 0, 3]]]}, "end at 11, it has 10"),
+        ({"fragments": [[["a", 0, 10]]]}, "parameter b end at 0, it has 3"),
+        ({"fragments": [[["a", 0, 6], ["a", 5, 10], ["b", 0, 3]]]}, "overlaps"),
+        ({"fragments": [[["a", 0, 10], ["b", 0, 3]], [["a", 0, 10]]]}, "overlaps"),
+        ({"fragments": [[["a", 0, 4], ["a", 5, 10], ["b", 0, 3]]]}, "gap"),
+        ({"fragments": [[["a", -1, 10], ["b", 0, 3]]]}, "overlaps"),
+        ({"fragments": [[["a", 0, 10], ["a", 10, 10], ["b", 0, 3]]]}, "empty"),
+        ({"fragments": [[["a", 0, 10], ["b", 3, 0]]]}, "empty"),
+        ({"fragments": [[["a", 0, 10], ["b", 0, 3], ["x", 0, 1]]]}, "no parameter"),
+        ({"fragments": [[["b", 0, 3], ["a", 0, 10]]]}, "canonical order"),
+        ({"fragments": [[["a", 0, 10], ["b", 0, 3]], []]}, "no pieces"),
+        ({"fragments": [[["a", 0, 10], ["b", 0, 3.0]]]}, "int wanted"),
+        ({"fragments": [[["a", False, 10], ["b", 0, 3]]]}, "int wanted"),
+        ({"fragments": [[["a", 0], ["b", 0, 3]]]}, "3 wanted"),
+        ({"fragments": [{"a": 1}]}, "a list wanted"),
+        ({"fragments": {}}, "a list wanted"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"parameters": []}, "no parameters"),
+        ({"parameters": [["a", [0]]]}, "at least 1"),
+        ({"parameters": [["a", [-1, -1]]]}, "at least 1"),
+        ({"parameters": [["a", [True]]]}, "int wanted"),
+        ({"parameters": [[1, [1]]]}, "str wanted"),
+        ({"parameters": [*ONE, *ONE]}, "twice"),
+        ({"parameters": [["b", [1]], *ONE]}, "order"),
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "a mapping wanted"),
-        ('{"dtype": "float32", "parameters": [], "fragments": []}', "no parameters"),
-        ('{"dtype": "bfloat16", "parameters": [["a", [1]]], "fragments": [[["a", 0, 1]]]}', "dtype"),
-        ('{"dtype": "float32", "parameters": [["a", [0]]], "fragments": []}', "at least 1"),
-        ('{"dtype": "float32", "parameters": [["a", [-1, -1]]], "fragments": [[["a", 0, 1]]]}', "at least 1"),
-        ('{"dtype": "float32", "parameters": [["a", [true]]], "fragments": [[["a", 0, 1]]]}', "int wanted"),
-        ('{"dtype": "float32", "parameters": [[1, [1]]], "fragments": []}', "str wanted"),
-        ('{"dtype": "float32", "parameters": [["a", [1]], ["a", [1]]], "fragments": [[["a", 0, 1]]]}', "twice"),
-        ('{"dtype": "float32", "parameters": [["b", [1]], ["a", [1]]], "fragments": [[["a", 0, 1]]]}', "order"),
     ],
 )
-def test_text_that_is_no_layout_is_refused(text: str, words: str) -> None:
+def test_invariant_15_what_is_no_partition_is_no_layout(given: dict[str, object] | str, words: str) -> None:
+    right = {"dtype": "float32", "parameters": [["a", [10]], ["b", [3]]], "fragments": [[["a", 0, 10], ["b", 0, 3]]]}
+    Layout.from_json(json.dumps(right))
     with pytest.raises(ValueError, match=words):
-        Layout.from_json(text)
+        Layout.from_json(given if isinstance(given, str) else json.dumps(right | given))
 
 
 def test_a_layout_has_as_many_fragments_as_parameters_at_most() -> None:
@@ -147,19 +129,24 @@ def test_a_layout_has_as_many_fragments_as_parameters_at_most() -> None:
             plan_layout([("a", (1,)), ("b", (1,))], num_fragments)
 
 
-def test_first_difference_says_it_in_words() -> None:
+def test_layouts_that_differ_have_other_fingerprints_and_the_difference_is_said() -> None:
     here = plan_layout([("blocks.0.w", (4, 8)), ("head", (2,))], 1)
     assert here.first_difference(here) is None
-    there = plan_layout([("blocks.0.w", (4, 9)), ("head", (2,))], 1)
-    assert here.first_difference(there) == "parameter blocks.0.w has shape (4, 8) here and (4, 9) there"
-    assert here.first_difference(plan_layout([("head", (2,))], 1)) == "parameter blocks.0.w is here and not there"
-    assert plan_layout([("head", (2,))], 1).first_difference(here) == "parameter blocks.0.w is there and not here"
-    more = plan_layout([("blocks.0.w", (4, 8)), ("head", (2,))], 2)
-    assert here.first_difference(more) == "there are 1 fragments here and 2 there"
+    wider, alone = plan_layout([("blocks.0.w", (4, 9)), ("head", (2,))], 1), plan_layout([("head", (2,))], 1)
+    turned, more = (plan_layout([("blocks.0.w", shape), ("head", (2,))], n) for shape, n in (((8, 4), 1), ((4, 8), 2)))
     swapped = Layout(
         here.parameters, (Fragment(0, (Piece("head", 0, 2),), 2), Fragment(1, more.fragments[0].pieces, 32))
     )
-    assert "fragment 0 has 32 values" in (more.first_difference(swapped) or "")
+    for one, other, words in (
+        (here, wider, "parameter blocks.0.w has shape (4, 8) here and (4, 9) there"),
+        (here, turned, "parameter blocks.0.w has shape (4, 8) here and (8, 4) there"),
+        (here, alone, "parameter blocks.0.w is here and not there"),
+        (alone, here, "parameter blocks.0.w is there and not here"),
+        (here, more, "there are 1 fragments here and 2 there"),
+        (more, swapped, "fragment 0 has 32 values"),
+    ):
+        assert words in (one.first_difference(other) or "")
+        assert one.fingerprint != other.fingerprint
 
 
 def test_gather_and_scatter_are_inverse_also_of_transposed_and_half_precision_parameters() -> None:
@@ -225,18 +212,15 @@ def one_rank() -> Iterator[None]:
 
 def test_names_under_ddp() -> None:
     with one_rank():
-        assert_names_under_ddp()
+        wrapped = nn.parallel.DistributedDataParallel(Tied())
+        assert list(named_parameters_once(wrapped)) == ["embedding.weight"]
+        assert list(named_parameters_once(torch.compile(wrapped, backend="eager"))) == ["embedding.weight"]
+        inside = nn.Sequential(nn.parallel.DistributedDataParallel(Outer()))
+        assert list(named_parameters_once(inside)) == ["0.module.weight"]
         # A wrapped model that outlives its group frees the group's threads with the GIL held, which they may wait for:
         # the test then hangs where it returns, now and then.
+        del wrapped, inside
         gc.collect()
-
-
-def assert_names_under_ddp() -> None:
-    wrapped = nn.parallel.DistributedDataParallel(Tied())
-    assert list(named_parameters_once(wrapped)) == ["embedding.weight"]
-    assert list(named_parameters_once(torch.compile(wrapped, backend="eager"))) == ["embedding.weight"]
-    inside = nn.Sequential(nn.parallel.DistributedDataParallel(Outer()))
-    assert list(named_parameters_once(inside)) == ["0.module.weight"]
 
 
 def test_names_and_shapes_under_fsdp() -> None:
@@ -254,47 +238,38 @@ def test_names_and_shapes_under_fsdp() -> None:
 # --- Which syncer holds which fragments ------------------------------------------------------------------------------
 
 
-def slowest(placed: tuple[tuple[int, ...], ...], numels: list[int], rates: list[float]) -> Fraction:
-    return max(
+def slowest(placed: Sequence[Sequence[int]], numels: list[int], rates: list[float]) -> Fraction:
+    times = [
         Fraction(sum(numels[index] for index in mine)) / Fraction(rate)
         for mine, rate in zip(placed, rates, strict=True)
-    )
-
-
-def best(numels: list[int], rates: list[float]) -> Fraction:
-    """Of every way that there is."""
-    ways = itertools.product(range(len(rates)), repeat=len(numels))
-    return min(
-        slowest(
-            tuple(tuple(i for i, at in enumerate(way) if at == syncer) for syncer in range(len(rates))), numels, rates
-        )
-        for way in ways
-    )
-
-
-def fits(numels: list[int], rates: list[float]) -> bool:
-    """Whether each syncer gets a fragment, which slow links may not."""
-    try:
-        place(numels, rates)
-    except ValueError:
-        return False
-    return True
+    ]
+    return max(times)
 
 
 def test_every_fragment_is_placed_once_and_near_the_best() -> None:
+    near = 0
     for seed in range(60):
         draw = random.Random(seed)
         count = draw.randint(1, 3)
         numels = [draw.randint(1, 100) for _ in range(draw.randint(count, 6))]
         equal = draw.random() < 0.5
         rates = [1.0] * count if equal else [draw.choice([1.0, 1.5, 2.0]) for _ in range(count)]
-        if not equal and not fits(numels, rates):
+        try:
+            placed = place(numels, rates)
+        except ValueError:
+            assert not equal, f"seed {seed}: each syncer must hold a fragment, which a slow one may not"
             continue
-        placed = place(numels, rates)
         assert sorted(index for mine in placed for index in mine) == list(range(len(numels))), f"seed {seed}"
         assert all(mine == tuple(sorted(mine)) and mine for mine in placed), f"seed {seed}"
         bound = Fraction(4, 3) - Fraction(1, 3 * count) if equal else Fraction(2)
-        assert slowest(placed, numels, rates) <= bound * best(numels, rates), f"seed {seed}: {numels} {rates} {placed}"
+        ways = itertools.product(range(count), repeat=len(numels))
+        best = min(
+            slowest([[i for i, at in enumerate(way) if at == syncer] for syncer in range(count)], numels, rates)
+            for way in ways
+        )
+        assert slowest(placed, numels, rates) <= bound * best, f"seed {seed}: {numels} {rates} {placed}"
+        near += 1
+    assert near > 40
 
 
 def test_a_faster_link_takes_more_and_one_syncer_all() -> None:

@@ -102,39 +102,36 @@ def test_the_order_of_the_sites_and_a_common_factor_show_in_no_more_than_roundin
     assert torch.allclose(2 * first, double, rtol=1e-6, atol=0)
 
 
-def test_rda_is_the_mean_length_along_the_mean_direction() -> None:
+def test_rda_is_the_mean_length_along_the_mean_direction_and_the_mean_where_directions_cancel() -> None:
     weights, values = [1.0, 2.0, 0.5], [each.double() for each in drawn(3, 101, 10)]
     direction = sum(weight * each / each.norm() for weight, each in zip(weights, values, strict=True))
     assert isinstance(direction, Tensor)
     length = sum(weight * each.norm() for weight, each in zip(weights, values, strict=True)) / sum(weights)
     exact = length * direction / direction.norm()
-    found = merged(MergeOptions(kind="rda"), weights, [each.float() for each in values])
+    rda = MergeOptions(kind="rda")
+    found = merged(rda, weights, [each.float() for each in values])
     assert torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-6)
-
-
-def test_rda_of_directions_that_cancel_is_the_mean() -> None:
     one = torch.tensor([3.0, 4.0])
-    assert merged(MergeOptions(kind="rda"), [1.0, 1.0], [one, -one]).tolist() == [0.0, 0.0]
-    assert merged(MergeOptions(kind="rda"), [1.0, 1.0], [one, -3 * one]).tolist() == [-3.0, -4.0]
+    assert merged(rda, [1.0, 1.0], [one, -one]).tolist() == [0.0, 0.0]
+    assert merged(rda, [1.0, 1.0], [one, -3 * one]).tolist() == [-3.0, -4.0]
 
 
-def test_clip_and_normalise_by_hand() -> None:
-    """Lengths 1, 2 and 8: the median is 2."""
-    values = [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]), torch.tensor([8.0, 0.0])]
-    weights = [1.0, 1.0, 2.0]
-    assert merged(MergeOptions(kind="clip"), weights, values).tolist() == pytest.approx([(1 + 2 * 2) / 4, 2 / 4])
-    wide = MergeOptions(kind="clip", norm_ratio_max=2.0)
-    assert merged(wide, weights, values).tolist() == pytest.approx([(1 + 2 * 4) / 4, 2 / 4])
-    assert merged(MergeOptions(kind="normalise"), weights, values).tolist() == pytest.approx([(2 + 2 * 2) / 4, 2 / 4])
-
-
-def test_clamp_by_hand() -> None:
-    """Lengths 1, 2, 8 and 9: the lower median is 2, and the shortest stays as it is."""
-    values = [torch.tensor(each) for each in ([1.0, 0.0], [0.0, 2.0], [8.0, 0.0], [0.0, -9.0])]
-    clamp = MergeOptions(kind="clamp")
-    assert merged(clamp, [1.0, 1.0, 2.0, 1.0], values).tolist() == pytest.approx([(1 + 2 * 2) / 5, (2 - 2) / 5])
-    nothing_of_most = [torch.zeros(2), torch.zeros(2), torch.ones(2)]
-    assert merged(clamp, [1.0] * 3, nothing_of_most).tolist() == [0.0, 0.0]
+@pytest.mark.parametrize(
+    ("options", "values", "wanted"),
+    [
+        # Lengths 1, 2 and 8: the median is 2.
+        (MergeOptions(kind="clip"), [(1, 0), (0, 2), (8, 0)], [(1 + 2 * 2) / 4, 2 / 4]),
+        (MergeOptions(kind="clip", norm_ratio_max=2.0), [(1, 0), (0, 2), (8, 0)], [(1 + 2 * 4) / 4, 2 / 4]),
+        (MergeOptions(kind="normalise"), [(1, 0), (0, 2), (8, 0)], [(2 + 2 * 2) / 4, 2 / 4]),
+        # Lengths 1, 2, 8 and 9: the lower median is 2, and the shortest stays as it is.
+        (MergeOptions(kind="clamp"), [(1, 0), (0, 2), (8, 0), (0, -9)], [(1 + 2 * 2) / 5, (2 - 2) / 5]),
+        (MergeOptions(kind="clamp"), [(0, 0), (1, 1), (0, 0)], [0.0, 0.0]),
+    ],
+)
+def test_lengths_by_hand(options: MergeOptions, values: list[tuple[float, float]], wanted: list[float]) -> None:
+    """The third site weighs twice as much as each other."""
+    weights = [1.0, 1.0, 2.0, 1.0][: len(values)]
+    assert merged(options, weights, [torch.tensor(each).float() for each in values]).tolist() == pytest.approx(wanted)
 
 
 def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
@@ -350,10 +347,9 @@ def test_a_correction_turns_towards_the_momentum_and_makes_nothing_longer(number
 def test_where_nothing_is_to_be_corrected_the_values_are_the_same(
     correction: Correction, products: tuple[float, float, float]
 ) -> None:
-    change = correction.change(*products)
     values = normal(3, 1)
-    assert change == KEPT
-    assert corrected(values, normal(3, 2), change) is values
+    assert correction.change(*products) == KEPT
+    assert corrected(values, normal(3, 2), KEPT) is values
 
 
 @pytest.mark.parametrize("cosine", [-0.5, 0.1])
@@ -370,10 +366,9 @@ def test_a_momentum_that_has_all_but_died_away_has_a_direction_still(cosine: flo
     assert found.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_the_products_of_what_is_corrected_follow_from_those_before() -> None:
+def test_the_products_of_what_is_corrected_follow_from_those_before_and_no_square_is_below_0() -> None:
     correction = heloco(cosine=0.9, rotate=1.0, doubt=0.5)
-    momentum = normal(9, 3)
-    values = [normal(9, seed) for seed in range(20, 25)]
+    momentum, values = normal(9, 3), [normal(9, seed) for seed in range(20, 25)]
     products = [[one.dot(other).item() for other in (*values, momentum)] for one in (*values, momentum)]
     changes = [correction.change(row[i], row[-1], products[-1][-1]) for i, row in enumerate(products[:-1])]
     assert len({(kept == 1, kept == 1 and ahead == 0) for kept, ahead in changes}) > 1, "taken out and turned"
@@ -381,16 +376,12 @@ def test_the_products_of_what_is_corrected_follow_from_those_before() -> None:
     found = corrected_products(products, changes)
     for (i, one), (j, other) in itertools.product(enumerate(after), repeat=2):
         assert found[i][j] == pytest.approx(one.dot(other).item(), abs=1e-12), (i, j)
-
-
-def test_no_square_of_what_is_taken_out_entirely_is_below_0() -> None:
-    correction = heloco(doubt=0.0)
     for seed in range(200):
-        momentum = normal(5, seed)
-        values = momentum * -(1 + seed / 7)
-        products = [[one.dot(other).item() for other in (values, momentum)] for one in (values, momentum)]
-        ((square,),) = corrected_products(products, [correction.change(products[0][0], products[0][1], products[1][1])])
-        assert 0 <= square < 1e-12 * products[0][0], seed
+        against = momentum * -(1 + seed / 7)
+        products = [[one.dot(other).item() for other in (against, momentum)] for one in (against, momentum)]
+        change = heloco(doubt=0.0).change(products[0][0], products[0][1], products[1][1])
+        ((square,),) = corrected_products(products, [change])
+        assert 0 <= square < 1e-12 * products[0][0], "all of it is taken out"
 
 
 # --- The reference against DiLoCo written out with torch's own optimizer ---------------------------------------------

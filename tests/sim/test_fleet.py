@@ -191,25 +191,12 @@ def test_a_site_that_is_away_at_the_end_holds_nobody_up_for_longer_than_the_last
     assert found.sites[0].waited_s == pytest.approx(30, abs=1)
 
 
-def test_a_run_that_never_ends_says_so() -> None:
+def test_a_run_that_never_ends_says_so_and_leaves_pythons_collector_as_it_was() -> None:
+    before = gc.get_threshold()
+    assert before[0] != COLLECT_EVERY, "an earlier run has left it changed"
     plan = fleet((FleetSite(step_s=1.0),), seconds=None, quorum=2, token_budget=1000)
     with pytest.raises(EndlessError, match="no version in the last 24 h, and 0 of 1000 tokens are merged"):
         simulate(plan)
-
-
-def test_python_collects_seldom_while_a_fleet_is_simulated_and_as_before_when_that_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before, meanwhile = gc.get_threshold(), []
-
-    def result(_: Fleet) -> FleetResult:
-        meanwhile.append(gc.get_threshold())
-        raise EndlessError("it failed")
-
-    monkeypatch.setattr(Fleet, "result", result)
-    with pytest.raises(EndlessError, match="it failed"):
-        simulate(fleet((FleetSite(step_s=1.0),), seconds=60.0))
-    assert meanwhile == [(COLLECT_EVERY, *before[1:])]
     assert gc.get_threshold() == before
 
 
@@ -223,20 +210,17 @@ def with_fault(fault: FleetFault, sites: int = 2, starts_s: float = 0.0, **rules
     return replace(fleet(each[:sites], site_timeout_ns=TIMEOUT_NS, **rules), faults=(fault,))
 
 
-@pytest.mark.parametrize("when", [{"at_s": 900.0}, {"at_share": 0.25}])
-def test_a_killed_site_is_away_for_its_time_and_the_other_goes_on(when: dict[str, float]) -> None:
-    plan = with_fault(FleetFault(kind="away", site=1, lasts_s=300.0, **when))
-    found = checked(plan)
-    assert [site.away_s for site in found.sites] == [0.0, pytest.approx(300.0)]
+@pytest.mark.parametrize(
+    ("when", "away_s"),
+    [({"at_s": 900.0, "lasts_s": 300.0}, 300), ({"at_share": 0.25, "lasts_s": 300.0}, 300), ({"at_s": 600.0}, 3000)],
+    ids=["at a time", "at a share of the run", "for good"],
+)
+def test_a_killed_site_is_away_for_its_time_and_the_other_goes_on(when: dict[str, float], away_s: float) -> None:
+    found = checked(with_fault(FleetFault(kind="away", site=1, **when)))
+    assert [site.away_s for site in found.sites] == [0.0, pytest.approx(away_s, abs=1)]
     assert found.sites[0].trained_s > HOUR_S - 1
-    assert found.sites[1].steps == pytest.approx(3300, abs=3)
-    assert found.sites[1].rounds == pytest.approx(3300 / 24, abs=2)
-
-
-def test_a_site_that_is_killed_for_good_does_not_come_back() -> None:
-    found = simulate(with_fault(FleetFault(kind="away", site=1, at_s=600.0)))
-    assert found.sites[1].away_s == pytest.approx(3000, abs=1)
-    assert found.sites[1].steps == pytest.approx(600, abs=2)
+    assert found.sites[1].steps == pytest.approx(HOUR_S - away_s, abs=3)
+    assert found.sites[1].rounds == pytest.approx((HOUR_S - away_s) / 24, abs=2)
 
 
 def test_behind_a_cut_link_a_site_trains_on_and_its_updates_come_late() -> None:
@@ -377,13 +361,15 @@ def test_the_end_of_the_run_above_is_that_of_its_regions_and_nothing_is_lost() -
         assert merged == books.merged + books.in_flight
 
 
-def test_a_far_link_above_holds_up_no_site_and_is_what_bounds_the_updates_that_cross_it() -> None:
+def test_a_far_link_above_holds_up_no_site_of_a_region_or_beside_it_and_bounds_what_crosses_it() -> None:
     # An update of 1000 bytes takes 80 s.
-    found = simulate(tree(region(up_mbps=1e-4, rtt_s=5.0), region()))
+    found = simulate(tree(region(up_mbps=1e-4, rtt_s=5.0), region(), FleetSite(step_s=1.0)))
+    assert len(found.training()) == 5
     assert found.goodput == pytest.approx(1.0)
-    far, near = found.sites
+    far, near, alone = found.sites
     assert 3600 / 80 - 5 < far.rounds <= 3600 / 80
     assert near.rounds > 2 * far.rounds
+    assert (alone.region, alone.steps) == (None, 3600)
 
 
 def test_what_fails_fails_in_each_region_by_itself() -> None:
@@ -395,15 +381,6 @@ def test_what_fails_fails_in_each_region_by_itself() -> None:
     assert min(times) > 0
     assert len(set(times)) == 4
     assert simulate(plan) == found, "the same plan is the same to the last figure"
-
-
-def test_a_site_may_stand_beside_a_region() -> None:
-    found = simulate(tree(FleetSite(step_s=1.0), region()))
-    assert len(found.training()) == 3
-    assert found.goodput == pytest.approx(1.0)
-    alone, through = found.sites
-    assert (alone.region, alone.steps) == (None, 3600)
-    assert through.rounds > 0
 
 
 # --- A site that is told of versions only when it has an update to make decides as one told at once -------------------

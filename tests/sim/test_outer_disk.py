@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,6 @@ from diloco.sync.state import FragmentState, Line, OuterState
 from diloco.sync.syncer import OuterSync
 from tests.sim.small import Small
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
 
 def a_disk() -> tuple[OuterDisk, OuterProcess]:
     """A folder with two snapshots and some journal behind the second one, and its process."""
@@ -50,15 +48,7 @@ def a_disk() -> tuple[OuterDisk, OuterProcess]:
     return small.syncers.disk, small.outer
 
 
-def test_where_no_snapshot_is_whole_a_journal_is_not_begun_anew() -> None:
-    disk, _ = a_disk()
-    for name in disk.storage.names("snapshot-"):
-        disk.storage.remove(name)
-    with pytest.raises(Damaged, match="no snapshot is whole"):
-        disk.recover()
-
-
-def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used() -> None:
+def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used_while_there_is_one_with_all_that_follows() -> None:
     disk, outer = a_disk()
     older, newer = disk.storage.names("snapshot-")
     disk.storage.cut(newer, 40)
@@ -66,14 +56,12 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used() -> None:
     assert disk.notes == [f"{newer} is damaged"]
     assert found.machine.state == outer.machine.state
     assert disk.storage.names("snapshot-") == [older]
-
-
-def test_a_missing_segment_is_named() -> None:
-    disk, _ = a_disk()
-    disk.storage.cut(disk.storage.names("snapshot-")[-1], 40)
     first = disk.storage.names("journal-")[0]
     disk.storage.remove(first)
     with pytest.raises(Damaged, match=f"{first} is missing"):
+        disk.recover()
+    disk.storage.remove(older)
+    with pytest.raises(Damaged, match="no snapshot is whole"):
         disk.recover()
 
 
@@ -88,378 +76,321 @@ def test_a_power_cut_between_two_events_costs_nothing() -> None:
 
 SEEDS_MAX = 400
 Patch = pytest.MonkeyPatch
+MUTANTS: list[tuple[str, int, str | None, Callable[[Patch], None]]] = []
 
 
-def admit_again(patch: Patch) -> None:
-    right = syncer.admit
+def noticed_by(checker: str, seed: int, fault: str | None = None) -> Callable[..., Callable[[Patch], None]]:
+    """Name the checker that alone must notice this mutant, and a seed that showed it when this was written.
 
-    def admit(*header: Any) -> Any:
-        verdict = right(*header)
-        return dataclasses.replace(verdict, outcome=Outcome.ACCEPTED) if verdict.outcome == "duplicate" else verdict
+    It is tried first.  With a ``fault``, or "", in runs with a standby, in which there is that fault.
+    """
 
-    patch.setattr(syncer, "admit", admit)
-    patch.setattr(rounds, "admit", admit)
+    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS.append((checker, seed, fault, mutate))
+        return mutate
 
-
-def recover_an_older_version(patch: Patch) -> None:
-    def older(machine: OuterSync) -> None:
-        for fragment in machine.state.fragments:
-            fragment.version = max(0, fragment.version - 1)
-
-    after_recovery(patch, older)
+    return keep
 
 
-def after_recovery(patch: Patch, spoil: Callable[[OuterSync], None]) -> None:
-    right = OuterDisk.recover
-
-    def recover(self: OuterDisk) -> Replayer:
-        found = right(self)
-        spoil(found.machine)
-        return found
-
-    patch.setattr(OuterDisk, "recover", recover)
+def given_first(right: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **named: wrong(right, *given, **named)
 
 
-def never_sync(patch: Patch, prefix: str) -> None:
-    right = Storage.sync
-    patch.setattr(Storage, "sync", lambda self, name: None if name.startswith(prefix) else right(self, name))
+def instead_of(*places: tuple[Any, str]) -> Callable[..., Callable[[Patch], None]]:
+    """Make a mutant of a function that is called at ``places`` with the right one and what that would be given."""
+
+    def mutant_of(wrong: Callable[..., Any]) -> Callable[[Patch], None]:
+        def mutate(patch: Patch) -> None:
+            for owner, name in places:
+                patch.setattr(owner, name, given_first(getattr(owner, name), wrong))
+
+        mutate.__name__ = wrong.__name__
+        return mutate
+
+    return mutant_of
 
 
-def answer_before_syncing(patch: Patch) -> None:
+@noticed_by("exactly_once", 3)
+@instead_of((syncer, "admit"), (rounds, "admit"))
+def admit_again(right: Any, *header: Any) -> Any:
+    verdict = right(*header)
+    return replace(verdict, outcome=Outcome.ACCEPTED) if verdict.outcome == "duplicate" else verdict
+
+
+@noticed_by("versions", 0)
+@instead_of((OuterDisk, "recover"))
+def recover_an_older_version(right: Any, disk: OuterDisk) -> Replayer:
+    found = right(disk)
+    for fragment in found.machine.state.fragments:
+        fragment.version = max(0, fragment.version - 1)
+    return found
+
+
+@noticed_by("recovery", 0)
+@instead_of((OuterDisk, "recover"))
+def forget_what_was_merging(right: Any, disk: OuterDisk) -> Replayer:
+    found = right(disk)
+    state = found.machine.state
+    state.fragments = [FragmentState(fragment.version, fragment.digest) for fragment in state.fragments]
+    return found
+
+
+@noticed_by("acknowledged", 8)
+@instead_of((OuterDisk, "write"))
+def answer_before_syncing(right: Any, disk: OuterDisk, frame: bytes, chain: bytes) -> Place:
     """A record is synced when the next one is written, after its effects were carried out."""
-
-    def write(self: OuterDisk, frame: bytes, chain: bytes) -> Place:
-        name = journal_name(self.segment)
-        self.storage.sync(name)
-        self.reached("before the record")
-        self.storage.append(name, frame + encode_mark(chain))
-        self.chain = chain
-        return self.segment, len(self.storage.read(name)) - len(encode_mark(chain))
-
-    patch.setattr(OuterDisk, "write", write)
+    name = journal_name(disk.segment)
+    disk.storage.sync(name)
+    disk.reached("before the record")
+    disk.storage.append(name, frame + encode_mark(chain))
+    disk.chain = chain
+    return disk.segment, len(disk.storage.read(name)) - len(encode_mark(chain))
 
 
-def never_sync_names(patch: Patch) -> None:
-    patch.setattr(Storage, "sync_names", lambda self: None)
+@noticed_by("storage", 5)
+@instead_of((Storage, "sync_names"))
+def never_sync_names(right: Any, storage: Storage) -> None:
+    pass
 
 
-def drop_a_payload_with_its_fate(patch: Patch) -> None:
-    patch.setattr(OuterDisk, "release", lambda self, payload: self.storage.remove(f"spool/{payload}"))
+@noticed_by("storage", 0)
+@instead_of((OuterDisk, "release"))
+def drop_a_payload_with_its_fate(right: Any, disk: OuterDisk, payload: str) -> None:
+    disk.storage.remove(f"spool/{payload}")
 
 
-def forget_what_was_merging(patch: Patch) -> None:
-    def forget(machine: OuterSync) -> None:
-        for index, fragment in enumerate(machine.state.fragments):
-            machine.state.fragments[index] = FragmentState(fragment.version, fragment.digest)
-
-    after_recovery(patch, forget)
+@noticed_by("weights", 0)
+@instead_of((rounds, "normalised"))
+def leave_weights_as_they_are(right: Any, weights: Any) -> Any:
+    return tuple(weights)
 
 
-def leave_weights_as_they_are(patch: Patch) -> None:
-    patch.setattr(rounds, "normalised", tuple)
+@noticed_by("weights", 0)
+@instead_of((rounds, "_full_round"))
+def count_dead_sites_in_the_share(right: Any, turn: Any, index: int, merged: Any) -> Any:
+    return right(turn, index, {*merged, *turn.state.sites})
 
 
-def count_dead_sites_in_the_share(patch: Patch) -> None:
-    right = rounds._full_round
-    patch.setattr(rounds, "_full_round", lambda turn, index, merged: right(turn, index, {*merged, *turn.state.sites}))
+@noticed_by("weights", 1)
+@instead_of((OuterProcess, "__init__"))
+def add_up_the_updates_of_a_site(right: Any, process: OuterProcess, *given: Any, **named: Any) -> None:
+    right(process, *given, **named)
+    process.machine.options = replace(process.machine.options, merge_by="site")
 
 
+@noticed_by("staleness", 17)
+@instead_of((OuterProcess, "__init__"))
+def judge_staleness_laxly(right: Any, process: OuterProcess, *given: Any, **named: Any) -> None:
+    right(process, *given, **named)
+    lax = process.plan.options.staleness_max + 3
+    process.machine.options = replace(process.machine.options, staleness_max=lax)
+
+
+@noticed_by("grace", 3)
+@instead_of((rounds, "grace_ns"))
+def double_the_grace(right: Any, options: OuterOptions, *times: int) -> int:
+    return 2 * options.grace_ns + 1
+
+
+@noticed_by("same_versions", 0)
+@instead_of((Replayer, "made"))
+def publish_unrounded(right: Any, *given: Any) -> Kept:
+    kept = right(*given)
+    return replace(kept, published=kept.theta)
+
+
+@noticed_by("same_versions", 16)
+@instead_of((Replayer, "made"))
+def merge_only_the_first_update_of_a_site(
+    right: Any, replayer: Replayer, before: Kept, contributions: Any, share: float = 1
+) -> Kept:
+    return right(replayer, before, [(weight, each[:1]) for weight, each in contributions], share)
+
+
+@noticed_by("lineages", 0)
+@instead_of((LearnerSync, "handle"))
+def go_on_in_a_new_lineage(right: Any, machine: LearnerSync, event: Any, now_ns: int) -> list[Any]:
+    if isinstance(event, JoinAnswered):
+        machine.state.lineage, machine.state.epoch = event.lineage, event.epoch
+    return right(machine, event, now_ns)
+
+
+@noticed_by("admission", 6)
+@instead_of((Line, "waiting"))
+def merge_what_is_held(right: Any, line: Line) -> Any:
+    return line.unmerged()
+
+
+@noticed_by("admission", 7)
 def believe_what_is_usual_alone(patch: Patch) -> None:
     """A site that could not send goes on training."""
 
     def believed(state: OuterState, options: OuterOptions, event: UpdateArrived) -> int:
-        del options
         return min(event.steps, state.sites[event.site].lines[event.fragment].usual_steps or event.steps)
 
     patch.setattr(admission, "believed_steps", believed)
     patch.setattr(admission, "STEPS_RATIO_MAX", 2)
 
 
-def judge_staleness_laxly(patch: Patch) -> None:
-    init = OuterProcess.__init__
-
-    def begin(self: OuterProcess, *given: Any, **named: Any) -> None:
-        init(self, *given, **named)
-        lax = self.plan.options.staleness_max + 3
-        self.machine.options = dataclasses.replace(self.machine.options, staleness_max=lax)
-
-    patch.setattr(OuterProcess, "__init__", begin)
-
-
-def add_up_the_updates_of_a_site(patch: Patch) -> None:
-    init = OuterProcess.__init__
-
-    def begin(self: OuterProcess, *given: Any, **named: Any) -> None:
-        init(self, *given, **named)
-        self.machine.options = dataclasses.replace(self.machine.options, merge_by="site")
-
-    patch.setattr(OuterProcess, "__init__", begin)
+@noticed_by("bounds", 2)
+@instead_of((updates, "may_seal"))
+def seal_without_a_window(right: Any, turn: Any, part: Any) -> bool:
+    orphans, in_flight = part.orphans, part.in_flight
+    part.orphans, part.in_flight = [], [sent for sent in in_flight if sent.state != "accepted"]
+    try:
+        return right(turn, part)
+    finally:
+        part.orphans, part.in_flight = orphans, in_flight
 
 
-def double_the_grace(patch: Patch) -> None:
-    patch.setattr(rounds, "grace_ns", lambda options, *times: 2 * options.grace_ns + 1)
+@noticed_by("ledger", 0)
+@instead_of((updates, "give_back"))
+def lose_refused_tokens(right: Any, options: Any, part: Any, sent: Any) -> None:
+    part.in_flight.remove(sent)
 
 
-def publish_unrounded(patch: Patch) -> None:
-    right = Replayer.made
-
-    def made(self: Replayer, before: Kept, contributions: Any, share: float = 1) -> Kept:
-        kept = right(self, before, contributions, share)
-        return dataclasses.replace(kept, published=kept.theta)
-
-    patch.setattr(Replayer, "made", made)
+@noticed_by("carried", 0)
+@instead_of((LearnerSync, "handle"))
+def measure_what_is_in_flight_again(right: Any, *given: Any) -> list[Any]:
+    return [replace(effect, in_flight=()) if isinstance(effect, Seal) else effect for effect in right(*given)]
 
 
-def merge_only_the_first_update_of_a_site(patch: Patch) -> None:
-    right = Replayer.made
-
-    def made(self: Replayer, before: Kept, contributions: Any, share: float = 1) -> Kept:
-        return right(self, before, [(weight, each[:1]) for weight, each in contributions], share)
-
-    patch.setattr(Replayer, "made", made)
+@noticed_by("cursor", 0)
+@instead_of((LearnerSync, "handle"))
+def skip_no_data(right: Any, *given: Any) -> list[Any]:
+    return [effect for effect in right(*given) if not isinstance(effect, SkipData)]
 
 
-def seal_without_a_window(patch: Patch) -> None:
-    right = updates.may_seal
-
-    def may_seal(turn: Any, part: Any) -> bool:
-        orphans, in_flight = part.orphans, part.in_flight
-        part.orphans, part.in_flight = [], [sent for sent in in_flight if sent.state != "accepted"]
-        try:
-            return right(turn, part)
-        finally:
-            part.orphans, part.in_flight = orphans, in_flight
-
-    patch.setattr(updates, "may_seal", may_seal)
+@noticed_by("conservation", 0)
+@instead_of((LearnerSync, "handle"))
+def adopt_as_if_nothing_were_merged(right: Any, *given: Any) -> list[Any]:
+    return [replace(effect, merged=()) if isinstance(effect, Adopt) else effect for effect in right(*given)]
 
 
-def lose_refused_tokens(patch: Patch) -> None:
-    patch.setattr(updates, "give_back", lambda options, part, sent: part.in_flight.remove(sent))
-
-
-def change_effects(patch: Patch, change: Callable[[Any], Any]) -> None:
-    right = LearnerSync.handle
-
-    def handle(self: LearnerSync, event: Any, now_ns: int) -> list[Any]:
-        changed = [change(effect) for effect in right(self, event, now_ns)]
-        return [effect for effect in changed if effect is not None]
-
-    patch.setattr(LearnerSync, "handle", handle)
-
-
-def measure_what_is_in_flight_again(patch: Patch) -> None:
-    change_effects(
-        patch, lambda effect: dataclasses.replace(effect, in_flight=()) if isinstance(effect, Seal) else effect
-    )
-
-
-def keep_the_cold_start(patch: Patch) -> None:
-    right = SiteProcess.retake
-
-    def retake(self: SiteProcess, effect: Any) -> None:
-        own = self.theta[effect.fragment]
-        right(self, effect)
-        if own[2]:
-            self.theta[effect.fragment] = own
-
-    patch.setattr(SiteProcess, "retake", retake)
-
-
-def wait_for_fates(patch: Patch) -> None:
-    def must_wait(self: LearnerSync) -> bool:
-        return any(part.undecided() for part in self.state.fragments)
-
-    patch.setattr(LearnerSync, "must_wait", must_wait)
-
-
-def leave_in_the_middle_of_a_step(patch: Patch) -> None:
-    right = LearnerSync.handle
-
-    def handle(self: LearnerSync, event: Any, now_ns: int) -> list[Any]:
-        effects, state = right(self, event, now_ns), self.state
-        if state.at_rest and not state.left and state.incarnation:
-            state.left = True
-            effects.append(Leave(state.ending))
-        return effects
-
-    patch.setattr(LearnerSync, "handle", handle)
-
-
-def keep_what_the_codec_rounded_off(patch: Patch) -> None:
-    right = SiteProcess.retake
-
-    def retake(self: SiteProcess, effect: Any) -> None:
-        index, own = effect.fragment, self.theta[effect.fragment]
-        rest = world.minus(own, self.base[index][1])
-        right(self, effect)
-        if self.machine.is_final():
-            self.theta[index] = world.plus(self.theta[index], rest)
-
-    patch.setattr(SiteProcess, "retake", retake)
-
-
-def skip_no_data(patch: Patch) -> None:
-    change_effects(patch, lambda effect: None if isinstance(effect, SkipData) else effect)
-
-
-def adopt_as_if_nothing_were_merged(patch: Patch) -> None:
-    change_effects(
-        patch, lambda effect: dataclasses.replace(effect, merged=()) if isinstance(effect, Adopt) else effect
-    )
-
-
-def take_stale_for_merged(patch: Patch) -> None:
+@noticed_by("conservation", 10)
+@instead_of((learner, "fate_told"))
+def take_stale_for_merged(right: Any, turn: Any, told: Any) -> None:
     """Only the sum over all sites sees it: the site believes that its progress is in the version."""
-    right = updates.fate_told
-
-    def fate_told(turn: Any, told: Any) -> None:
-        right(turn, dataclasses.replace(told, reason=None) if told.reason is Reason.STALE else told)
-
-    patch.setattr(learner, "fate_told", fate_told)
+    right(turn, replace(told, reason=None) if told.reason is Reason.STALE else told)
 
 
-def go_on_in_a_new_lineage(patch: Patch) -> None:
-    right = LearnerSync.handle
-
-    def handle(self: LearnerSync, event: Any, now_ns: int) -> list[Any]:
-        if isinstance(event, JoinAnswered):
-            self.state.lineage, self.state.epoch = event.lineage, event.epoch
-        return right(self, event, now_ns)
-
-    patch.setattr(LearnerSync, "handle", handle)
+@noticed_by("cold", 0)
+@instead_of((SiteProcess, "retake"))
+def keep_the_cold_start(right: Any, site: SiteProcess, effect: Any) -> None:
+    own = site.theta[effect.fragment]
+    right(site, effect)
+    if own[2]:
+        site.theta[effect.fragment] = own
 
 
-def merge_what_is_held(patch: Patch) -> None:
-    patch.setattr(Line, "waiting", Line.unmerged)
+@noticed_by("independence", 0)
+@instead_of((LearnerSync, "must_wait"))
+def wait_for_fates(right: Any, machine: LearnerSync) -> bool:
+    return any(part.undecided() for part in machine.state.fragments)
 
 
-def never_end(patch: Patch) -> None:
-    patch.setattr(fates, "all_final", lambda turn, index: False)
+@noticed_by("farewell", 0)
+@instead_of((LearnerSync, "handle"))
+def leave_in_the_middle_of_a_step(right: Any, machine: LearnerSync, *given: Any) -> list[Any]:
+    effects, state = right(machine, *given), machine.state
+    if state.at_rest and not state.left and state.incarnation:
+        state.left = True
+        effects.append(Leave(state.ending))
+    return effects
 
 
-def tell_without_asking_for_the_lease(patch: Patch) -> None:
-    patch.setattr(Leadership, "valid", lambda self, now_ns: self.lost is None)
+@noticed_by("final", 26)
+@instead_of((SiteProcess, "retake"))
+def keep_what_the_codec_rounded_off(right: Any, site: SiteProcess, effect: Any) -> None:
+    index, own = effect.fragment, site.theta[effect.fragment]
+    rest = world.minus(own, site.base[index][1])
+    right(site, effect)
+    if site.machine.is_final():
+        site.theta[index] = world.plus(site.theta[index], rest)
 
 
-def wait_for_no_standby(patch: Patch) -> None:
-    right = Replication.may_tell
-
-    def may_tell(self: Replication, end: Any, now_ns: int) -> Any:
-        right(self, end, now_ns)
-        return None, self.standby
-
-    patch.setattr(Replication, "may_tell", may_tell)
+@noticed_by("liveness", 0)
+@instead_of((fates, "all_final"))
+def never_end(right: Any, *given: Any) -> bool:
+    return False
 
 
-def acknowledge_at_the_standby_before_syncing(patch: Patch) -> None:
-    right = StandbyProcess._unit
-
-    def unit(self: StandbyProcess, *given: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            never_sync(inner, "journal-")
-            right(self, *given)
-
-    patch.setattr(StandbyProcess, "_unit", unit)
+@noticed_by("counted_once", 0)
+@instead_of((Holder, "whole"))
+def count_a_unit_for_one_fragment(right: Any, holder: Holder, unit: int) -> Any:
+    return whole_units(holder.merged[0], unit)
 
 
-def leave_the_heir_where_it_is(patch: Patch) -> None:
-    patch.setattr(Leadership, "heir_is", lambda self, name: None)
+@noticed_by("counted_once", 2)
+@instead_of((fates, "_pending"))
+def lease_what_may_still_be_merged(right: Any, *given: Any) -> list[Any]:
+    return []
 
 
-def never_attach_again(patch: Patch) -> None:
-    patch.setattr(OuterProcess, "attach", lambda self, standby: None)
+@noticed_by("balanced", 2)
+@instead_of((fates, "returned"))
+def leave_free_what_is_taken_up_again(right: Any, turn: Any, name: str) -> None:
+    holder = turn.state.units.holders.get(name) if turn.state.units is not None else None
+    if holder is not None:
+        holder.gone, holder.silent_ns = False, None
 
 
-def count_a_unit_for_one_fragment(patch: Patch) -> None:
-    patch.setattr(Holder, "whole", lambda self, unit: whole_units(self.merged[0], unit))
+@noticed_by("one_leader", 6, fault="primary_frozen")
+@instead_of((Leadership, "valid"))
+def tell_without_asking_for_the_lease(right: Any, leadership: Leadership, now_ns: int) -> bool:
+    return leadership.lost is None
 
 
-def lease_what_may_still_be_merged(patch: Patch) -> None:
-    patch.setattr(fates, "_pending", lambda state, name: [])
+@noticed_by("replicated", 3, fault="")
+@instead_of((Replication, "may_tell"))
+def wait_for_no_standby(right: Any, replication: Replication, *given: Any) -> Any:
+    right(replication, *given)
+    return None, replication.standby
 
 
-def leave_free_what_is_taken_up_again(patch: Patch) -> None:
-    def returned(turn: Any, name: str) -> None:
-        holder = turn.state.units.holders.get(name) if turn.state.units is not None else None
-        if holder is not None:
-            holder.gone, holder.silent_ns = False, None
-
-    patch.setattr(fates, "returned", returned)
-
-
-MUTATIONS: tuple[tuple[str, Callable[[Patch], None], int], ...] = (
-    ("exactly_once", admit_again, 3),
-    ("versions", recover_an_older_version, 0),
-    ("acknowledged", answer_before_syncing, 8),
-    ("storage", never_sync_names, 5),
-    ("storage", drop_a_payload_with_its_fate, 0),
-    ("recovery", forget_what_was_merging, 0),
-    ("weights", leave_weights_as_they_are, 0),
-    ("weights", add_up_the_updates_of_a_site, 1),
-    ("weights", count_dead_sites_in_the_share, 0),
-    ("staleness", judge_staleness_laxly, 17),
-    ("grace", double_the_grace, 3),
-    ("same_versions", publish_unrounded, 0),
-    ("same_versions", merge_only_the_first_update_of_a_site, 16),
-    ("lineages", go_on_in_a_new_lineage, 0),
-    ("admission", merge_what_is_held, 6),
-    ("admission", believe_what_is_usual_alone, 7),
-    ("bounds", seal_without_a_window, 2),
-    ("ledger", lose_refused_tokens, 0),
-    ("carried", measure_what_is_in_flight_again, 0),
-    ("cold", keep_the_cold_start, 0),
-    ("independence", wait_for_fates, 0),
-    ("farewell", leave_in_the_middle_of_a_step, 0),
-    ("final", keep_what_the_codec_rounded_off, 26),
-    ("cursor", skip_no_data, 0),
-    ("conservation", adopt_as_if_nothing_were_merged, 0),
-    ("conservation", take_stale_for_merged, 10),
-    ("liveness", never_end, 0),
-    ("counted_once", count_a_unit_for_one_fragment, 0),
-    ("counted_once", lease_what_may_still_be_merged, 2),
-    ("balanced", leave_free_what_is_taken_up_again, 2),
-)
-"""Each with the seed that showed it when this was written: tried first, and the others where it shows it no more."""
-OF_A_PAIR: tuple[tuple[str, str, Callable[[Patch], None], int], ...] = (
-    ("one_leader", "primary_frozen", tell_without_asking_for_the_lease, 6),
-    ("replicated", "", wait_for_no_standby, 3),
-    ("replicated", "", acknowledge_at_the_standby_before_syncing, 3),
-    ("recovery", "deserted", leave_the_heir_where_it_is, 339),
-    ("replicated", "", leave_the_heir_where_it_is, 44),
-    ("liveness", "primary_gone", never_attach_again, 3),
-)
-"""Of runs with a standby, and with the fault that shows it."""
+@noticed_by("replicated", 3, fault="")
+@instead_of((StandbyProcess, "_unit"))
+def acknowledge_at_the_standby_before_syncing(right: Any, *given: Any) -> None:
+    synced = Storage.sync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "sync", lambda self, name: None if name.startswith("journal-") else synced(self, name))
+        right(*given)
 
 
-def noticed(name: str, seeds: Iterable[int]) -> int | None:
-    """The first seed at which the checker ``name``, alone, sees something."""
-    only = [checker for checker in CHECKERS if checker.name == name]
-    return next((seed for seed in seeds if run_seed(seed, only).checker == name), None)
+@noticed_by("recovery", 339, fault="deserted")
+@noticed_by("replicated", 44, fault="")
+@instead_of((Leadership, "heir_is"))
+def leave_the_heir_where_it_is(right: Any, *given: Any) -> None:
+    pass
 
 
-@pytest.mark.parametrize(("name", "mutate", "first"), MUTATIONS, ids=lambda value: getattr(value, "__name__", value))
+@noticed_by("liveness", 3, fault="primary_gone")
+@instead_of((OuterProcess, "attach"))
+def never_attach_again(right: Any, *given: Any) -> None:
+    pass
+
+
+def named(value: object) -> object:
+    return getattr(value, "__name__", value)
+
+
+@pytest.mark.parametrize(("checker", "seed", "fault", "mutate"), MUTANTS, ids=named)
 def test_each_checker_notices_its_mutation(
-    name: str, mutate: Callable[[Patch], None], first: int, monkeypatch: pytest.MonkeyPatch
+    checker: str, seed: int, fault: str | None, mutate: Callable[[Patch], None], monkeypatch: Patch
 ) -> None:
+    seeds: Iterable[int] = (seed, *range(SEEDS_MAX))
+    if fault is not None:
+        plans = (draw_plan(each) for each in (seed, *range(3 * SEEDS_MAX)))
+        pairs = (plan for plan in plans if plan.outer.replication is not None)
+        seeds = (plan.seed for plan in pairs if not fault or fault in plan.faults)
+    only = [each for each in CHECKERS if each.name == checker]
     mutate(monkeypatch)
-    assert noticed(name, (first, *range(SEEDS_MAX))) is not None, f"{name} sees nothing in {SEEDS_MAX} seeds"
-
-
-@pytest.mark.parametrize(
-    ("name", "fault", "mutate", "first"), OF_A_PAIR, ids=lambda value: getattr(value, "__name__", value)
-)
-def test_each_checker_notices_its_mutation_where_there_is_a_standby(
-    name: str, fault: str, mutate: Callable[[Patch], None], first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans = (draw_plan(seed) for seed in (first, *range(3 * SEEDS_MAX)))
-    pairs = (plan.seed for plan in plans if plan.outer.replication is not None and (not fault or fault in plan.faults))
-    mutate(monkeypatch)
-    assert noticed(name, pairs) is not None, f"{name} sees nothing in {3 * SEEDS_MAX} seeds"
+    assert any(run_seed(each, only).checker == checker for each in seeds), f"{checker} sees nothing in any seed"
 
 
 def test_every_checker_has_a_mutation_and_a_name_of_its_own() -> None:
     assert len({checker.name for checker in CHECKERS}) == len(CHECKERS)
-    assert {checker.name for checker in CHECKERS} <= {name for name, *_ in (*MUTATIONS, *OF_A_PAIR)}
+    assert {checker.name for checker in CHECKERS} <= {name for name, *_ in MUTANTS}
     assert all(checker.mutation for checker in CHECKERS)
 
 

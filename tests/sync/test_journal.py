@@ -12,7 +12,6 @@ import random
 import types
 import typing
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -77,37 +76,29 @@ def a_run() -> Syncer:
     return syncer
 
 
-def written(records: Sequence[Record]) -> list[bytes]:
-    return [encode_record(record) for record in records]
-
-
 # --- Format 1: records one after the other ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zeros", [0, 1, 7, 8, 9, 4096])
-def test_what_is_written_is_read_and_a_torn_tail_or_one_of_zeros_is_cut(zeros: int) -> None:
+def test_what_is_written_is_read_and_a_torn_tail_or_one_of_zeros_is_cut() -> None:
     """A power cut can leave a file longer than what was written to it."""
     records = a_run().records
-    *whole, last = written(records)
+    *whole, last = [encode_record(record) for record in records]
     data = b"".join(whole)
-    assert read_records(data + last + bytes(zeros)) == (records, len(data + last))
-    for kept in (20,) if zeros else range(len(last)):
-        assert read_records(data + last[:kept] + bytes(zeros)) == (records[:-1], len(data)), kept
+    assert not is_framed(data)
+    for zeros in (0, 1, 7, 8, 9, 4096):
+        assert read_records(data + last + bytes(zeros)) == (records, len(data + last))
+        for kept in (20,) if zeros else range(len(last)):
+            assert read_records(data + last[:kept] + bytes(zeros)) == (records[:-1], len(data)), kept
 
 
 def test_a_flipped_bit_in_any_byte_before_the_tail_is_found() -> None:
-    *whole, last = written(a_run().records)
-    data, swallowed = b"".join(whole), []
-    bits = range(0, 8 * len(data), 7)
-    for bit in bits:
+    *whole, last = [encode_record(record) for record in a_run().records]
+    data = b"".join(whole)
+    for bit in range(0, 8 * len(data), 7):
         damaged = bytearray(data + last)
         damaged[bit // 8] ^= 1 << (bit % 8)
-        try:
+        with pytest.raises(JournalError):
             read_records(bytes(damaged))
-        except JournalError:
-            continue
-        swallowed.append(bit)
-    assert not swallowed, f"{len(swallowed)} of {len(bits)} flips pass for a torn end, the first is bit {swallowed[0]}"
 
 
 def test_many_bytes_that_are_no_record_are_damage() -> None:
@@ -120,10 +111,8 @@ def test_many_bytes_that_are_no_record_are_damage() -> None:
     "body",
     [
         b"[]",
-        b"{}",
         b"\xff",
         b'{"at_ns":1,"effects":"","event":"Gone","is":{}}',
-        b'{"at_ns":1,"effects":"","event":"SiteHeard","is":{}}',
         b'{"at_ns":1,"effects":"","event":"SiteHeard","is":{"site":"a","more":1}}',
         b'{"at_ns":1.5,"effects":"","event":"SiteHeard","is":{"site":"a"}}',
         b'{"at_ns":1,"effects":2,"event":"SiteHeard","is":{"site":"a"}}',
@@ -140,50 +129,48 @@ def test_record_of_another_version_is_named_by_its_offset(body: bytes) -> None:
 RUN: dict[str, str | int] = {"run_id": "small"}
 
 
-def units(turns: list[list[Record]], before: bytes = CHAIN_START, segment: int = 1) -> list[bytes]:
-    """A segment piece by piece: a unit, its mark, the next unit ..."""
-    header, chain = encode_header(segment, before, RUN)
-    pieces = [header, encode_mark(chain)]
-    for records in turns:
-        frame, chain = encode_frame(encode_records(records), chain)
-        pieces += [frame, encode_mark(chain)]
-    return pieces
-
-
 def turns() -> list[list[Record]]:
     records = a_run().records
     return [records[:3], records[3:4], records[4:]]
 
 
-def records_of(segment: Segment) -> list[list[Record]]:
-    return [decode_records(frame.body, frame.offset) for frame in segment.frames]
+def units(before: bytes = CHAIN_START, segment: int = 1) -> list[bytes]:
+    """A segment of three turns piece by piece: a unit, its mark, the next unit ..."""
+    header, chain = encode_header(segment, before, RUN)
+    pieces = [header, encode_mark(chain)]
+    for records in turns():
+        frame, chain = encode_frame(encode_records(records), chain)
+        pieces += [frame, encode_mark(chain)]
+    return pieces
 
 
 def test_what_is_written_is_read() -> None:
-    data = b"".join(units(turns(), segment=7))
+    data = b"".join(units(segment=7))
+    assert is_framed(data)
     found = read_segment(data)
     assert found.header is not None
     assert (found.header.segment, found.header.run, found.header.format) == (7, RUN, 2)
-    assert (records_of(found), found.end, found.marked) == (turns(), len(data), True)
+    assert [decode_records(frame.body, frame.offset) for frame in found.frames] == turns()
+    assert (found.end, found.marked) == (len(data), True)
     assert data[found.frames[1].offset :].startswith(b"\xd1JF")
     assert read_segment(b"") == Segment(None, (), 0, CHAIN_START, marked=False)
 
 
 def test_the_chain_stands_for_everything_before_across_segments() -> None:
-    first = read_segment(b"".join(units(turns())))
-    second = read_segment(b"".join(units(turns(), first.chain, 2)))
+    first = read_segment(b"".join(units()))
+    second = read_segment(b"".join(units(first.chain, 2)))
     assert second.header is not None
     assert second.header.before == first.chain.hex()
     chain = first.chain
     for body in (canonical(second.header), *(frame.body for frame in second.frames)):
         chain = chain_after(chain, body)
     assert chain == second.chain
-    other = read_segment(b"".join(units(turns(), bytes(31) + b"\1", 2)))
+    other = read_segment(b"".join(units(bytes(31) + b"\1", 2)))
     assert not {frame.chain for frame in second.frames} & {frame.chain for frame in other.frames}
 
 
 def test_an_end_that_was_never_acknowledged_is_cut_at_every_byte_and_so_is_one_of_zeros() -> None:
-    pieces = units(turns())
+    pieces = units()
     for number in range(len(pieces) + 1):
         whole = b"".join(pieces[:number])
         for kept in range(len(pieces[number])) if number < len(pieces) else ():
@@ -196,7 +183,7 @@ def test_an_end_that_was_never_acknowledged_is_cut_at_every_byte_and_so_is_one_o
 
 
 def test_a_flipped_bit_in_any_byte_is_found_and_named_but_for_the_last_mark_which_tells_nothing_more() -> None:
-    pieces = units(turns())
+    pieces = units()
     data = b"".join(pieces)
     starts = [sum(map(len, pieces[:number])) for number in range(len(pieces))]
     whole = read_segment(data)
@@ -213,36 +200,17 @@ def test_a_flipped_bit_in_any_byte_is_found_and_named_but_for_the_last_mark_whic
             read_segment(bytes(damaged))
 
 
-def test_a_flipped_bit_of_the_last_frame_is_found_by_its_mark_alone() -> None:
-    """The crash that takes the mark along is the one case where it cannot be."""
-    *pieces, frame, mark = units(turns())
-    dice = random.Random(5)
-    at = len(b"".join(pieces))
-    for _ in range(200):
-        damaged = bytearray(frame)
-        damaged[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
-        with pytest.raises(JournalError, match=f"unit at byte {at} is damaged: the one at byte {at + len(frame)}"):
-            read_segment(b"".join(pieces) + bytes(damaged) + mark)
-
-
-def test_an_edit_with_its_checksum_made_right_is_found_by_the_chain() -> None:
-    pieces = units(turns())
+def test_an_edit_with_its_checksum_made_right_a_missing_frame_a_second_header_and_none_show() -> None:
+    pieces = units()
     at = len(b"".join(pieces[:2]))
     body = pieces[2][UNIT.size :].replace(b'"site":"a"', b'"site":"b"')
     assert body != pieces[2][UNIT.size :]
+    in_its_place = journal._unit(journal.FRAME, pieces[2][12 : UNIT.size], body)
     honest, chain = encode_frame(body, read_segment(b"".join(pieces[:2])).chain)
-    kept_chain = pieces[2][12 : UNIT.size]
-    edited = journal._unit(journal.FRAME, kept_chain, body)
-    with pytest.raises(JournalError, match=f"unit at byte {at} does not continue the chain of the unit before it"):
-        read_segment(b"".join([*pieces[:2], edited, *pieces[3:]]))
     after = at + len(honest) + UNIT.size
-    with pytest.raises(JournalError, match=f"unit at byte {after} does not continue the chain of the unit before it"):
-        read_segment(b"".join([*pieces[:2], honest, encode_mark(chain), *pieces[4:]]))
-
-
-def test_a_frame_that_was_taken_out_a_second_header_and_none_show() -> None:
-    pieces = units(turns())
     for damaged, words in (
+        ([*pieces[:2], in_its_place, *pieces[3:]], f"unit at byte {at} does not continue the chain of the unit before"),
+        ([*pieces[:2], honest, encode_mark(chain), *pieces[4:]], f"unit at byte {after} does not continue the chain"),
         ([*pieces[:2], *pieces[4:]], "does not continue the chain"),
         ([*pieces[:3], *pieces[5:]], "does not continue the chain"),
         ([*pieces, pieces[0]], "one header, at its beginning"),
@@ -255,7 +223,7 @@ def test_a_frame_that_was_taken_out_a_second_header_and_none_show() -> None:
 
 def test_a_frame_that_outlived_the_mark_before_it_is_cut_off_with_the_hole_unless_it_has_its_own_mark() -> None:
     """One sync makes both durable; before it a power cut may keep the second alone, and neither was acknowledged."""
-    *kept, _, frame, mark = units(turns())
+    *kept, _, frame, mark = units()
     data = b"".join(kept)
     found = read_segment(data + bytes(UNIT.size) + frame)
     assert (found.end, len(found.frames), found.marked) == (len(data), 2, False)
@@ -277,13 +245,6 @@ def test_a_header_of_another_version_is_said_in_words(body: bytes, words: str) -
     data, _ = encode_frame(body, CHAIN_START, journal.HEADER)
     with pytest.raises(JournalError, match=f"unit at byte 0 .*{words}"):
         read_segment(data)
-
-
-def test_segments_of_the_two_formats_are_told_apart() -> None:
-    old = b"".join(encode_record(record) for record in a_run().records)
-    assert not is_framed(old)
-    assert not is_framed(old[:-3])
-    assert is_framed(b"".join(units(turns())))
 
 
 def test_a_body_that_is_not_records_is_named_by_the_place_of_its_frame() -> None:
@@ -408,20 +369,17 @@ def test_what_does_not_fit_is_named_by_its_place(change: dict[str, object], word
         from_plain(Outer, plain | change)
 
 
-@pytest.mark.parametrize("text", ["[" * 50_000, '{"a":' * 50_000, b"\xff", "", "[" * 5000 + "]" * 5000])
-def test_what_is_no_json_is_an_error_in_words_however_deep_it_goes(text: str | bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 — any words
-        parse_json(text)
-
-
-@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
-def test_json_may_nest_as_deep_on_every_interpreter(opening: str, closing: str) -> None:
-    def nested(levels: int) -> str:
-        return opening * levels + "1" + closing * levels
-
-    assert parse_json(nested(JSON_DEPTH_MAX))
-    with pytest.raises(ValueError, match="nested too deeply: more than 100 levels"):
-        parse_json(nested(JSON_DEPTH_MAX + 1))
+def test_json_may_nest_as_deep_on_every_interpreter_and_what_is_none_is_an_error_in_words() -> None:
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        assert parse_json(opening * JSON_DEPTH_MAX + "1" + closing * JSON_DEPTH_MAX)
+        for levels in (JSON_DEPTH_MAX + 1, 5000):
+            with pytest.raises(ValueError, match="nested too deeply: more than 100 levels"):
+                parse_json(opening * levels + "1" + closing * levels)
+        with pytest.raises(ValueError):  # noqa: PT011 — any words
+            parse_json(opening * 50_000)
+    for text in (b"\xff", ""):
+        with pytest.raises(ValueError):  # noqa: PT011 — any words
+            parse_json(text)
 
 
 def test_a_mapping_is_wanted_a_number_beyond_every_float_is_none_and_a_long_value_is_shown_cut_short() -> None:
@@ -518,12 +476,7 @@ def example(kind: Any, number: int = 3) -> Any:
 
 KINDS = [
     kind
-    for module, base in [
-        (events, OuterEvent),
-        (events, LearnerEvent),
-        (effects, OuterEffect),
-        (effects, LearnerEffect),
-    ]
+    for module, base in ((events, OuterEvent), (events, LearnerEvent), (effects, OuterEffect), (effects, LearnerEffect))
     for kind in records_in(module, base).values()
 ]
 

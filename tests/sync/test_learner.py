@@ -7,7 +7,7 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Ending, Outcome, Reason
-from diloco.sync.progress import SentState, ledger_of, site_ledger
+from diloco.sync.progress import SentState, ledger_of
 from tests.sync.driving import notes, of, only
 from tests.sync.driving_site import Site, known
 
@@ -58,42 +58,10 @@ def test_an_ending_is_remembered_until_the_syncer_says_how_it_stands_now() -> No
         assert site.machine.state.ending is standing
 
 
-@pytest.mark.parametrize("outrun", [False, True])
-def test_a_new_process_that_trains_before_it_has_joined_loses_only_what_an_earlier_one_had_sent(outrun: bool) -> None:
-    site = Site(inner_steps=15)
-    site.train(5)
-    plain = site.machine.snapshot()
-    processed = 50
-    if outrun:
-        site.send(1, steps=10)
-        processed = 150
-    site.restart(plain, processed=processed)
-    assert site.machine.ready()
-    assert site.train(30) == [], "nothing is decided before it is known what an earlier process has sent"
-    if not outrun:
-        site.join(incarnation=2)
-        (seal,) = of(fx.Seal, site.boundary())
-        assert (seal.sequence, seal.tokens) == (1, 350), "all of it goes out"
-        return
-    site.join(known(version=0, watermark=1, undecided=((1, 150),)), incarnation=2)
-    assert not of(fx.Seal, site.boundary())
-    ledger = site_ledger(site.machine.state)
-    assert ledger.in_flight == 150, "the earlier process' update is still to be decided"
-    assert ledger.unsent == 0
-    assert ledger.lost == ledger.processed - 150
-
-
-@pytest.mark.parametrize("behind", ["watermark", "version"])
-def test_an_answer_to_a_join_that_goes_back_is_proof_that_the_syncer_forgot_only_when_said_twice(behind: str) -> None:
+def test_an_answer_to_a_join_that_goes_back_is_proof_that_the_syncer_forgot_only_when_said_twice() -> None:
     site = Site()
-    if behind == "watermark":
-        site.send(1)
-        late, present = known(watermark=0), known(watermark=1, undecided=((1, 150),))
-    else:
-        site.handle(ev.VersionPublished(1, 0, 3, 0, 0))
-        site.handle(ev.VersionFetched(0, 3, ()))
-        site.boundary()
-        late, present = known(version=2), known(version=3)
+    site.send(1)
+    late, present = known(watermark=0), known(watermark=1, undecided=((1, 150),))
     for standing in (late, present, late):  # The syncer wrote it before update 1 was accepted.
         effects = site.join(standing)
         assert not of(fx.StopTraining, effects), "each doubt is a new one"
@@ -104,34 +72,24 @@ def test_an_answer_to_a_join_that_goes_back_is_proof_that_the_syncer_forgot_only
 # --- Another process of the site, on a copy of its disk --------------------------------------------------------------
 
 
-def twin() -> Site:
-    """A process that begins with an update in its outbox, which a twin may have numbered otherwise."""
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_number_that_a_twin_has_used_for_something_else_is_not_taken_for_ours(decided: bool) -> None:
+    """Its outbox has an update 1, of which another process on a copy of its disk has made another one."""
     site = Site()
     site.train(15)
     site.seal(1)
     site.restart(site.machine.snapshot(), {(0, 1): "u1"})
-    return site
-
-
-def test_number_that_a_twin_has_used_for_something_else_is_not_taken_for_ours() -> None:
-    site = twin()
-    theirs = ev.Fate(0, 1, 1, 30, "x1", None)
-    effects = site.join(known(version=1, watermark=1, cursor=15, tokens_merged=30, fates=(theirs,)), incarnation=2)
-    assert of(fx.Release, effects)
+    theirs = told(1, 1, None, "x1")
+    if not decided:
+        effects = site.join(known(watermark=1, cursor=40, undecided=((1, 150),)), incarnation=2)
+        assert only(fx.SkipData, effects).cursor == 40, "its batches are skipped before it is noticed"
+        only(fx.Join, site.handle(ev.FateTold(theirs)))
+    effects = site.join(known(version=1, watermark=1, cursor=40, tokens_merged=150, fates=(theirs,)), incarnation=2)
+    assert of(fx.Release, effects) == [fx.Release(0, 1)]
     assert not site.machine.state.fragments[0].in_flight, "it would wait for the fate of its own update for ever"
     site.handle(ev.VersionFetched(0, 1, (theirs,)))
     assert only(fx.Retake, site.boundary()).version == 1
-    assert site.machine.state.fragments[0].tokens_merged == 30
-
-
-def test_number_that_a_twin_has_used_is_noticed_when_its_fate_is_told_and_its_batches_are_skipped_before() -> None:
-    site = twin()
-    effects = site.join(known(watermark=1, cursor=40, undecided=((1, 150),)), incarnation=2)
-    assert only(fx.SkipData, effects).cursor == 40
-    theirs = ev.Fate(0, 1, 1, 150, "x1", None)
-    only(fx.Join, site.handle(ev.FateTold(theirs)))
-    site.join(known(version=1, watermark=1, cursor=40, tokens_merged=150, fates=(theirs,)), incarnation=2)
-    assert not site.machine.state.fragments[0].in_flight
+    assert site.machine.state.fragments[0].tokens_merged == 150
 
 
 @pytest.mark.parametrize("ends", ["sealed", "failed", "restarted"])
@@ -163,12 +121,7 @@ def test_a_number_is_not_given_again_while_it_is_encoded_for_a_process_that_was_
 # --- A site follows the versions that are published ------------------------------------------------------------------
 
 
-def test_a_version_of_an_older_epoch_or_lineage_is_no_news_and_a_newer_lineage_is_asked_about() -> None:
-    site = Site()
-    site.handle(ev.VersionPublished(3, 0, 1, 0, 0))
-    assert notes(site.handle(ev.VersionPublished(2, 0, 9, 0, 0))) == ["publish_ignored"]
-    assert notes(site.join(epoch=2)) == ["join_ignored"]
-    assert site.machine.state.fragments[0].published == 1
+def test_a_version_of_an_older_lineage_is_no_news_and_a_newer_lineage_is_asked_about() -> None:
     site = Site()
     site.join(epoch=9, lineage=2)
     assert notes(site.handle(ev.VersionPublished(12, 0, 7, 0, 0, lineage=1))) == ["publish_ignored"]
@@ -203,31 +156,30 @@ def test_a_base_that_is_not_what_it_stands_for_is_taken_whole_and_what_was_measu
 # --- A site joins a run that was restored while it was away, or while it trained -------------------------------------
 
 
-def restored(site: Site, *standings: ev.FragmentStanding, lineage: int = 2) -> list[fx.LearnerEffect]:
-    return site.join(*standings, lineage=lineage, epoch=1)
-
-
 def told(sequence: int, version: int, reason: Reason | None, digest: str = "") -> ev.Fate:
     return ev.Fate(0, sequence, version, 150, digest or f"u{sequence}", reason)
 
 
-def test_what_was_in_flight_is_refused_and_every_fragment_is_taken_whole() -> None:
+def test_what_was_in_flight_is_refused_and_nothing_of_before_the_restore_may_be_sent() -> None:
     site = Site(updates_in_flight_max=3)
     site.join(epoch=7)
     site.send(1)
     site.train(15)
     site.seal(2)
-    effects = restored(site, known(version=1), lineage=3)
-    assert of(fx.StartOver, effects) == [fx.StartOver(0)]
-    assert of(fx.Release, effects) == [fx.Release(0, 1), fx.Release(0, 2)]
+    effects = site.join(known(version=1), lineage=3)
     assert of(fx.Forget, effects) == [fx.Forget(0, 2)]
-    assert of(fx.Fetch, effects) == [fx.Fetch(0, -1)]
     assert not of(fx.Send, effects)
+    site.restart(site.machine.snapshot())
     assert not of(fx.Seal, site.train(20)), "an update of what was before the restore"
     assert ledger_of(site.machine.state, 0).refused == 300
     assert site.machine.state.fragments[0].next_sequence == 1
     assert notes(site.join(epoch=9, lineage=2)) == ["join_ignored"]
     assert (site.machine.state.lineage, site.machine.state.epoch) == (3, 1), "a lineage counts more than an epoch"
+    site = Site(cold=True)
+    site.join(known(version=4, watermark=1, undecided=((1, 70),)), lineage=4)
+    assert ledger_of(site.machine.state, 0).in_flight == 70, "an earlier process sent it in this lineage"
+    site.handle(ev.FateTold(told(1, 5, None, "of another process")))
+    assert ledger_of(site.machine.state, 0).merged == 70
 
 
 def test_the_syncer_knows_best_what_is_merged_and_the_rest_is_lost() -> None:
@@ -236,30 +188,13 @@ def test_the_syncer_knows_best_what_is_merged_and_the_rest_is_lost() -> None:
         site.send(sequence)
     site.fate(1, 1)
     fates = (told(1, 1, None), told(2, 2, None), told(3, 2, Reason.RESTORED))
-    restored(site, known(version=3, watermark=3, tokens_merged=300, tokens_discarded=150, fates=fates))
+    site.join(known(version=3, watermark=3, tokens_merged=300, tokens_discarded=150, fates=fates), lineage=2)
     ledger = ledger_of(site.machine.state, 0)
     assert (ledger.merged, ledger.refused, ledger.lost) == (300, 150, 0)
     assert site.machine.state.fragments[0].next_sequence == 4
-    restored(site, known(version=1), lineage=3)
+    site.join(known(version=1), lineage=3)
     ledger = ledger_of(site.machine.state, 0)
     assert (ledger.merged, ledger.refused, ledger.lost) == (0, 150, 300), "an older backup has none of it"
-
-
-def test_a_checkpoint_of_before_the_restore_holds_nothing_that_may_be_sent() -> None:
-    site = Site()
-    site.train(15)
-    restored(site, known(version=1))
-    site.restart(site.machine.snapshot())
-    assert ledger_of(site.machine.state, 0).refused == 150
-    assert not site.machine.state.fragments[0].in_flight
-
-
-def test_what_an_earlier_process_sent_in_this_lineage_is_waited_for() -> None:
-    site = Site(cold=True)
-    site.join(known(version=4, watermark=1, undecided=((1, 70),)), lineage=4)
-    assert ledger_of(site.machine.state, 0).in_flight == 70
-    site.handle(ev.FateTold(told(1, 5, None, "of another process")))
-    assert ledger_of(site.machine.state, 0).merged == 70
 
 
 # --- A standby has taken over that may lack what was acknowledged ----------------------------------------------------
@@ -317,8 +252,8 @@ def test_what_a_promoted_standby_lacks_is_sent_again_in_order() -> None:
     assert ledger_of(site.machine.state, 0).merged == 450
 
 
-@pytest.mark.parametrize("case", ["not kept", "same epoch", "merged", "version"])
-def test_a_syncer_that_must_not_lack_it_is_refused_in_words(case: str) -> None:
+@pytest.mark.parametrize(("case", "epoch"), [("not kept", 2), ("same epoch", 1), ("merged", 2), ("version", 2)])
+def test_a_syncer_that_must_not_lack_it_is_refused_in_words(case: str, epoch: int) -> None:
     site = Site()
     site.join(keep=case != "not kept")
     site.send(1)
@@ -327,41 +262,29 @@ def test_a_syncer_that_must_not_lack_it_is_refused_in_words(case: str) -> None:
     if case == "version":
         site.handle(ev.VersionFetched(0, 3, ()))
         site.boundary()
-    effects = promoted(site, known(watermark=0), epoch=1 if case == "same epoch" else 2)
+    effects = promoted(site, known(watermark=0), epoch=epoch)
+    assert not of(fx.Send, effects)
     why = only(fx.StopTraining, effects).why
     assert "has forgotten what it acknowledged of fragment 0, as if its data were an old copy; stop the syncer; " in why
     assert "diloco restore RUN_DIR --from-site SITE_DIR --above 1, or --from BACKUP" in why
-    assert not of(fx.Send, effects)
 
 
-def test_after_a_refusal_what_was_numbered_after_it_is_unsent_again() -> None:
-    site = kept(updates_in_flight_max=3)
+def test_after_a_refusal_what_was_numbered_after_it_is_unsent_again_also_what_is_being_encoded() -> None:
+    site = kept(updates_in_flight_max=4)
     for sequence in (1, 2, 3):
         site.send(sequence)
-    site.train(5)
+    site.train(15)  # Sealing number 4.
     promoted(site, known(watermark=0))
     effects = site.answer(1, Outcome.REFUSED, Reason.STALE)
     assert {effect.sequence for effect in of(fx.Forget, effects)} == {1, 2, 3}
     assert {effect.sequence for effect in of(fx.Release, effects)} == {1, 2, 3}
-    assert not site.machine.state.fragments[0].in_flight
-    assert site.machine.state.fragments[0].next_sequence == 1
-    assert ledger_of(site.machine.state, 0).unsent == 500
+    assert sequences(site) == [(4, SentState.SEALING)]
     site.handle(ev.VersionFetched(0, 1, ()))
+    assert not of(fx.Seal, site.train(5)), "number 4 is not free yet"
+    assert site.seal(4) == [fx.Forget(0, 4), fx.Release(0, 4)]
+    assert ledger_of(site.machine.state, 0).unsent == 650
     seal = only(fx.Seal, site.boundary())
-    assert (seal.sequence, seal.tokens, seal.steps) == (1, 500, 50)
-
-
-def test_one_that_is_being_encoded_is_unsent_again_when_its_bytes_are_there() -> None:
-    site = kept(updates_in_flight_max=3)
-    site.send(1)
-    site.train(15)  # Sealing number 2.
-    promoted(site, known(watermark=0))
-    site.answer(1, Outcome.REFUSED, Reason.OVERLOAD)
-    assert sequences(site) == [(2, SentState.SEALING)]
-    assert not of(fx.Seal, site.train(30)), "number 2 is not free yet"
-    assert site.seal(2) == [fx.Forget(0, 2), fx.Release(0, 2)]
-    assert ledger_of(site.machine.state, 0).unsent == 600
-    assert only(fx.Seal, site.boundary()).sequence == 1
+    assert (seal.sequence, seal.tokens, seal.steps) == (1, 650, 65)
 
 
 @pytest.mark.parametrize("own", [False, True])

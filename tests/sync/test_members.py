@@ -13,7 +13,7 @@ from diloco.sync.members import Leases, next_lineage, promoted_epoch
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
-from tests.sync.driving import Syncer, notes, of, only, running, through_json
+from tests.sync.driving import Syncer, notes, only, running, through_json
 
 
 def test_a_lease_runs_out_once_in_site_order_and_is_renewed_by_a_word() -> None:
@@ -56,36 +56,6 @@ def restored(syncer: Syncer, lineage: int = 2) -> list[fx.OuterEffect]:
     return syncer.handle(ev.LineageBegan(lineage, tuple(f"r{index}" for index in range(count)), "a backup"))
 
 
-def test_every_fragment_gets_its_next_version_and_nothing_that_was_under_way_is_merged() -> None:
-    syncer = running("a", "b", quorum=2, num_fragments=2)
-    syncer.push("a")
-    syncer.push("b")  # Merging now.
-    syncer.push("a", 2)
-    effects = restored(syncer)
-    assert of(fx.PublishVersion, effects) == [fx.PublishVersion(0, 1, "r0"), fx.PublishVersion(1, 1, "r1")]
-    fates = {(tell.site, tell.fate.sequence): tell.fate.reason for tell in of(fx.TellFate, effects)}
-    assert fates == {("a", 1): Reason.RESTORED, ("a", 2): Reason.RESTORED, ("b", 1): Reason.RESTORED}
-    assert syncer.machine.state.sites["a"].lines[0].tokens_discarded == 200
-    assert syncer.machine.state.lineage == 2
-    assert not of(fx.StartOuterStep, syncer.restart()), "no step of the past is under way"
-
-
-def test_nothing_of_a_site_enters_before_it_has_joined_again() -> None:
-    syncer = running("a", quorum=2)
-    syncer.push("a")
-    restored(syncer)
-    for sequence in (1, 2):  # What it had acknowledged may be another's number in the next past that is restored.
-        answer = only(fx.AnswerPush, syncer.push("a", sequence, base_version=0))
-        assert (answer.outcome, answer.reason) == (Outcome.REFUSED, Reason.NOT_JOINED)
-    joined = only(fx.AnswerJoin, syncer.join("a", "p1"))
-    assert (joined.incarnation, joined.reason) == (2, None), "its process is no older one"
-    assert joined.standings[0].watermark == 1
-    for sequence in (1, 2):  # Sent before the site has heard what its join was answered.
-        late = only(fx.AnswerPush, syncer.push("a", sequence, base_version=0))
-        assert (late.outcome, late.reason) == (Outcome.REFUSED, Reason.NOT_JOINED)
-    assert only(fx.AnswerPush, syncer.push("a", 2, incarnation=2, base_version=1)).outcome is Outcome.ACCEPTED
-
-
 def test_a_run_that_had_ended_goes_on() -> None:
     syncer = running("a")
     syncer.push("a", final=True)
@@ -103,7 +73,9 @@ def test_what_the_restored_values_hold_of_a_site_is_what_counts_as_merged() -> N
         syncer.done(0)
     lines = {name: site.lines[0] for name, site in syncer.machine.state.sites.items()}
     assert [lines[name].tokens_merged for name in "ab"] == [70, 70]
+    syncer.push("a", 2, base_version=2, tokens=30)
     syncer.handle(ev.LineageBegan(2, ("r0", "r1"), "without b", held=(("a", 0, 70, 1),)))
+    assert [lines[name].tokens_discarded for name in "ab"] == [30, 0]
     assert [(lines[name].tokens_merged, lines[name].updates_merged) for name in "ab"] == [(70, 1), (0, 0)]
     assert syncer.machine.state.run_tokens() == 35
     joined = only(fx.AnswerJoin, syncer.join("b", "p1"))

@@ -76,7 +76,7 @@ def test_a_round_that_waits_for_sites_for_several_periods_says_for_which() -> No
     assert stands(syncer, 90) is None, "it is merged now"
 
 
-def test_no_round_stands_still_for_a_slow_site_within_its_periods() -> None:
+def test_no_round_stands_still_for_a_slow_site_within_its_periods_which_it_cannot_make_long_by_its_word() -> None:
     syncer = running("a", "b", quorum="all")
     for site in "ab":
         syncer.push(site, steps=100, step_ns=SECOND_NS, at_s=100)
@@ -84,9 +84,6 @@ def test_no_round_stands_still_for_a_slow_site_within_its_periods() -> None:
     syncer.push("a", 2, base_version=1, steps=10, step_ns=SECOND_NS, at_s=110)
     assert stands(syncer, 110 + 299) is None
     assert stands(syncer, 110 + 300) is not None
-
-
-def test_no_site_hides_by_what_it_says_of_its_steps_that_a_round_stands_still() -> None:
     syncer = running("a", "b", quorum="all", site_timeout_ns=15 * SECOND_NS)
     syncer.push("a", step_ns=10**6 * SECOND_NS, at_s=10)
     assert stands(syncer, 10 + 29) is None
@@ -177,11 +174,12 @@ def test_smoothing_begins_with_the_first_sample_and_halves() -> None:
 
 # --- How much a site counts ------------------------------------------------------------------------------------------
 
+
 RULES = pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
 
 
 @pytest.mark.parametrize(("rule", "weight"), [("tokens2_per_step", 2500.0), ("tokens", 500.0), ("uniform", 1.0)])
-def test_rules(rule: str, weight: float) -> None:
+def test_a_weight_is_of_its_rule_and_less_for_what_is_old(rule: str, weight: float) -> None:
     assert raw_weight(rule, 500, 100) == weight
     assert [of_its_age(age, 0.0) for age in (0, 3)] == [1.0, 1.0]
     assert [of_its_age(age, 0.5) for age in (0, 3)] == [1.0, 0.5], "what is old counts less"
@@ -202,7 +200,7 @@ def test_invariants_6_and_17_weights_are_of_the_sites_that_came_whatever_the_sca
     assert (len(set(found[0])) == 1) == (rule == "uniform")
 
 
-@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+@RULES
 def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_it_never_came(rule: str) -> None:
     tokens = {"a": [100, 70], "b": [300], "c": [50]}
 
@@ -239,7 +237,7 @@ def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
 # --- The share of a full round that a step makes up ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+@RULES
 @pytest.mark.parametrize("tokens", [50, 100, 300])
 def test_19_an_update_counts_the_same_whoever_comes_with_it(rule: str, tokens: int) -> None:
     """Long, short or usual: by its share it moves the model as far alone as in a round of all."""
@@ -309,15 +307,11 @@ def test_19_no_update_says_what_it_counts_itself(claim: int) -> None:
 # --- Selections ------------------------------------------------------------------------------------------------------
 
 
-def test_versions_of_one_site() -> None:
+def test_a_selection_takes_versions_or_sequences_of_one_site_perhaps_of_one_fragment() -> None:
     found = parse_selection("site=b:versions=17..19")
-    assert found == Selection("b", "versions", 17, 19)
+    assert (found, str(found)) == (Selection("b", "versions", 17, 19), "site=b:versions=17..19")
     assert [version for version in range(15, 22) if found.takes("b", 3, 99, version)] == [17, 18, 19]
     assert not found.takes("a", 3, 99, 18)
-    assert str(found) == "site=b:versions=17..19"
-
-
-def test_sequences_of_one_fragment() -> None:
     found = parse_selection("fragment=2:site=site-b:sequences=4")
     assert found == Selection("site-b", "sequences", 4, 4, 2)
     assert found.takes("site-b", 2, 4, 1000)

@@ -18,7 +18,7 @@ from diloco.sync.journal import read_records
 from diloco.sync.options import SECOND_NS, OuterOptions
 from diloco.sync.state import Attendance, Phase, Status
 from diloco.sync.syncer import OuterSync
-from tests.sync.driving import MS, Syncer, notes, of, only, replay, running, through_json
+from tests.sync.driving import MS, Syncer, of, only, replay, running, through_json
 from tests.sync.format_1 import encode_record
 
 
@@ -50,14 +50,6 @@ def test_progress_is_the_further_of_tokens_and_time() -> None:
 def test_a_snapshot_of_other_fragments_is_refused() -> None:
     with pytest.raises(AssertionError, match="other fragments"):
         OuterSync.restore(OuterOptions(num_fragments=2), running("a").machine.snapshot())
-
-
-def test_silent_site_whose_update_arrives_is_back_with_a_note() -> None:
-    syncer = running("a", "b", quorum=2)
-    syncer.handle(ev.SiteSilent("a"))
-    effects = syncer.push("a")
-    assert only(fx.AnswerPush, effects).outcome is Outcome.ACCEPTED
-    assert notes(effects) == ["site_back"]
 
 
 @pytest.mark.parametrize("forgets", ["site_changed", "line_changed"])

@@ -21,7 +21,7 @@ from diloco.sync.progress import (
     ledger_of,
     site_ledger,
 )
-from tests.sync.driving import MS, of, only
+from tests.sync.driving import MS, notes, of, only
 from tests.sync.driving_site import Site, known
 
 
@@ -34,38 +34,30 @@ def accepted(site: Site, effects: list[fx.LearnerEffect]) -> list[fx.Seal]:
     return seals
 
 
-def sealed_at(site: Site, fragments: int, steps: int) -> list[list[int]]:
-    """The steps after which each fragment was sealed, with every update accepted at once."""
-    found: list[list[int]] = [[] for _ in range(fragments)]
-    for _ in range(steps):
-        for seal in accepted(site, site.train()):
-            found[seal.fragment].append(site.step)
-    return found
-
-
 def told(site: Site, fastest_ms: int, fragment: int = 0) -> None:
     site.handle(ev.VersionPublished(1, fragment, 0, 0, 0, 1, fastest_ms * MS))
 
 
 @pytest.mark.parametrize(
-    ("options", "fastest_ms", "steps", "sealed"),
+    ("options", "fastest_ms", "sealed"),
     [
-        ({"inner_steps": 20}, 100, 45, [[20, 40]]),
-        ({"inner_steps": 20}, 0, 45, [[20, 40]]),
-        ({"inner_steps": 20}, 50, 25, [[10, 20]]),
-        ({"inner_steps": 8}, 35, 7, [[2, 4, 6]]),  # 2.8 of 8
-        ({"inner_steps": 8, "dynamic_rounding": "up"}, 35, 7, [[3, 6]]),
-        ({"inner_steps": 20, "num_fragments": 4}, 0, 40, [[5, 25], [10, 30], [15, 35], [20, 40]]),
-        ({"inner_steps": 20, "num_fragments": 4}, 50, 20, [[2, 12], [5, 15], [7, 17], [10, 20]]),
+        ({"inner_steps": 20}, 0, [[20]]),
+        ({"inner_steps": 20}, 50, [[10, 20]]),
+        ({"inner_steps": 8, "dynamic_rounding": "up"}, 35, [[3, 6, 9, 12, 15, 18]]),  # 2.8 of 8
+        ({"inner_steps": 20, "num_fragments": 4}, 50, [[2, 12], [5, 15], [7, 17], [10, 20]]),
     ],
 )
 def test_19_dynamic_steps_follow_the_fastest_site(
-    options: dict[str, Any], fastest_ms: int, steps: int, sealed: list[list[int]]
+    options: dict[str, Any], fastest_ms: int, sealed: list[list[int]]
 ) -> None:
     """A step takes the site 100 ms."""
     site = Site(dynamic_steps=True, updates_in_flight_max=100, **options)
     told(site, fastest_ms)
-    assert sealed_at(site, len(sealed), steps) == sealed
+    found: list[list[int]] = [[] for _ in sealed]
+    for _ in range(20):
+        for seal in accepted(site, site.train()):
+            found[seal.fragment].append(site.step)
+    assert found == sealed
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -79,9 +71,9 @@ def test_the_next_boundary_with_anything_to_do_is_known_beforehand(dynamic: bool
     found: list[tuple[int, list[fx.Seal]]] = []
     while single.step < 60:
         acts = single.machine.may_act()
-        if seals := accepted(single, single.train()):
-            acted.append((single.step, seals))
-            assert acts
+        seals = accepted(single, single.train())
+        assert acts == bool(seals)
+        acted += [(single.step, seals)] * acts
     while (steps := several.machine.steps_to_act()) + several.step <= 60:
         several.step += steps
         step = ev.StepDone(several.step, 10 * steps, 100 * MS, several.step, steps=steps)
@@ -90,7 +82,15 @@ def test_the_next_boundary_with_anything_to_do_is_known_beforehand(dynamic: bool
     assert found == acted, "steps told as one leave what they leave one by one"
 
 
-def test_what_is_due_and_was_overwritten_just_now_is_sent_after_the_next_step() -> None:
+def test_what_comes_too_late_for_a_step_is_done_after_the_next_one() -> None:
+    site = Site(inner_steps=2)
+    assert not site.machine.may_act(), "nothing is due after the first step"
+    site.handle(ev.VersionFetched(0, 1, ()))
+    site.step += 1
+    assert not of(fx.Adopt, site.handle(ev.StepDone(1, 10, 1, 1, passes=True))), "the ranks have agreed on it already"
+    assert site.machine.may_act()
+    done = site.train()
+    assert (only(fx.Adopt, done).version, only(fx.Seal, done).steps) == (1, 2)
     site = Site(inner_steps=20, adopt="overwrite")
     site.send(1, steps=20)
     site.train(19)
@@ -99,37 +99,6 @@ def test_what_is_due_and_was_overwritten_just_now_is_sent_after_the_next_step() 
     assert not of(fx.Seal, site.train()), "nothing is left of it"
     assert site.machine.steps_to_act() == 1
     assert of(fx.Seal, site.train())
-
-
-def test_what_comes_after_the_ranks_have_agreed_is_done_after_the_next_step() -> None:
-    site = Site(inner_steps=2)
-    assert not site.machine.may_act(), "nothing is due after the first step"
-    site.handle(ev.VersionFetched(0, 1, ()))
-    site.step += 1
-    assert not of(fx.Adopt, site.handle(ev.StepDone(1, 10, 1, 1, passes=True)))
-    assert site.machine.may_act()
-    done = site.train()
-    assert (only(fx.Adopt, done).version, only(fx.Seal, done).steps) == (1, 2)
-
-
-def test_a_step_after_which_anything_may_be_done_is_known_before() -> None:
-    site = Site(inner_steps=3)
-    found = []
-    for _ in range(6):
-        found.append(site.machine.may_act())
-        found.append(bool(of(fx.Seal, site.train())))
-    assert found == [False, False] * 2 + [True, True] + [False, False] * 3, "the first one is still unanswered"
-    site = overlapping(4)
-    site.send(1)
-    site.handle(ev.VersionFetched(0, 1, ()))
-    found = []
-    for _ in range(5):
-        found.append(site.machine.may_act())
-        found.append(bool(of(fx.Adopt, site.train())))
-    assert found == [False, False] * 3 + [True, True] + [False, False], "it is held back"
-    site.handle(ev.LeaveAsked())
-    assert site.machine.may_act()
-    assert Site(lock_step=True).machine.may_act()
 
 
 # --- Overlap: a version waits for the steps that an exchange takes ---------------------------------------------------
@@ -152,13 +121,22 @@ def test_a_version_is_adopted_when_it_is_here_and_the_steps_of_the_overlap_have_
     merged(site, 1, 1)
     assert not of(fx.Adopt, site.boundary() + site.train(2))
     site.handle(ev.VersionFetched(0, 2, ()))
+    assert not site.machine.may_act()
     assert not of(fx.Adopt, site.train())
+    assert site.machine.may_act()
     adopt = only(fx.Adopt, site.train())
     assert (adopt.version, adopt.merged) == (2, (1,)), "what comes meanwhile is adopted as one"
     site.send(2, steps=11)
     assert not of(fx.Adopt, site.train(6))
     merged(site, 2, 3)
     assert only(fx.Adopt, site.boundary()).version == 3
+    site = overlapping(3, num_fragments=2)  # The one is due at 7, the other at 0, modulo 15.
+    assert only(fx.Seal, site.train(7)).fragment == 0
+    for index in (0, 1):
+        site.handle(ev.VersionFetched(index, 1, ()))
+    assert [effect.fragment for effect in of(fx.Adopt, site.boundary())] == [1], "each fragment waits by itself"
+    assert not of(fx.Adopt, site.train(2))
+    assert [effect.fragment for effect in of(fx.Adopt, site.train())] == [0]
 
 
 def test_a_choice_of_overlap_counts_from_the_next_update_on_and_for_one_process() -> None:
@@ -177,16 +155,6 @@ def test_a_choice_of_overlap_counts_from_the_next_update_on_and_for_one_process(
     assert site.machine.state.overlap_steps == 0
 
 
-def test_each_fragment_waits_for_its_own_steps() -> None:
-    site = overlapping(3, num_fragments=2)  # The one is due at 7, the other at 0, modulo 15.
-    assert only(fx.Seal, site.train(7)).fragment == 0
-    for index in (0, 1):
-        site.handle(ev.VersionFetched(index, 1, ()))
-    assert [effect.fragment for effect in of(fx.Adopt, site.boundary())] == [1]
-    assert not of(fx.Adopt, site.train(2))
-    assert [effect.fragment for effect in of(fx.Adopt, site.train())] == [0]
-
-
 @pytest.mark.parametrize("event", [ev.FinalAnnounced(Ending.FINISHED), ev.LeaveAsked(), None])
 def test_nothing_is_held_back_from_a_site_that_stops_or_needs_it_at_once(event: ev.LearnerEvent | None) -> None:
     site = overlapping()
@@ -197,6 +165,7 @@ def test_nothing_is_held_back_from_a_site_that_stops_or_needs_it_at_once(event: 
     else:
         merged(site, 1, 1)
         site.handle(event)
+    assert site.machine.may_act()
     assert of(fx.Adopt, site.boundary())
 
 
@@ -221,14 +190,18 @@ def test_eager_says_what_is_in_the_values_and_what_the_version_lacks_and_gives_u
 # --- Lock-step -------------------------------------------------------------------------------------------------------
 
 
-def test_invariant_14_only_lock_step_is_asked_to_wait() -> None:
+def test_invariant_14_only_lock_step_is_asked_to_wait_for_its_version_and_for_the_end_after_the_last() -> None:
     for lock_step in (False, True):
         site = Site(lock_step=lock_step)
         site.send(1)
         assert site.machine.must_wait() == lock_step
-        site.handle(ev.VersionFetched(0, 1, (ev.Fate(0, 1, 1, 150, "u1"),)))
+        assert site.machine.may_act() == lock_step
+        merged(site, 1, 1)
         site.boundary()
         assert not site.machine.must_wait()
+        for progress_ppm in (999_999, 1_000_000):
+            site.handle(ev.VersionPublished(1, 0, 1, 1000, progress_ppm))
+            assert site.machine.must_wait() == (lock_step and progress_ppm == 1_000_000)
 
 
 def test_lock_step_waits_for_the_update_of_an_earlier_process_too() -> None:
@@ -244,14 +217,6 @@ def test_lock_step_waits_for_the_update_of_an_earlier_process_too() -> None:
     site.handle(ev.VersionFetched(0, 1, ()))
     assert only(fx.Adopt, site.boundary()).version == 1
     assert not site.machine.must_wait()
-
-
-def test_lock_step_trains_no_step_between_the_last_version_and_the_word_that_ends_the_run() -> None:
-    site = Site(lock_step=True)
-    site.handle(ev.VersionPublished(1, 0, 0, 1000, 999_999))
-    assert not site.machine.must_wait()
-    site.handle(ev.VersionPublished(1, 0, 0, 1000, 1_000_000))
-    assert site.machine.must_wait()
 
 
 @pytest.mark.parametrize(("adopt", "num_fragments"), [("overwrite", 2), ("blend", 1)])
@@ -303,22 +268,19 @@ def test_answer_to_an_update_that_is_not_sent_changes_nothing() -> None:
     assert site.machine.snapshot() == before, "what was accepted stays accepted"
 
 
-@pytest.mark.parametrize("reason", [Reason.STALE, Reason.OVERLOAD])
-def test_refused_and_kept_progress_goes_out_again_a_stale_one_from_a_newer_base(reason: Reason) -> None:
+def test_refused_and_kept_progress_goes_out_again_a_stale_one_from_a_newer_base() -> None:
     site = sent()
-    effects = site.answer(1, Outcome.REFUSED, reason)
+    effects = site.answer(1, Outcome.REFUSED, Reason.OVERLOAD)
     assert [type(effect) for effect in effects][:2] == [fx.Forget, fx.Release]
-    assert not of(fx.StopTraining, effects)
-    if reason is Reason.STALE:
-        assert only(fx.Fetch, effects).have_version == 0, "stale says that there is a newer version"
-        assert not of(fx.Seal, site.train()), "the same base can only be refused again"
-        site.handle(ev.VersionFetched(0, 9, ()))
-        effects = site.boundary()
-    else:
-        effects = site.train()
-    again = only(fx.Seal, effects)
-    assert (again.sequence, again.tokens, again.steps) == (1, 160, 16)
-    assert again.base_version == (9 if reason is Reason.STALE else 0)
+    again = only(fx.Seal, site.train())
+    assert (again.sequence, again.tokens, again.steps, again.base_version) == (1, 160, 16, 0)
+    site = sent()
+    effects = site.answer(1, Outcome.REFUSED, Reason.STALE)
+    assert only(fx.Fetch, effects).have_version == 0, "stale says that there is a newer version"
+    assert not of(fx.Seal, site.train()), "the same base can only be refused again"
+    site.handle(ev.VersionFetched(0, 9, ()))
+    again = only(fx.Seal, site.boundary())
+    assert (again.sequence, again.tokens, again.steps, again.base_version) == (1, 160, 16, 9)
 
 
 @pytest.mark.parametrize("adopt", ["overwrite", "blend"])
@@ -366,66 +328,45 @@ def test_a_nan_costs_every_fragment_its_progress_and_an_outlier_its_own(
     assert (ledger.overwritten, ledger.unsent) == ((80, 0) if 1 in taken_again else (0, 80))
 
 
-def test_restored_updates_are_no_reason_to_stop() -> None:
+def test_a_restore_and_a_ruined_checkpoint_are_no_reason_to_stop_at_every_start() -> None:
     site = Site(discards_max=1)
     site.send(1)
-    effects = site.fate(1, 1, Reason.RESTORED)
-    assert not of(fx.StopTraining, effects)
+    assert not of(fx.StopTraining, site.fate(1, 1, Reason.RESTORED))
     assert ledger_of(site.machine.state, 0).refused == 150
-
-
-def test_site_that_gave_up_may_try_again_from_a_ruined_checkpoint() -> None:
-    site = Site(discards_max=2)
+    site = Site(discards_max=2, updates_in_flight_max=2)
     site.train(15)
     site.handle(ev.SealFailed(0, 1))
-    checkpoint = site.machine.snapshot()
-    site.restart(checkpoint)
+    site.restart(site.machine.snapshot())
     site.join(incarnation=2)
     site.train(15)
-    assert not of(fx.StopTraining, site.handle(ev.SealFailed(0, 1))), "it would end here at every start"
+    assert not of(fx.StopTraining, site.handle(ev.SealFailed(0, 1))), "what went wrong before the restart"
     assert of(fx.Retake, site.boundary())
-
-
-def test_updates_that_went_wrong_together_are_one_mishap() -> None:
     site = Site(discards_max=2, updates_in_flight_max=2)
     site.send(1)
     site.send(2)
-    checkpoint = site.machine.snapshot()
-    site.restart(checkpoint)
+    site.restart(site.machine.snapshot())
     fates = tuple(ev.Fate(0, sequence, 0, 150, f"u{sequence}", Reason.NON_FINITE) for sequence in (1, 2))
     effects = site.join(known(watermark=2, tokens_discarded=300, fates=fates), incarnation=2)
-    assert not of(fx.StopTraining, effects), "it would end here at every start from this checkpoint"
+    assert not of(fx.StopTraining, effects), "updates that went wrong together are one mishap"
     assert of(fx.Retake, site.boundary())
 
 
-def test_what_is_kept_in_a_retake_is_known_before() -> None:
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_retake_keeps_what_is_encoded_and_no_update_that_its_version_contains(merged: bool) -> None:
     site = Site()
     site.send(1)
     only(fx.Seal, site.train(15))
+    if merged:
+        site.fate(1, 1)
+        site.seal(2)
+        site.answer(2, Outcome.REFUSED, Reason.NON_FINITE)
+        site.handle(ev.VersionFetched(0, 1, ()))
+        assert only(fx.Retake, site.boundary()).keep == (), "update 1 would be added to the version a second time"
+        return
     site.fate(1, 0, Reason.NON_FINITE)
     assert not of(fx.Retake, site.train()), "update 2 is still being encoded: its rounded values are nowhere yet"
     site.seal(2)
     assert only(fx.Retake, site.boundary()).keep == (2,)
-
-
-def test_a_retake_keeps_no_update_that_its_version_contains() -> None:
-    site = Site()
-    site.send(1)
-    site.send(2)
-    site.fate(1, 1)
-    site.fate(2, 0, Reason.NON_FINITE)
-    site.handle(ev.VersionFetched(0, 1, ()))
-    assert only(fx.Retake, site.boundary()).keep == (), "update 1 would be added to the version a second time"
-
-
-def test_updates_of_an_earlier_process_fill_the_window_too() -> None:
-    site = Site(updates_in_flight_max=2)
-    site.restart(site.machine.snapshot())
-    site.join(known(watermark=2, undecided=((1, 150), (2, 150))), incarnation=2)
-    only(fx.Retake, site.boundary())
-    assert not of(fx.Seal, site.train(15)), "the syncer would answer retry until one of the two is decided"
-    site.fate(1, 1)
-    assert only(fx.Seal, site.train()).sequence == 3
 
 
 def test_invariant_9_a_fate_told_many_times_counts_once() -> None:
@@ -506,28 +447,10 @@ def test_a_site_that_wants_the_final_version_ends_with_it_and_with_nothing_of_it
     assert (ledger.merged, ledger.overwritten, ledger.unsent, ledger.in_flight) == (150, 30, 0, 0)
 
 
-def test_a_site_leaves_a_finished_run_before_the_final_version_is_here() -> None:
-    site = sent()
-    site.answer(1)
-    site.fate(1, 1)
-    site.train(3)
-    site.handle(ev.FinalAnnounced(Ending.FINISHED, (2,)))
-    site.handle(ev.FinalWanted())
-    assert of(fx.Leave, site.boundary()), "what is unsent is merged no more, and the download may take long"
-    assert not site.machine.settled()
-
-
-def test_final_versions_of_another_number_of_fragments_are_ignored() -> None:
-    site = Site()
-    site.handle(ev.FinalWanted())
-    effects = site.handle(ev.FinalAnnounced(Ending.FINISHED, (1, 1)))
-    assert [note.what for note in of(fx.Note, effects)] == ["final_ignored"]
-    assert site.machine.state.final_versions == []
-
-
 def test_the_final_version_is_taken_once_and_another_lineage_has_another_one() -> None:
     site, over = Site(), ev.FinalAnnounced(Ending.FINISHED, (1,))
     site.handle(ev.FinalWanted())
+    assert notes(site.handle(ev.FinalAnnounced(Ending.FINISHED, (1, 1)))) == ["final_ignored"], "of other fragments"
     site.handle(over)
     site.handle(ev.VersionFetched(0, 1, ()))
     site.boundary()
@@ -540,17 +463,15 @@ def test_the_final_version_is_taken_once_and_another_lineage_has_another_one() -
     assert not site.machine.is_final()
 
 
-def test_in_lock_step_a_site_takes_the_last_version_of_a_run_that_ends_and_none_of_one_that_goes_on() -> None:
-    site = Site(lock_step=True)
-    site.handle(ev.LeaveAsked())
-    site.boundary()
-    site.handle(ev.VersionPublished(1, 0, 1, 0, 0))
-    assert site.machine.settled()
-    site.handle(ev.FinalAnnounced(Ending.DRAINED))
+def test_a_site_leaves_a_finished_run_before_the_final_version_is_here() -> None:
+    site = sent()
+    site.answer(1)
+    site.fate(1, 1)
+    site.train(3)
+    site.handle(ev.FinalAnnounced(Ending.FINISHED, (2,)))
+    site.handle(ev.FinalWanted())
+    assert of(fx.Leave, site.boundary()), "what is unsent is merged no more, and the download may take long"
     assert not site.machine.settled()
-    site.handle(ev.VersionFetched(0, 1, ()))
-    site.boundary()
-    assert site.machine.settled()
 
 
 @pytest.mark.parametrize("ending", list(Ending))
@@ -567,6 +488,19 @@ def test_only_of_a_finished_run_and_where_it_is_wanted_a_site_waits_for_the_fina
     assert bool(of(fx.Retake, site.boundary())) == site.machine.is_final() == (ending is Ending.FINISHED)
     site.restart(site.machine.snapshot())
     assert not site.machine.is_final(), "the run may have been extended since"
+
+
+def test_in_lock_step_a_site_takes_the_last_version_of_a_run_that_ends_and_none_of_one_that_goes_on() -> None:
+    site = Site(lock_step=True)
+    site.handle(ev.LeaveAsked())
+    site.boundary()
+    site.handle(ev.VersionPublished(1, 0, 1, 0, 0))
+    assert site.machine.settled()
+    site.handle(ev.FinalAnnounced(Ending.DRAINED))
+    assert not site.machine.settled()
+    site.handle(ev.VersionFetched(0, 1, ()))
+    site.boundary()
+    assert site.machine.settled()
 
 
 def test_site_whose_last_update_came_too_late_still_hears_of_its_other_fragment() -> None:
@@ -586,29 +520,27 @@ def test_site_whose_last_update_came_too_late_still_hears_of_its_other_fragment(
 # --- Where a site's tokens are ---------------------------------------------------------------------------------------
 
 
-def a_state(draw: random.Random) -> LearnerState:
-    parts = []
-    for _ in range(draw.randint(1, 7)):
-        part = FragmentProgress()
-        part.tokens_merged, part.tokens_refused = draw.randint(0, 99), draw.randint(0, 9)
-        part.tokens_overwritten, part.unsent_tokens = draw.randint(0, 9), draw.randint(0, 50)
-        part.in_flight = [Sent(1, 0, draw.randint(1, 9), 1, merged_version=draw.choice([None, 3]))]
-        part.orphans = [Orphan(2, draw.randint(1, 9))]
-        parts.append(part)
-    state = LearnerState(parts, tokens_processed=max(part.accounted() for part in parts))
-    for part in parts:
-        part.tokens_lost = state.tokens_processed - part.accounted()
-    return state
-
-
 def test_invariant_10_the_sites_ledger_balances_in_whole_tokens() -> None:
     for seed in range(300):
-        state = a_state(random.Random(seed))
+        draw = random.Random(seed)
+        parts = [
+            FragmentProgress(
+                tokens_merged=draw.randint(0, 99),
+                tokens_refused=draw.randint(0, 9),
+                tokens_overwritten=draw.randint(0, 9),
+                unsent_tokens=draw.randint(0, 50),
+                in_flight=[Sent(1, 0, draw.randint(1, 9), 1, merged_version=draw.choice([None, 3]))],
+                orphans=[Orphan(2, draw.randint(1, 9))],
+            )
+            for _ in range(draw.randint(1, 7))
+        ]
+        state = LearnerState(parts, tokens_processed=max(part.accounted() for part in parts))
+        for part in parts:
+            part.tokens_lost = state.tokens_processed - part.accounted()
         ledger = site_ledger(state)
         assert ledger.balanced(), f"seed {seed}: {ledger}"
-        for index in range(len(state.fragments)):
-            assert ledger_of(state, index).balanced(), f"seed {seed}"
-        lost = sum(part.tokens_lost for part in state.fragments) / len(state.fragments)
+        assert all(ledger_of(state, index).balanced() for index in range(len(parts))), f"seed {seed}"
+        lost = sum(part.tokens_lost for part in parts) / len(parts)
         assert abs(ledger.lost - lost) <= 1, f"seed {seed}: no part is off by more than its rounding"
 
 
