@@ -376,11 +376,6 @@ class Swarm(Run):
                     self.come_back(name)
 
 
-def run_seed(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
-    """Run ``seed`` to its end or to the first violation."""
-    return Swarm(draw_plan(seed), only).run()
-
-
 def needed(options: OuterOptions) -> int:
     """Return the least number of sites for a round."""
     return max(options.quorum_min, options.quorum if isinstance(options.quorum, int) else 1)
@@ -616,8 +611,3 @@ class Several(Run):
 def acknowledged(state: OuterState) -> int:
     """Return the number of updates that a syncer has accepted."""
     return sum(line.watermark for site in state.sites.values() for line in site.lines)
-
-
-def run_several(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
-    """Run ``seed`` to its end or to the first violation."""
-    return Several(draw_several(seed), only).run()

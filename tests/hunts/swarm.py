@@ -10,14 +10,24 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
-from diloco.sim.swarm import Outcome, run_seed, run_several
+from diloco.sim.swarm import CHECKERS, Checker, Outcome, Several, Swarm, draw_plan, draw_several
 from tests.hunts.reporting import Hunt
 
 CHUNK = 50
+
+
+def run_seed(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
+    return Swarm(draw_plan(seed), only).run()
+
+
+def run_several(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
+    return Several(draw_several(seed), only).run()
+
+
 RUNS = {"one": run_seed, "several": run_several}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ import pytest
 
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
-from diloco.wire.client import AdminClient
+from diloco.wire.client import AdminClient, SyncClient
+from diloco.wire.messages import Alive, Unreachable
+from diloco.wire.options import ClientOptions, ServerOptions
 from tests.loopback.audit import audit
-from tests.loopback.cluster import Process, SiteThread, free_port, shares
+from tests.loopback.cluster import Process, SiteThread, eventually, free_port, shares
 from tests.loopback.toy import Toy, Twin
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 BOUND_S = 40.0
 STEP_S = 0.01
@@ -28,6 +32,8 @@ SHARE_MIN = 0.95
 WINDOWS = 5
 TRIES = 3
 QUICK = {"keepalive_time_ms": 800, "keepalive_timeout_ms": 800}
+NEVER_S = 15.0
+"""The bounds of other means to notice silence, out of the way where the connections' own pings are to."""
 
 
 @dataclass
@@ -125,3 +131,27 @@ def test_a_site_trains_on_through_each_fault_in_turn(tmp_path: Path) -> None:
     healthy = statistics.median(seen.pop("healthy"))
     found = {name: round(statistics.median(each) / healthy, 4) for name, each in seen.items()}
     assert min(found.values()) >= SHARE_MIN, f"steps against healthy times: {found}; windows {seen}"
+
+
+def test_both_ends_notice_a_silent_path_by_http2_pings_alone() -> None:
+    quick = {"keepalive_time_ms": 500, "keepalive_timeout_ms": 500}
+    syncer = FakeSyncer()
+    server = serve(syncer, ServerOptions(run_id=RUN, stall_s=NEVER_S, alive_s=NEVER_S, **quick))  # type: ignore[arg-type]
+    client: SyncClient | None = None
+    try:
+        with RelayProcess() as relay:
+            address = relay.add("link", LinkOptions(), server.address)
+            client = SyncClient(address, "site-a", RUN, options=ClientOptions(stall_s=NEVER_S, **quick))  # type: ignore[arg-type]
+            with client.watch(1) as stream:
+                assert isinstance(next(stream), Alive)
+                relay.partition("link")
+                began = time.monotonic()
+                with pytest.raises(Unreachable, match="ping timeout"):
+                    next(stream)
+                assert time.monotonic() - began < 5.0
+                eventually(lambda: all(feed.closed.is_set() for feed in syncer.feeds), 5.0, "the server notices too")
+                assert syncer.feeds, "there was a stream to be noticed"
+    finally:
+        if client is not None:
+            client.close()
+        server.stop(0.2)

@@ -13,7 +13,8 @@ import pytest
 
 from diloco.observe.eventlog import Event
 from diloco.runs.process import descendants
-from tests.runs.processes import TINY, Place, Verb, wait_for
+from tests.loopback.upgrading import SITES, Upgrade
+from tests.runs.processes import ROOT, TINY, Place, Verb, wait_for
 from tests.runs.test_supervise import alive
 
 MACHINES_BOUND_S = 120.0
@@ -208,3 +209,11 @@ def test_a_mistake_on_the_second_machine_alone_ends_the_site_with_its_reason(pla
         assert "rank 1, on " in verb.text()
         assert ": data: path is 'nowhere': there is no such file or folder" in verb.text()
         assert "started again" not in verb.text()
+
+
+@pytest.mark.slow
+def test_syncer_and_sites_are_replaced_one_by_one_and_nothing_is_lost(place: Place) -> None:
+    told = Upgrade(place, ROOT, ROOT).run()
+    assert told["stages"] == 3 + len(SITES)
+    assert told["drain_s"] < 20 + 20, "promise P10 says 20 s; the machine may be busy"
+    assert all(told[site]["merged"] > 0 for site in SITES)

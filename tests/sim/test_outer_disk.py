@@ -16,7 +16,6 @@ from diloco.sim.plan import draw_plan
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.standby_process import StandbyProcess
-from diloco.sim.swarm import run_seed
 from diloco.sim.world import Damaged, OuterPlan, OuterRule, Storage, sealed
 from diloco.sync import (
     admission,
@@ -35,6 +34,7 @@ from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import FragmentState, Line, OuterState
 from diloco.sync.syncer import OuterSync
+from tests.hunts.swarm import run_seed
 from tests.sim.small import Small
 
 

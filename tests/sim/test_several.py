@@ -12,10 +12,11 @@ import pytest
 from diloco.sim import swarm
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess, Trainer
-from diloco.sim.swarm import FAULTS, Outcome, Several, draw_several, run_several
+from diloco.sim.swarm import FAULTS, Outcome, Several, draw_several
 from diloco.sync import learner
 from diloco.sync.effects import StopTraining
 from diloco.sync.options import SECOND_NS
+from tests.hunts.swarm import run_several
 from tests.sim.test_outer_disk import (
     Patch,
     answer_before_syncing,

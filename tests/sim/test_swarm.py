@@ -16,9 +16,10 @@ from random import Random
 import pytest
 
 from diloco.sim.plan import GENTLE, HARSH, OF_ONE_MACHINE, PAIR, draw_plan, inject_pair_fault
-from diloco.sim.swarm import Outcome, run_seed
+from diloco.sim.swarm import Outcome
 from diloco.sim.world import Direction, Link
 from diloco.sync.fates import columns_of
+from tests.hunts.swarm import run_seed
 from tests.sim.small import Small, a_pair
 from tests.sooner import sooner
 from tests.tidy_rules import ROOT
@@ -76,7 +77,7 @@ def check_that_it_counts(outcomes: list[Outcome]) -> None:
 
 
 REPLAYED = (1, 21)
-PROGRAM = f"from diloco.sim.swarm import run_seed\nfor seed in {REPLAYED}: print(run_seed(seed).digest)"
+PROGRAM = f"from tests.hunts.swarm import run_seed\nfor seed in {REPLAYED}: print(run_seed(seed).digest)"
 
 
 def test_a_seed_replays_in_another_process_and_no_delay_that_is_not_from_the_seed(
