@@ -317,7 +317,10 @@ def main(arguments: Sequence[str]) -> ExitCode:
     else:
         config = configs.read(file, settings)
     limit_threads(config.site.threads)
-    with ExitStack() as stack:
+
+    from diloco.runs.site_rank import in_words
+
+    with in_words(), ExitStack() as stack:
         evaluation = _Evaluation(config, run_dir, stack, as_json=given.json)
         return evaluation.run(given.syncer or "", given.follow, given.every)
 

@@ -36,7 +36,7 @@ The rule is robust aggregation turned into admission: screening by norm and by d
 1703.02757, 1803.01498).  It cannot detect a bad update of usual size and direction; the harm of such an update is
 bounded by its site's weight.
 
-Measured before the defaults were chosen (``tests/hunts/pseudo_gradients.py``, ``python -m tests.hunts.admission``):
+Measured before the defaults were chosen, by an earlier and larger ``tests/hunts/pseudo_gradients.py``:
 14,960 pseudo-gradients of a byte-level transformer trained with AdamW at 1 to 4 sites, in 2 fragments, with 2 to 8
 inner steps and more; all rounds from the first, long and short warm-up, decay to nothing, a learning rate of 0.01,
 different texts and batch sizes at each site, a site that joins half-way, restarts with an empty optimizer, updates of

@@ -199,6 +199,14 @@ def test_a_finished_run_is_evaluated_on_the_whole_validation_split(
     assert (event["who"], event["what"], event["versions"], event["whole"]) == ("eval", "eval", [7], True)
 
 
+def test_a_text_that_cannot_be_used_is_a_mistake_of_one_line(
+    ended: Path, tmp_path: Path, refused: Callable[..., None]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(2, "data: path is", "eval", str(ended), "data.kind=text", f"data.path={empty}")
+
+
 def test_one_who_follows_begins_with_version_zero(ended: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A quick run has left version 0 behind before it can be fetched."""
     final = ended / "syncer/final/final.json"
