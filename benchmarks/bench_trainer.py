@@ -7,6 +7,10 @@ one core.  Two cases: with another core for the agent's and gRPC's threads (``co
 the trainer's core (``no_core_free``), where the agent's CPU time (its threads and ``after_step``) is deducted, because
 that work must be done somewhere.  The syncer is another machine's load, and runs on the other core.
 
+A third case, ``watched``: two sites in turns, with no core free.  The events of one go to a log that OpenTelemetry's
+traces and a tracker follow, those of the other nowhere.  ``watching_cpu_share`` is the CPU time that this takes, the
+tracker's process included, as a share of the time of training.
+
 A slowdown is 1 - (steps per second with) / (without), the median over neighbouring blocks; ``p99_over_p50`` is for the
 time from the end of one step to the end of the next.  ``trainer_cpu_ratio`` compares the training thread's CPU time per
 step: other load on the machine disturbs it less, but it contains no waiting.
@@ -20,12 +24,15 @@ import multiprocessing
 import os
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import torch
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from benchmarks.rounds import quiet
@@ -40,6 +47,9 @@ from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
+from diloco.observe.eventlog import EventLog
+from diloco.observe.traces import Traces
+from diloco.observe.track import Sender
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
@@ -47,6 +57,9 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
 from diloco.wire.options import SecurityOptions, ServerOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 CODEC = "int4:32"
 NUM_FRAGMENTS = 4
@@ -58,7 +71,9 @@ START_S_MAX = 120.0
 CALM_S, CALM_SHARE, CALM_S_MAX = 0.2, 0.02, 20.0
 """The agent is idle once it has used less than this share of a core for ``CALM_S``."""
 STEPS_MAX = 1 << 40
-CASES = ("core_free", "no_core_free")
+CASES = ("core_free", "no_core_free", "watched")
+TRACKER = "tensorboard"
+TRACK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +162,36 @@ class Turns:
         return time.process_time() - time.thread_time()
 
 
-def run_trainer(folder: str, data: str, address: str, facts: Facts, pipe: Any) -> None:
-    """Run a site's process; with an empty ``address`` it has no agent."""
+class Collector(BaseHTTPRequestHandler):
+    """Takes spans, and forgets them."""
+
+    def do_POST(self) -> None:
+        """Answer that they were taken."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def run_tracker(folder: str, core: int, pipe: Any) -> None:
+    """Send the curves of the run in ``folder`` to a tracker, as its process does in a run, and tell the CPU time."""
+    os.sched_setaffinity(0, {core})
+    kept = Path(folder) / "track" / TRACKER
+    kept.mkdir(parents=True)
+    sender = Sender(kept, {})
+    sender.send(ends=False)
+    began = time.process_time()
+    pipe.send("ready")
+    while not pipe.poll(TRACK_S):
+        sender.send(ends=False)
+    pipe.send(time.process_time() - began)
+
+
+def run_trainer(folder: str, data: str, address: str, facts: Facts, site: str, collector: str, pipe: Any) -> None:
+    """Run a site's process; with an empty ``address`` it has no agent, and without a ``collector`` no log."""
     torch.set_num_threads(1)
     torch.manual_seed(facts.seed)
     os.sched_setaffinity(0, {facts.others_core})  # Threads inherit it; the trainer's own is set last.
@@ -156,19 +199,25 @@ def run_trainer(folder: str, data: str, address: str, facts: Facts, pipe: Any) -
     stream = TokenStream(prepare_corpus(DataOptions(), Path(data)), "train", MODEL.context, BATCH, seed=facts.seed)
     precision = resolve_precision("auto", group.device)
     optimizers = build_optimizers(model, InnerOptions(optimizer="muon"), precision)
-    trainer = Trainer(model, optimizers, stream, TrainerOptions(precision=precision, seed=facts.seed), group)
+    emit: Callable[[str, dict[str, object]], None] = quiet
+    if collector:
+        log = EventLog(Path(folder) / "events.jsonl", site)
+        log.follow(Traces("bench", site, OTLPSpanExporter(endpoint=collector)).take)
+        emit = log.emit
+    options = TrainerOptions(precision=precision, seed=facts.seed)
+    trainer = Trainer(model, optimizers, stream, options, group, log=emit)
     agent = None
     if address:
         layout = layout_of(model)
         agent = Agent(
-            AgentOptions(folder=str(Path(folder) / "site"), up_codec=CODEC, finish_timeout_s=5.0),
+            AgentOptions(folder=str(Path(folder) / site), up_codec=CODEC, finish_timeout_s=5.0),
             LearnerOptions(inner_steps=facts.inner_steps, num_fragments=NUM_FRAGMENTS),
             layout,
             Holding(named_parameters_once(model), group),
             agreement_of(layout),
-            SyncClient(address, "site", "bench"),
-            "site",
-            quiet,
+            SyncClient(address, site, "bench"),
+            site,
+            emit,
             Orders(group),
         )
         agent.start()
@@ -197,17 +246,41 @@ def measure(case: str, blocks: int, arguments: argparse.Namespace, data: str) ->
             return ours
 
         syncer = start(run_syncer, str(Path(folder) / "syncer"), arguments.seed, free)
-        pipes = {True: start(run_trainer, folder, data, answer(syncer), facts)}
-        pipes[False] = start(run_trainer, folder, data, "", facts)
+        address, is_watched = answer(syncer), case == "watched"
+        collector = stack.enter_context(collecting()) if is_watched else ""
+        pipes = {True: start(run_trainer, folder, data, address, facts, "site", collector)}
+        pipes[False] = start(run_trainer, folder, data, address if is_watched else "", facts, "beside", "")
         for pipe in pipes.values():
             answer(pipe)
+        tracker = start(run_tracker, folder, others) if is_watched else None
+        if tracker is not None:
+            answer(tracker)
         found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for pair in range(blocks + 1):
             for kind in (True, False) if pair % 2 else (False, True):
                 pipes[kind].send("go on")
                 found[kind].append(answer(pipes[kind], 600.0))
+        tracker_s = 0.0
+        if tracker is not None:
+            tracker.send("end")
+            tracker_s = answer(tracker)
     # The first pair is the warm-up, in which the agent joins and adopts.
-    return row(case, found[True][1:], found[False][1:])
+    made = row(case, found[True][1:], found[False][1:])
+    if is_watched:
+        beside = row(case, found[False][1:], found[True][1:])["agent_cpu_share"]
+        both_s = sum(sum(block["step_s"]) for blocks_of_one in found.values() for block in blocks_of_one)
+        made["tracker_cpu_share"] = tracker_s / both_s  # It ran in the turns of both.
+        made["watching_cpu_share"] = made["agent_cpu_share"] - beside + made["tracker_cpu_share"]
+    return made
+
+
+@contextmanager
+def collecting() -> Iterator[str]:
+    """Serve a collector; yield its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+        server.shutdown()
 
 
 def answer(pipe: Any, bound_s: float = START_S_MAX) -> Any:

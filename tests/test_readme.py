@@ -131,6 +131,8 @@ def start(place: Place, command: str, ports: Mapping[str, str] | None = None) ->
 def test_every_command_is_run_here_or_by_ci() -> None:
     run = {*BY_CI, *RUNS, *LINKS, *LATER, *STANDBY, *SEVERAL, *REGIONS, *BY_HAND}
     assert set(commands()) == run.union(*LOOPS.values())
+    # Their tests run these lines, one by one.
+    assert [len(lines) for lines in (LINKS, STANDBY, SEVERAL, REGIONS, BY_HAND)] == [1, 4, 4, 3, 6]
 
 
 def test_every_link_of_a_page_leads_to_a_file() -> None:

@@ -141,7 +141,9 @@ def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(
         assert json.loads(capsys.readouterr().out)["sites"] == {}
 
 
-def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(mine: list[str]) -> None:
+def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(
+    mine: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[str] = []
 
     class Telling(FakeSyncer):
@@ -159,6 +161,9 @@ def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(mine: 
             each.stop(0.2)
     assert sorted(set(asked)) == ["0", "1"]
     assert asked == sorted(asked)
+    capsys.readouterr()
+    assert main(["doctor", where, *mine]) == 3, "no setting tells how many there are"
+    assert capsys.readouterr().out.count("Connection refused") == 2
 
 
 # --- A run that is watched -------------------------------------------------------------------------------------------

@@ -97,9 +97,25 @@ def test_pieces_are_all_the_seeds_once() -> None:
 # --- The layout of a site's ranks changes no bit: a short run of two layouts, and a long one of all ------------------
 
 
-def test_two_sites_of_two_layouts_exchange_what_two_processes_do(tmp_path: Path) -> None:
-    mixed = run_of(tmp_path / "mixed", {"a": ("fsdp", 2), "b": ("tp", 2)}, 2, "rebase")
-    plain = run_of(tmp_path / "plain", {"a": ("plain", 1), "b": ("plain", 1)}, 2, "rebase")
+TWO = {"a": ("fsdp", 2), "b": ("tp", 2)}
+FOUR = {"a": ("hsdp", 4), "b": ("tp_fsdp", 4)}
+
+
+@pytest.mark.parametrize(
+    ("layouts_of", "adopt"),
+    [
+        (TWO, "rebase"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((TWO, "blend"), (TWO, "overwrite"), (FOUR, "rebase"))
+        ),
+    ],
+)
+def test_two_sites_of_two_layouts_exchange_what_two_processes_do(
+    tmp_path: Path, layouts_of: dict[str, tuple[str, int]], adopt: str
+) -> None:
+    mixed = run_of(tmp_path / "mixed", layouts_of, 2, adopt)
+    plain = run_of(tmp_path / "plain", {"a": ("plain", 1), "b": ("plain", 1)}, 2, adopt)
     assert mixed.differs(plain) == []
     assert len(plain.payloads) == 2 * 3 * 2, "two sites, three fragments, two rounds"
     assert len(plain.versions) == 3 * 2

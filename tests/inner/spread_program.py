@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from diloco.durable import PLAIN_DISK, Disk
+from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.inner import checkpoint, precision
-from diloco.inner.checkpoint import names
+from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.data import TokenStream, load_manifest, validation_batches
 from diloco.inner.evaluate import evaluate
 from diloco.inner.holding import ParallelOptions, Spread
@@ -214,6 +214,43 @@ def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) ->
         (out / f"resumed {name} by {group.world}.json").write_text(json.dumps(told))
 
 
+class Full(Disk):
+    """A disk without room for the parts of checkpoints."""
+
+    def make(self, path: Path, write: Any, step: Step) -> None:
+        if path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        super().make(path, write, step)
+
+
+def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
+    """One rank's full disk costs a checkpoint, not the training; at the end every rank says so."""
+    folder, notes = out / "full", []
+    trainer = build(CASES["fsdp"], corpus, group, folder)
+    assert trainer.saving._parts is not None
+    trainer.saving._log = lambda what, fields: notes.append((what, fields))
+    if group.rank == 2:
+        trainer.saving._parts._disk = Full()
+    told: list[StepInfo] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        told.append(info)
+        assert trainer.saving.writer is not None
+        assert trainer.saving._parts is not None
+        with contextlib.suppress(CheckpointError):
+            trainer.saving.writer.wait(60)
+            return Verdict()
+        trainer.saving._parts._why = "full"  # what the next step would have found by itself
+        return Verdict()
+
+    with pytest.raises(CheckpointError, match=r"step-0000000004-end") as error:
+        trainer.run(until_step=4, after_step=after_step)
+    assert len(told) == 4
+    assert ("No space" in str(error.value)) == (group.rank == 2)
+    assert [fields["note"] for what, fields in notes if what == "note"] == ["checkpoint not written"] * 2
+    assert not list(folder.iterdir())
+
+
 def damage_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     """Of a damaged checkpoint, the one before is taken by all ranks, in words."""
     folder = out / "damaged"
@@ -253,5 +290,6 @@ def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path)
         tell(name)
     save_and_resume(corpus, group, out)
     tell("saved")
+    lose_one(corpus, group, out)
     damage_one(corpus, group, out)
     tell("done")

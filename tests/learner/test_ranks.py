@@ -328,10 +328,11 @@ def test_of_what_several_threads_order_one_is_done_before_the_next_is_said() -> 
         with orders.of(1).all_do(RETAKE, 1):
             pass
 
-    with ThreadPoolExecutor(1) as pool:
-        with orders.of(0).all_do(SEAL, 0):
-            second = pool.submit(other)
-            time.sleep(0.05)
-            group.words.append(["done"])
-        second.result(BOUND_S)
+    pool = ThreadPoolExecutor(1)
+    with orders.of(0).all_do(SEAL, 0):
+        second = pool.submit(other)
+        time.sleep(0.05)
+        group.words.append(["done"])
+    pool.shutdown(wait=False)
+    second.result(BOUND_S)
     assert group.words == [[SEAL, 0, 0, 0], ["done"], [RETAKE, 1, 1, 0]]

@@ -80,14 +80,15 @@ BOUND_S = 10.0
 @contextmanager
 def thread(run: Callable[[], None], stopping: threading.Event, wake: Callable[[], None]) -> Iterator[None]:
     """Run a courier; an exception of it fails the test."""
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
-        try:
-            yield
-        finally:
-            stopping.set()
-            wake()
-            running.result(BOUND_S)
+    pool = ThreadPoolExecutor(1)
+    running = pool.submit(run)
+    try:
+        yield
+    finally:
+        stopping.set()
+        wake()
+        pool.shutdown(wait=False)
+        running.result(BOUND_S)
 
 
 def test_a_pause_ends_when_the_site_stops_or_another_syncer_has_taken_it_in() -> None:

@@ -169,7 +169,7 @@ def test_invariant_14_with_quorum_1_no_site_waits_for_another(tmp_path: Path) ->
     waited_ns = [delay_ns for delay_ns in waits(toy) if delay_ns >= grace_ns]
     assert waited_ns, "no round waited for the slow peer"
     # The machine is told of the instant it asked for; how late that is under load is no matter of the bound.
-    assert statistics.median(waited_ns) < 2 * grace_ns, waited_ns
+    assert statistics.median(waited_ns) < grace_ns + 30_000_000, waited_ns
 
 
 def measured(site: SiteThread, twin: Twin) -> tuple[float, float]:

@@ -156,6 +156,17 @@ def test_invariant_02_one_inner_step_is_data_parallel_sgd() -> None:
             assert float(error) <= 1e-6, f"{num_sites} sites, round {round_index}: {float(error)}"
 
 
+def test_invariant_02_bit_for_bit_where_all_numbers_are_exact() -> None:
+    """Two sites, gradients and parameters that are small multiples of a power of two."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        theta0 = torch.randint(-999, 1000, (300,), generator=generator) / 64
+        gradients = torch.randint(-999, 1000, (2, 300), generator=generator) / 16
+        sites = [lambda local, _, g=g: local - 0.25 * g for g in gradients]
+        versions = reference_diloco(theta0, sites, [1.0, 1.0], 1, PLAIN_OUTER)
+        assert same(versions[1], theta0 - 0.25 * gradients.mean(dim=0)), f"seed {seed}"
+
+
 def test_invariant_05_equal_pseudo_gradients_come_back_bit_for_bit() -> None:
     for seed in range(100):
         rng = random.Random(seed)

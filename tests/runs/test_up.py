@@ -198,7 +198,8 @@ def test_a_run_whose_syncer_lost_its_data_can_be_stopped(tmp_path: Path) -> None
     outcome = stage.play(lambda: stage.seen("lost"))
     assert outcome.wrong == [f"the syncer's data are gone: {stage.options.restore}, then the same command"]
     (death,) = stage.seen("process", unasked=True)
-    assert death["why"] == "diloco syncer: runs/x/syncer is gone", "it was not started in vain"
+    assert death["why"] == "diloco syncer: runs/x/syncer is gone"
+    assert len(stage.seen("process", name="syncer", state="started")) == 1, "it was not started in vain"
     said = stage.out.getvalue()
     assert f"the syncer's data in {stage.run_dir.syncer} are gone; the sites train on without it" in said
     assert f"type:  {stage.options.restore}" in said

@@ -414,3 +414,11 @@ def test_a_list_does_not_grow_with_the_run() -> None:
     assert units.end - units.first <= REMEMBERED + 1
     assert len(units.pieces) <= REMEMBERED + 1
     assert site.machine.state.fragments[0].unsent_spans == [(0, 1200)]
+
+
+def test_a_floor_gives_up_nothing_that_an_accepted_update_has() -> None:
+    syncer = leasing("a", "b", quorum=2)
+    ask(syncer, "a", 4)
+    syncer.push("a", 1, spans=((0, 15),), cursor=15)
+    ask(syncer, "a", 4, known=4, floor=30)
+    assert counts(syncer).in_hand == 4

@@ -372,3 +372,9 @@ def test_a_round_is_from_the_acceptance_to_the_fate(heard: list[tuple[LearnerEve
     for event, now_ns in heard:
         rounds.heard(event, now_ns)
     assert rounds.usual_ns() == usual_ns
+
+
+def test_one_look_moves_no_overlap() -> None:
+    adapter, near, far = Adapter(options(ways=WAYS[:1], overlap_steps_max=9)), link(1e9), link(1e9, rtt_ms=200)
+    seen = [adapter.choose(found, STEP_NS).overlap_steps for found in (near, near, far, near, far, near, far, far)]
+    assert seen == [0, 5, 5, 5, 5, 5, 5, 9]

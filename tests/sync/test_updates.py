@@ -548,3 +548,13 @@ def test_a_ledger_can_be_out_of_balance_and_what_an_ended_part_did_not_hear_of_i
     assert not Ledger(7, 1, 1, 1, 1, 1, 1).balanced()
     assert combined([Ledger(3, 3, 0, 0, 0, 0, 0), Ledger(3, 0, 0, 0, 3, 0, 0)]).balanced()
     assert combined([Ledger(6, 6, 0, 0, 0, 0, 0), Ledger(4, 4, 0, 0, 0, 0, 0)]) == Ledger(6, 5, 0, 0, 1, 0, 0)
+
+
+def test_updates_of_an_earlier_process_fill_the_window_too() -> None:
+    site = Site(updates_in_flight_max=2)
+    site.restart(site.machine.snapshot())
+    site.join(known(watermark=2, undecided=((1, 150), (2, 150))), incarnation=2)
+    only(fx.Retake, site.boundary())
+    assert not of(fx.Seal, site.train(15)), "the syncer would answer retry until one of the two is decided"
+    site.fate(1, 1)
+    assert only(fx.Seal, site.train()).sequence == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -331,6 +332,25 @@ def test_a_site_that_pushes_pulls_or_reports_is_alive(syncer: Syncer, monkeypatc
     assert heard == ["a"] * 2
     syncer.api.report(report())
     assert heard == ["a"] * 3
+
+
+def test_the_loop_is_asked_once_for_a_header_and_makes_no_checksum(
+    syncer: Syncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, threads = list[object](), list[str]()
+    ask, checksum = syncer.core.ask, api_module.checksum
+    monkeypatch.setattr(syncer.core, "ask", lambda question, *rest: (asked.append(question), ask(question))[1])
+    syncer.api.open_push(update(incarnation=5)[0])
+    assert len(asked) == 1
+    here = threading.current_thread().name
+    monkeypatch.setattr(
+        api_module, "checksum", lambda parts: (threads.append(threading.current_thread().name), checksum(parts))[1]
+    )
+    syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
+    assert threads == [], "protocol 3 has none"
+    syncer.api.pull(PullAsk(RUN, "", 0, -1, protocol=2), ANYONE)
+    assert threads == [here]
+    monkeypatch.undo()
 
 
 def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Path) -> None:

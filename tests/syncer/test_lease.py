@@ -71,6 +71,7 @@ def test_the_holder_its_heir_and_a_later_lineage_may_have_it(
     assert found is None if why is None else found is not None and why in found, found
     following = next_standing(standing, claim)  # Its epoch is larger than any that lease or folder knows.
     assert following.epoch == max(standing.epoch if standing else 0, claim.epoch) + 1
+    assert (following.lineage, following.holder) == (claim.lineage, claim.name)
 
 
 def test_a_standing_that_is_none_is_named() -> None:

@@ -246,6 +246,9 @@ def test_credits_leave_threads_for_control_and_one_caller_at_its_bound_leaves_al
 def test_the_server_permits_the_clients_pings() -> None:
     server, client = dict(ServerOptions(run_id="r").channel_arguments()), dict(ClientOptions().channel_arguments())
     assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
+    for shipped in (ServerOptions(run_id="r"), ClientOptions()):  # A half-open link is noticed within 30 s.
+        assert shipped.keepalive_time_ms + shipped.keepalive_timeout_ms <= 15_000
+        assert shipped.stall_s <= 20
     assert server["grpc.so_reuseport"] == 0
     assert client["grpc.use_local_subchannel_pool"] == 1
 
