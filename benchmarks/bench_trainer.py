@@ -7,8 +7,8 @@ one core.  Two cases: with another core for the agent's and gRPC's threads (``co
 the trainer's core (``no_core_free``), where the agent's CPU time (its threads and ``after_step``) is deducted, because
 that work must be done somewhere.  The syncer is another machine's load, and runs on the other core.
 
-A third case, ``watched``: two sites in turns, with no core free.  The events of one go to a log that OpenTelemetry's
-traces and a tracker follow, those of the other nowhere.  ``watching_cpu_share`` is the CPU time that this takes, the
+A third case, ``watched``: two sites in turns, with no core free.  Both log their events, and OpenTelemetry's traces and a
+tracker follow the log of one.  ``watching_cpu_share`` is the CPU time that this takes, the
 tracker's process included, as a share of the time of training.
 
 A slowdown is 1 - (steps per second with) / (without), the median over neighbouring blocks; ``p99_over_p50`` is for the
@@ -179,7 +179,7 @@ class Collector(BaseHTTPRequestHandler):
 def run_tracker(folder: str, core: int, pipe: Any) -> None:
     """Send the curves of the run in ``folder`` to a tracker, as its process does in a run, and tell the CPU time."""
     os.sched_setaffinity(0, {core})
-    kept = Path(folder) / "track" / TRACKER
+    kept = Path(folder) / "of-site" / "track" / TRACKER
     kept.mkdir(parents=True)
     sender = Sender(kept, {})
     sender.send(ends=False)
@@ -190,8 +190,11 @@ def run_tracker(folder: str, core: int, pipe: Any) -> None:
     pipe.send(time.process_time() - began)
 
 
-def run_trainer(folder: str, data: str, address: str, facts: Facts, site: str, collector: str, pipe: Any) -> None:
-    """Run a site's process; with an empty ``address`` it has no agent, and without a ``collector`` no log."""
+def run_trainer(
+    folder: str, data: str, address: str, facts: Facts, site: str, collector: str | None, pipe: Any
+) -> None:
+    """Run a site's process; with an empty ``address`` it has no agent, with a ``collector`` a log;
+    "" takes no traces."""
     torch.set_num_threads(1)
     torch.manual_seed(facts.seed)
     os.sched_setaffinity(0, {facts.others_core})  # Threads inherit it; the trainer's own is set last.
@@ -200,9 +203,10 @@ def run_trainer(folder: str, data: str, address: str, facts: Facts, site: str, c
     precision = resolve_precision("auto", group.device)
     optimizers = build_optimizers(model, InnerOptions(optimizer="muon"), precision)
     emit: Callable[[str, dict[str, object]], None] = quiet
-    if collector:
-        log = EventLog(Path(folder) / "events.jsonl", site)
-        log.follow(Traces("bench", site, OTLPSpanExporter(endpoint=collector)).take)
+    if collector is not None:
+        log = EventLog(Path(folder) / f"of-{site}" / "events.jsonl", site)
+        if collector:
+            log.follow(Traces("bench", site, OTLPSpanExporter(endpoint=collector)).take)
         emit = log.emit
     options = TrainerOptions(precision=precision, seed=facts.seed)
     trainer = Trainer(model, optimizers, stream, options, group, log=emit)
@@ -247,9 +251,11 @@ def measure(case: str, blocks: int, arguments: argparse.Namespace, data: str) ->
 
         syncer = start(run_syncer, str(Path(folder) / "syncer"), arguments.seed, free)
         address, is_watched = answer(syncer), case == "watched"
-        collector = stack.enter_context(collecting()) if is_watched else ""
+        collector = stack.enter_context(collecting()) if is_watched else None
         pipes = {True: start(run_trainer, folder, data, address, facts, "site", collector)}
-        pipes[False] = start(run_trainer, folder, data, address if is_watched else "", facts, "beside", "")
+        pipes[False] = start(
+            run_trainer, folder, data, address if is_watched else "", facts, "beside", "" if is_watched else None
+        )
         for pipe in pipes.values():
             answer(pipe)
         tracker = start(run_tracker, folder, others) if is_watched else None
