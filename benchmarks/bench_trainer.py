@@ -7,9 +7,9 @@ one core.  Two cases: with another core for the agent's and gRPC's threads (``co
 the trainer's core (``no_core_free``), where the agent's CPU time (its threads and ``after_step``) is deducted, because
 that work must be done somewhere.  The syncer is another machine's load, and runs on the other core.
 
-A third case, ``watched``: two sites in turns, with no core free.  Both log their events, and OpenTelemetry's traces and a
-tracker follow the log of one.  ``watching_cpu_share`` is the CPU time that this takes, the
-tracker's process included, as a share of the time of training.
+A third case, ``watched``: two sites in turns, with no core free.  Both log their events, and OpenTelemetry's traces and
+a tracker follow the log of one.  ``watching_cpu_share`` is the CPU time that this takes, the tracker's process
+included, as a share of the time of training.
 
 A slowdown is 1 - (steps per second with) / (without), the median over neighbouring blocks; ``p99_over_p50`` is for the
 time from the end of one step to the end of the next.  ``trainer_cpu_ratio`` compares the training thread's CPU time per
@@ -253,9 +253,8 @@ def measure(case: str, blocks: int, arguments: argparse.Namespace, data: str) ->
         address, is_watched = answer(syncer), case == "watched"
         collector = stack.enter_context(collecting()) if is_watched else None
         pipes = {True: start(run_trainer, folder, data, address, facts, "site", collector)}
-        pipes[False] = start(
-            run_trainer, folder, data, address if is_watched else "", facts, "beside", "" if is_watched else None
-        )
+        alone = (address, facts, "beside", "") if is_watched else ("", facts, "beside", None)
+        pipes[False] = start(run_trainer, folder, data, *alone)
         for pipe in pipes.values():
             answer(pipe)
         tracker = start(run_tracker, folder, others) if is_watched else None
