@@ -48,6 +48,13 @@ DEATHS = {
 }
 
 
+HEIRS = {
+    "going up": [("outbox.put", 3), ("outbox.put", 2), ("outbox.drop", 2)],
+    "coming back": [("spool.sync", 3), ("syncer.merge", 3), ("syncer.publish", 5)],
+}
+"""Each of them from when the standby has everything on."""
+
+
 def two_levels(folder: Path, seed: int, budget: int, **changes: object) -> tuple[Toy, dict[str, Toy]]:
     """The run above, with the budget, and those of its regions, without one."""
     rules = {"round_updates": 1, "staleness_max": 30}
@@ -116,6 +123,100 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
 def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> None:
     once = partial(play, seed=seed_of(chapter), deaths=DEATHS[chapter])
     long_enough(tmp_path, once, BUDGET // 2 if chapter == "there and back" else 2 * BUDGET)
+
+
+def goes_on(life: Process, what: str, count: int, bound: float) -> None:
+    """Wait until ``life`` has said ``what`` so often, in a run that is not over by then."""
+    eventually(lambda: len(life.log.of(what)) >= count or bool(life.log.of("final")), bound, what)
+    if life.log.of("final"):
+        raise EndedTooSoonError(f"the run was over before {count} {what}")
+
+
+def take_over(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]], by: str = "word") -> None:
+    """A region whose syncers die of ``deaths``, each when its standby has everything, which then takes its place.
+
+    It does so ``by`` an operator's word, by a "lossy" one, or by the "lease".
+    """
+    toy, regions = two_levels(folder, seed, budget)
+    region = replace(regions["region-a"], replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2})
+    if by == "lease":
+        region = replace(region, lease=str(folder / "lease.json"))
+    if by == "lossy":  # What a lineage began with is kept for the audit.
+        region = replace(region, retain_steps=4096)
+    above, bound, ports = f"127.0.0.1:{toy.port}", bound_s(budget), (free_port(), free_port())
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    nodes: list[Process] = []
+    sites: list[SiteThread] = []
+    with ExitStack() as alive:
+        top = alive.enter_context(Process("syncer", toy))
+        top.log.wait_for("listening", 1, bound)
+
+        def begin(death: tuple[str, int] | None) -> None:
+            """The next syncer: the first leads, each later one follows the one before."""
+            number = len(nodes)
+            mine: dict[str, object] = {"data": f"node-{number}", "port": ports[number % 2], "late": True}
+            if number:
+                mine["primary"] = addresses[(number - 1) % 2]
+            role = "standby" if number else "syncer"
+            nodes.append(alive.enter_context(Process(role, region, death, site="region-a", above=above, **mine)))
+            nodes[-1].log.wait_for("standing" if number else "listening", 1, bound)
+
+        for death in (*deaths[:1], *deaths[1:2]):
+            begin(death)
+        if len(deaths) == 1:
+            begin(None)
+        sites += [
+            alive.enter_context(SiteThread(region, name, ",".join(addresses), step_s=step))
+            for name, step in (("region-a-1", STEP_S), ("region-a-2", 1.7 * STEP_S))
+        ]
+        for number, death in enumerate(deaths):
+            leads, follows = nodes[number], nodes[number + 1]
+            leads.log.wait_for("upstream", 1, bound, where=lambda event: event["event"] == "pushed")
+            if by == "lease":
+                heir = f"names node-{number + 1}-"
+                leads.log.wait_for("note", 1, bound, where=lambda note, heir=heir: heir in str(note.get("why")))
+            leads.send(signal.SIGUSR2)
+            dies(leads, death, seed, budget)
+            for site in sites:  # So that the budget lasts longer.
+                site.toy_site.pause.set()
+            if by != "lease":
+                with AdminClient(addresses[(number + 1) % 2]) as operator:
+                    operator.promote(lossy=by == "lossy")
+            follows.log.wait_for("listening", 1, bound)
+            begin(deaths[number + 2] if number + 2 < len(deaths) else None)
+            goes_on(follows, "standby_attached", 1, bound)
+            for site in sites:
+                site.toy_site.pause.clear()
+            goes_on(follows, "published", len(follows.log.of("published")) + 2, bound)
+        finished = {site.site: site.join(bound) for site in sites}
+        assert nodes[len(deaths)].wait(bound) == 0, nodes[len(deaths)].errors
+        assert top.wait(bound) == 0, top.errors
+    led = nodes[: len(deaths) + 1]
+    whole = one_run(Path(region.folder), [f"node-{number}" for number in range(len(led))])
+    logs = {site.site: [site.log] for site in sites}
+    told = audit(replace(region, folder=str(whole)), [node.log for node in led], logs, finished)
+    both_levels_agree(history(toy), {"region-a": told})
+    retaken = [event["why"] for node in led for event in node.log.of("upstream_retaken")]
+    assert by == "lossy" or retaken == ["first version of a new site"] * toy.fragments, (
+        "what was not above yet is not overwritten"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chapter", "by"), [("coming back", "word"), ("going up", "lease")])
+def test_the_standby_of_a_region_goes_on_with_all_that_was_on_its_way(tmp_path: Path, chapter: str, by: str) -> None:
+    def once(folder: Path, budget: int) -> None:
+        take_over(folder, budget, seed_of(chapter), HEIRS[chapter], by)
+
+    long_enough(tmp_path, once, 2 * BUDGET)
+
+
+@pytest.mark.slow
+def test_a_standby_that_begins_a_new_lineage_takes_the_values_above(tmp_path: Path) -> None:
+    def once(folder: Path, budget: int) -> None:
+        take_over(folder, budget, seed_of("lossy"), [("outbox.put", 3)], "lossy")
+
+    long_enough(tmp_path, once, 2 * BUDGET)
 
 
 @pytest.mark.slow
