@@ -13,7 +13,7 @@ import pytest
 from diloco.syncer.replaying import Rules
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.client import AdminClient
-from tests.loopback.cluster import Process, SiteThread, free_port
+from tests.loopback.cluster import Log, Process, SiteThread, free_port
 from tests.loopback.toy import RUN, Toy
 from tests.syncer.leases import running_etcd
 from tests.syncer.test_standby import a_toy
@@ -37,6 +37,11 @@ class Pair:
     addresses: tuple[str, str]
 
 
+def is_heir(log: Log) -> None:
+    """Wait until the syncer of ``log`` has named the standby its heir."""
+    log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "heir" and "standby-" in str(note["why"]))
+
+
 @pytest.fixture(params=[("file", "sync"), ("file", "async"), ("etcd", "sync")], ids="-".join)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     keeper, mode = request.param
@@ -51,8 +56,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         first = stack.enter_context(Process("syncer", toy))
         standby = {"data": "standby", "primary": addresses[0], "port": ports[1]}
         second = stack.enter_context(Process("standby", toy, **standby))
-        heir = lambda note: note["note"] == "heir" and "standby-" in str(note["why"])  # noqa: E731
-        first.log.wait_for("note", 1, BOUND_S, where=heir)
+        is_heir(first.log)
         yield Pair(toy, first, second, addresses)
 
 
@@ -115,3 +119,22 @@ def test_a_syncer_that_is_killed_is_replaced_by_its_heir_and_does_not_come_back(
             operator.drain()
         assert site.join(BOUND_S).ending == "drained"
     assert second.wait(BOUND_S) == 0, second.errors
+
+
+@pytest.mark.parametrize("pair", [("file", "sync")], ids=["file-sync"], indirect=True)
+def test_a_syncer_that_starts_again_at_once_leads_on_and_its_heir_stays_one(pair: Pair) -> None:
+    toy, first, second = pair.toy, pair.first, pair.second
+    with SiteThread(toy, "a", pair.addresses[0], step_s=STEP_S) as site:
+        first.log.wait_for("published", 4, BOUND_S)
+        first.kill()
+        with Process("syncer", toy, port=int(pair.addresses[0].rpartition(":")[2])) as again:
+            (taken,) = again.log.wait_for("lease_taken", 1, BOUND_S)
+            assert taken["epoch"] == 2
+            is_heir(again.log)
+            assert not second.log.of("failed"), second.log.of("failed")
+            again.log.wait_for("published", 4, BOUND_S)
+            with AdminClient(pair.addresses[0]) as operator:
+                operator.drain()
+            assert site.join(BOUND_S).ending == "drained"
+            assert again.wait(BOUND_S) == 0, again.errors
+            assert second.log.of("lease_taken") == []
