@@ -98,7 +98,7 @@ def dies(life: Process, death: tuple[str, int] | None, seed: int, budget: int) -
 
 
 ONE_BY_ONE = {"quorum": 1, "round_updates": 1, "weights": "uniform", "staleness_max": 20}
-BUFFER = {"quorum": 1, "round_updates": 3, "merge_by": "update", "weights": "uniform"}
+BUFFER = {"quorum": 1, "round_updates": 3, "merge_by": "update", "weights": "uniform", "staleness_power": 0.5}
 RULES: dict[str, tuple[str, dict[str, object]]] = {
     # what an outer step does: (where the syncer dies, what of the toy is otherwise)
     "the mean by SGD": ("merging", {}),
