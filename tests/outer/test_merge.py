@@ -381,7 +381,7 @@ def test_the_products_of_what_is_corrected_follow_from_those_before_and_no_squar
         products = [[one.dot(other).item() for other in (against, momentum)] for one in (against, momentum)]
         change = heloco(doubt=0.0).change(products[0][0], products[0][1], products[1][1])
         ((square,),) = corrected_products(products, [change])
-        assert 0 <= square < 1e-12 * products[0][0], "all of it is taken out"
+        assert 0 <= square < 1e-12 * products[0][0], f"seed {seed}: all of it is taken out"
 
 
 # --- The reference against DiLoCo written out with torch's own optimizer ---------------------------------------------

@@ -97,8 +97,11 @@ def test_a_flipped_bit_in_any_byte_before_the_tail_is_found() -> None:
     for bit in range(0, 8 * len(data), 7):
         damaged = bytearray(data + last)
         damaged[bit // 8] ^= 1 << (bit % 8)
-        with pytest.raises(JournalError):
+        try:
             read_records(bytes(damaged))
+        except JournalError:
+            continue
+        pytest.fail(f"bit {bit} is not missed")
 
 
 def test_many_bytes_that_are_no_record_are_damage() -> None:

@@ -348,5 +348,10 @@ def test_an_authority_is_replaced_without_a_gap(run: Callable[..., Wired], tmp_p
     seen = follower.events
     assert wait_until(lambda: follower.events > seen), "the old connection goes on"
     written(trusted, new.certificate.decode())
-    assert wait_until(lambda: comes_in(new) and not comes_in(old))
+
+    def is_over() -> bool:
+        assert comes_in(new), "at every moment"
+        return not comes_in(old)
+
+    assert wait_until(is_over)
     assert here.server.complaints() == []
