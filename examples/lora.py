@@ -10,12 +10,14 @@ exchanged.  A small model with random values stands here for one that you load b
     python examples/lora.py base 127.0.0.1:7077 iad 1 2
     python examples/lora.py loss runs/lora/fra/merged
 
-Each site ends with the run's final adapter, and merges it into the base model.
+Each site ends with the run's final adapter, and merges it into the base model.  A run that is drained before its end has
+no final one: start the syncer and the sites again with the same commands.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from hf_trainer import Text
@@ -44,6 +46,8 @@ def loss_of(folder: str) -> float:
 
 
 def main() -> None:
+    if len(sys.argv) not in (3, 4, 6):
+        sys.exit(__doc__)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if sys.argv[1] == "init":
@@ -55,6 +59,8 @@ def main() -> None:
         print(f"{sys.argv[2]}: loss {loss_of(sys.argv[2]):.3f}", flush=True)
         return
     base, syncer, site, index, num_sites = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
+    if not Path(base).is_dir():
+        sys.exit(f"there is no folder {base!r}: python examples/lora.py init {base} v0.safetensors")
     args = TrainingArguments(
         output_dir=f"runs/lora/{site}",
         max_steps=1_000_000,  # The run's end ends the training.
@@ -71,6 +77,10 @@ def main() -> None:
     callback = DiLoCoCallback(syncer=syncer, site=site, tokens_per_step=BATCH * CONTEXT)
     Trainer(model, args, train_dataset=Text(index, num_sites), callbacks=[callback]).train()
     print(f"{site}: {callback.outer.why}; {callback.outer.ledger}", flush=True)
+    if not callback.outer.final:
+        sys.exit(
+            f"{site}: this is not the run's final version: nothing is merged; if the run goes on, start this again"
+        )
 
     # The adapter is now the run's final version, the same at every site.
     model.merge_and_unload().save_pretrained(f"runs/lora/{site}/merged")
