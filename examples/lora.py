@@ -10,8 +10,8 @@ exchanged.  A small model with random values stands here for one that you load b
     python examples/lora.py base 127.0.0.1:7077 iad 1 2
     python examples/lora.py loss runs/lora/fra/merged
 
-Each site ends with the run's final adapter, and merges it into the base model.  A run that is drained before its end has
-no final one: start the syncer and the sites again with the same commands.
+Each site ends with the run's final adapter, and merges it into the base model.  A run that is drained before its end
+has no final one: start the syncer and the sites again with the same commands.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def main() -> None:
     Trainer(model, args, train_dataset=Text(index, num_sites), callbacks=[callback]).train()
     print(f"{site}: {callback.outer.why}; {callback.outer.ledger}", flush=True)
     if not callback.outer.final:
-        sys.exit(
-            f"{site}: this is not the run's final version: nothing is merged; if the run goes on, start this again"
-        )
+        sys.exit(f"{site}: not the run's final version: nothing is merged; start this again if the run goes on")
 
     # The adapter is now the run's final version, the same at every site.
     model.merge_and_unload().save_pretrained(f"runs/lora/{site}/merged")
