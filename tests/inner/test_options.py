@@ -45,7 +45,7 @@ text = partial(options, path="somewhere")
 )
 def test_each_option_that_cannot_be_is_named(made: Callable[..., object], wrong: dict[str, Any]) -> None:
     for field, value in wrong.items():
-        with pytest.raises(ValueError, match=re.escape(f"{field} is {value!r}: ")):
+        with pytest.raises(ValueError, match="^" + re.escape(f"{field} is {value!r}: ")):
             made(**{field: value})
 
 

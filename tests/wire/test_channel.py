@@ -292,3 +292,9 @@ def test_a_stream_that_does_not_move_is_cancelled_once_and_no_other() -> None:
     stalls.close()
     StallWatch("unused").close()
     assert "test" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_port_that_is_none_is_not_taken_modulo_what_there_is() -> None:
+    for address in ("127.0.0.1:65536", "127.0.0.1:0", "[::1]:70000"):
+        with pytest.raises(ValueError, match="a port of 1 to 65535"):
+            Line(address, SecurityOptions(), [], SYNC_SERVICE)
