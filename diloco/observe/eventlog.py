@@ -38,7 +38,7 @@ CLOSE_WAIT_S = 5.0
 FILE_BYTES_MAX = 1 << 28
 FILES_MAX = 8
 """Maximum number of files of lines with the current one: eight sites write some 60 MB of events a day."""
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 20
 RECENT_BYTES, RECENT_BYTES_MAX = 1 << 20, 1 << 26
 WAITING_MAX = 100_000
 """Maximum number of events queued for a stalled disk or follower; later ones are dropped and counted."""

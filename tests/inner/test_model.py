@@ -107,8 +107,8 @@ def test_rotary_angles_are_rounded_as_the_fields_are() -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_written_out_attention_is_the_fused_one(kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(4)
-    query = torch.randn(2, 4, 9, 8, generator=generator)
-    key, value = (torch.randn(2, kv_heads, 9, 8, generator=generator) for _ in range(2))
+    query = torch.randn(3, 4, 9, 8, generator=generator)
+    key, value = (torch.randn(3, kv_heads, 9, 8, generator=generator) for _ in range(2))
     assert torch.allclose(plain_attention(query, key, value), causal_attention(query, key, value), atol=1e-5)
     half = causal_attention(query.bfloat16(), key.bfloat16(), value.bfloat16())
     assert half.dtype == torch.bfloat16
