@@ -37,7 +37,7 @@ BEGIN = b'{"at": '
 CLOSE_WAIT_S = 5.0
 FILE_BYTES_MAX = 1 << 28
 FILES_MAX = 8
-"""Maximum number of files of lines with the current one: eight sites write some 60 MB of events a day."""
+"""Maximum number of files of lines with the current one: eight sites write some 50 MB of events a day."""
 BLOCK_BYTES = 1 << 20
 RECENT_BYTES, RECENT_BYTES_MAX = 1 << 20, 1 << 26
 WAITING_MAX = 100_000
@@ -211,10 +211,16 @@ def _older(path: Path, number: int) -> Path:
 
 def _files(path: Path) -> list[tuple[int, Path]]:
     """Return the files of the lines of ``path``, the oldest first; the last is ``path``, with its number to be."""
-    named, numbers = re.compile(re.escape(path.name) + r"\.([0-9]+)"), list[int]()
+    named, numbers = re.compile(re.escape(path.name) + r"\.([1-9][0-9]{0,5})"), list[int]()
     with suppress(FileNotFoundError):
         numbers = sorted(int(found[1]) for name in os.listdir(path.parent) if (found := named.fullmatch(name)))
     return [*((number, _older(path, number)) for number in numbers), (max(numbers, default=0) + 1, path)]
+
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):  # It may be missing between two files.
+        return path.stat().st_size
+    return 0
 
 
 def _is_at(here: os.stat_result, path: Path) -> bool:
@@ -233,7 +239,7 @@ def event_blocks(path: Path, last_bytes: int | None = None) -> Iterator[list[Eve
     read, skipped = 0, 0  # The number of the last file that was read, and the bytes to leave out of the next one.
     if last_bytes is not None:
         for number, place in reversed(_files(path)):
-            size = place.stat().st_size if place.is_file() else 0
+            size = _size(place)
             read, skipped = number - 1, max(0, size - last_bytes)
             last_bytes -= size
             if last_bytes <= 0:
@@ -279,7 +285,7 @@ def recent_events(path: Path, what: str) -> tuple[list[Event], Iterator[list[Eve
 
     Read 1 MiB, or as much more as that takes, up to 64 MiB: many events may lie between two of that kind.
     """
-    there = sum(place.stat().st_size for _, place in _files(path) if place.is_file())
+    there = sum(_size(place) for _, place in _files(path))
     wanted = RECENT_BYTES
     while True:
         blocks = event_blocks(path, wanted)
