@@ -4,8 +4,9 @@ A small model with random values stands here for one that you load by its name. 
 other kind:
 
     python examples/moe.py mixtral init v0.safetensors
-    diloco syncer run.name=moe run.tokens=400e3 outer.lr=1 outer.inner_steps=5 outer.num_fragments=4 \
-        model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077
+    diloco syncer run.name=moe run.tokens=400e3 outer.kind=nesterov outer.lr=0.7 outer.momentum=0.5 \
+        outer.inner_steps=5 outer.num_fragments=4 model.kind=file run.init_from=v0.safetensors \
+        cluster.syncer.listen=127.0.0.1:7077
     python examples/moe.py mixtral 127.0.0.1:7077 fra 0 2
     python examples/moe.py mixtral 127.0.0.1:7077 iad 1 2
 """
@@ -72,7 +73,7 @@ def main() -> None:
         diloco.save_version0(model, rest[0])
         return
     # Without weight decay the values of an expert that no token chooses stay as they are, and cost a site no bytes.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     site, index, num_sites = rest[0], int(rest[1]), int(rest[2])
     data = text(index, num_sites + 1)
     with diloco.join(model, optimizer, syncer=what, site=site, tokens_per_step=BATCH * CONTEXT) as outer:

@@ -22,9 +22,8 @@ BOUND_S = 240.0
 STEPS, ROUNDS = 5, 20
 STEP_TOKENS = 2 * 16 * 64
 """Of both sites."""
-SHARE_MAX = 0.05
-"""By how much the loss of two sites may be above that of one process, as a share of it: .041 here, and of Mixtral's
-kind .029."""
+SHARE_MAX = 0.01
+"""By how much the loss of two sites may be above that of one process, as a share of it."""
 
 
 def run(folder: Path, name: str, *words: str) -> Verb:
@@ -40,7 +39,7 @@ def said(text: str) -> tuple[float, list[list[int]]]:
 def in_one_process(example: Any, kind: str) -> float:
     """The loss of one process, each of whose steps reads what the two sites read."""
     model, shares = example.make(kind), [example.text(index, 3) for index in range(2)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(STEPS * ROUNDS):
         example.train_step(model, optimizer, torch.cat([example.batch(share, step)[0] for share in shares]))
     return said(f"alone: {example.evaluate(model, 2)}")[0]
@@ -52,11 +51,19 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     return import_module("moe")
 
 
-def test_two_sites_learn_what_one_process_learns(tmp_path: Path, example: Any) -> None:
-    kind = "qwen3"  # The tutorial's commands, with mixtral, are run by tests/test_readme.py.
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+def test_two_sites_learn_what_one_process_learns(kind: str, tmp_path: Path, example: Any) -> None:
     made = run(tmp_path, "init", kind, "init", "v0.safetensors")
     assert made.end(BOUND_S) == 0, made.text()
-    rules = ("outer.lr=1", "outer.lock_step=true", "outer.quorum=2", "codec.up=int4:32+zstd1", PATIENT)
+    rules = (
+        "outer.kind=nesterov",
+        "outer.lr=0.7",
+        "outer.momentum=0.5",
+        "outer.lock_step=true",
+        "outer.quorum=2",
+        "codec.up=int4:32+zstd1",
+        PATIENT,
+    )
     length = (f"run.tokens={STEPS * ROUNDS * STEP_TOKENS}", f"outer.inner_steps={STEPS}")
     with serving_file(tmp_path, tmp_path / "v0.safetensors", *length, *rules) as served:
         sites = [
@@ -68,7 +75,9 @@ def test_two_sites_learn_what_one_process_learns(tmp_path: Path, example: Any) -
         assert [each.version for each in served.syncer.holdings.values] == [ROUNDS]
     (loss, shares), theirs = said(sites[0].text()), said(sites[1].text())
     assert (loss, shares) == theirs, "the final version is the same at both"
-    assert loss <= (1 + SHARE_MAX) * in_one_process(example, kind)
+    alone = in_one_process(example, kind)
+    print(f"two sites {loss}, one process {alone}: {loss / alone - 1:+.2%}")
+    assert loss <= (1 + SHARE_MAX) * alone
     assert [len(layer) for layer in shares] == [8, 8]
     assert all(abs(sum(layer) - 100) <= 4 for layer in shares), "rounded to whole percents"
 
