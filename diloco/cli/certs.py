@@ -57,10 +57,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
     given = parser.parse_args(arguments)
     from diloco.deploy.certificates import CertificateError
 
-    try:
+    with failing(CertificateError, begin=f"{given.target}: "):
         return {"init": _init, "issue": _issue, "show": _show, "revoke": _revoke}[given.what](given)
-    except CertificateError as error:
-        raise VerbError(ExitCode.FAILED, f"{given.target}: {error}") from error
 
 
 def _init(given: argparse.Namespace) -> ExitCode:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.cli.status import asked_all, syncer_addresses
 from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser, words_and_settings
-from diloco.config.errors import ConfigError, ExitCode, VerbError, require
+from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.config.run_dir import LATEST, existing_run
 from diloco.doctor import Finding, Level, bounded, fail
@@ -75,9 +75,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if given.watch:
         return _watch(given)
     if given.webhook or given.command:
-        raise VerbError(ExitCode.USAGE, "--webhook and --command belong to --watch")
-    if not 0 <= given.seconds <= SECONDS_MAX:
-        raise VerbError(ExitCode.USAGE, f"--seconds is {given.seconds:g}: from 0 to {SECONDS_MAX}")
+        raise ConfigError("--webhook and --command belong to --watch")
+    require(0 <= given.seconds <= SECONDS_MAX, "--seconds", given.seconds, f"from 0 to {SECONDS_MAX}")
     server, settings = None, []
     for text in given.settings:
         key, _, value = text.partition("=")
@@ -114,12 +113,10 @@ def _watch(given: argparse.Namespace) -> ExitCode:
 
     targets, settings = words_and_settings(given)
     if given.config is not None or len(targets) > 1:
-        raise VerbError(
-            ExitCode.USAGE, "--watch: give the syncer's HOST:PORT, several with / between, or one run folder"
-        )
+        raise ConfigError("--watch: give the syncer's HOST:PORT, several with / between, or one run folder")
     require(1 <= given.every <= EVERY_MAX_S, "--every", given.every, f"from 1 to {EVERY_MAX_S} s")
     if given.webhook is not None and not re.match(r"https?://[^/\s]", given.webhook):
-        raise VerbError(ExitCode.USAGE, f"--webhook is {given.webhook[:80]!r}: wanted http://... or https://...")
+        raise ConfigError(f"--webhook is {given.webhook[:80]!r}: wanted http://... or https://...")
     security = connecting.site_security(configs.compose(settings))
     target = targets[0] if targets else f"runs/{LATEST}"
     addresses = syncer_addresses(target)
@@ -290,10 +287,8 @@ class Examination:
         from diloco.doctor.syncer import own_files
         from diloco.wire.channel import split_addresses
 
-        try:
+        with refusing(ValueError, begin=f"server is {server!r}: "):
             addresses = split_addresses(server)
-        except ValueError as error:
-            raise ConfigError(f"server is {server!r}: {error}") from error
         security = self._security(addresses)
         if security is None:
             return True, None

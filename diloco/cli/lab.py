@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.codec import kernel_library
 from diloco.config.arguments import limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, require
+from diloco.config.errors import ConfigError, ExitCode, refusing, require
 from diloco.durable import write_file
 from diloco.lab import experiment as labs
 from diloco.runs.process import die_with_parent
@@ -88,10 +88,8 @@ def _check(cells: Sequence[Cell]) -> None:
     from diloco.config import build_syncer
 
     for cell in {cell.name: cell for cell in cells if not cell.row.control}.values():
-        try:
+        with refusing(ConfigError, begin=f"row {cell.name}: "):
             build_syncer.check(cell.config)
-        except ConfigError as error:
-            raise ConfigError(f"row {cell.name}: {error}") from error
 
 
 def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:

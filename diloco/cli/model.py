@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
-from diloco.config.arguments import SYNCER, is_address, limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError, require
+from diloco.config.arguments import SYNCER, is_address, limit_threads, parted, settings_parser
+from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, in_whole_order, placement_of, syncer_dirs
 from diloco.config.run_dir import RunDir, existing_run
 from diloco.models.sources import Kind, kind_of
@@ -59,15 +59,14 @@ def export(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--format", choices=["hf", "dcp"], default="hf", help="form of the values' files; default: hf")
     parser.add_argument("--shard-size", metavar="SIZE", help="hf: largest file, such as 500MB; default: 5GB")
     given = parsed(parser, arguments)
-    sources = [text for text in given.settings if "=" not in text]
-    settings = [text for text in given.settings if "=" in text]
+    sources, settings = parted(given.settings)
     if len(sources) != (0 if given.syncer else 1):
-        raise VerbError(ExitCode.USAGE, "give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
+        raise ConfigError("give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
     if given.to is None:
-        raise VerbError(ExitCode.USAGE, "--to is missing: name the folder to create")
+        raise ConfigError("--to is missing: name the folder to create")
     dcp = given.format == "dcp"
     if dcp and given.shard_size is not None:
-        raise VerbError(ExitCode.USAGE, f"--shard-size is {given.shard_size}: only --format hf uses it")
+        raise ConfigError(f"--shard-size is {given.shard_size}: only --format hf uses it")
     shard_bytes = size_of(given.shard_size or "5GB")
     with _folder_for(given.to) as folder:
         taken = taken_from(given, sources, settings, threads=1)
@@ -77,18 +76,11 @@ def export(arguments: Sequence[str]) -> ExitCode:
 
         options = build.model_options(taken.config)
         tokenizer = configs.tokenizer_of(taken.config)
-        try:
+        dtype = DTYPES[given.dtype]
+        with refusing(ValueError, begin=f"{taken.called} does not fit the model of these settings: "):
             size = write_folder(
-                folder,
-                taken.parameters,
-                options,
-                tokenizer,
-                dtype=DTYPES[given.dtype],
-                dcp=dcp,
-                shard_bytes=shard_bytes,
+                folder, taken.parameters, options, tokenizer, dtype=dtype, dcp=dcp, shard_bytes=shard_bytes
             )
-        except ValueError as error:
-            raise ConfigError(f"{taken.called} does not fit the model of these settings: {error}") from error
     print(f"{given.to}: {taken.called}, {size:,} bytes of {given.dtype}")
     return ExitCode.OK
 
@@ -181,14 +173,12 @@ def generate(arguments: Sequence[str]) -> ExitCode:
     taken = taken_from(given, sources, settings, threads=0)
     tokenizer, model = configs.tokenizer_of(taken.config), taken.model()
     end = tokenizer.end_of_file  # After it a new text begins.
-    try:
+    with refusing(ValueError):
         begin = [end] if not prompt and end is not None else list(map(int, tokenizer.encode_batch([prompt])[0]))
         sys.stdout.write(prompt)
         for text in texts(generate(model, begin, options, end), tokenizer):
             sys.stdout.write(text)
             sys.stdout.flush()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     print()
     return ExitCode.OK
 
@@ -206,7 +196,7 @@ def _parted(given: argparse.Namespace) -> tuple[list[str], str, list[str]]:
         what = (
             "a syncer's HOST:PORT and a prompt" if given.syncer else "a run, a checkpoint or a model's folder, a prompt"
         )
-        raise VerbError(ExitCode.USAGE, f'give {what}, in quotes and last, as in diloco generate runs/latest "def f("')
+        raise ConfigError(f'give {what}, in quotes and last, as in diloco generate runs/latest "def f("')
     return sources, prompt, settings
 
 
@@ -295,13 +285,12 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--fewshot", type=int, metavar="N", help="with --tasks: examples before each question")
     parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: the first N questions of each")
     given = parsed(parser, arguments)
-    folders = [text for text in given.settings if "=" not in text]
-    settings = [text for text in given.settings if "=" in text]
+    folders, settings = parted(given.settings)
     if len(folders) > 1 or not (folders or given.syncer):
-        raise VerbError(ExitCode.USAGE, "give one run folder, or the syncer's HOST:PORT")
+        raise ConfigError("give one run folder, or the syncer's HOST:PORT")
     for option in ("include_path", "fewshot", "limit"):
         if given.tasks is None and (value := getattr(given, option)) is not None:
-            raise VerbError(ExitCode.USAGE, f"--{option.replace('_', '-')} is {value}: only --tasks uses it")
+            raise ConfigError(f"--{option.replace('_', '-')} is {value}: only --tasks uses it")
     if given.tasks is not None:
         _score_tasks(given, folders, settings)
         return ExitCode.OK
@@ -328,7 +317,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 def _of_file(given: argparse.Namespace, folders: Sequence[str], settings: Sequence[str]) -> ExitCode:
     """Evaluate a checkpoint, a Hugging Face folder or an earlier version of a run on the whole validation text."""
     if given.syncer or given.follow:
-        raise VerbError(ExitCode.USAGE, f"{folders[0]} is evaluated once, from its files: no --syncer, no --follow")
+        raise ConfigError(f"{folders[0]} is evaluated once, from its files: no --syncer, no --follow")
     taken = taken_from(given, folders, settings, threads=0)
 
     from diloco.config import build, build_syncer
@@ -371,6 +360,7 @@ class _Evaluation:
         if config.site.threads:
             torch.set_num_threads(config.site.threads)
         self._config, self._run_dir, self._stack, self._as_json = config, run_dir, stack, as_json
+        self._dirs = syncer_dirs(config, run_dir) if run_dir is not None else []
         self._log: EventLog | None = None
         if run_dir is not None:
             self._log = EventLog(run_dir.events, "eval")
@@ -428,10 +418,9 @@ class _Evaluation:
 
     def _connected(self, address: str) -> Observed | None:
         """Return a connection to the syncer, or None while its address is unknown."""
-        if not address and self._run_dir is not None:
-            files = [each.address for each in syncer_dirs(self._config, self._run_dir)]
-            if all(file.is_file() for file in files):
-                address = BETWEEN.join(file.read_text().strip() for file in files)
+        files = [each.address for each in self._dirs]
+        if not address and all(file.is_file() for file in files):
+            address = BETWEEN.join(file.read_text().strip() for file in files)
         from diloco.models.evaluate import Observed
 
         return Observed(self._config, address, self._stack.callback) if address else None
@@ -463,9 +452,7 @@ class _Evaluation:
 
     def _finals(self) -> list[Path]:
         """Return the file of each syncer's final version; an empty list until all exist."""
-        found = (
-            [each.final_model for each in syncer_dirs(self._config, self._run_dir)] if self._run_dir is not None else []
-        )
+        found = [each.final_model for each in self._dirs]
         return found if all((final.parent / "final.json").is_file() for final in found) else []
 
     def _emit(self, versions: list[int], *, whole: bool) -> None:
@@ -486,7 +473,7 @@ def _score_tasks(given: argparse.Namespace, folders: Sequence[str], settings: Se
     Without ``--fewshot`` each task's own number of examples is used; without ``--limit``, all of its documents.
     """
     if given.follow:
-        raise VerbError(ExitCode.USAGE, "--tasks are scored once: no --follow")
+        raise ConfigError("--tasks are scored once: no --follow")
     names = tuple(name.strip() for name in given.tasks.split(","))
     differ = all(names) and len(set(names)) == len(names)
     require(differ, "--tasks", given.tasks, "names of different tasks, with commas between them")
@@ -496,7 +483,7 @@ def _score_tasks(given: argparse.Namespace, folders: Sequence[str], settings: Se
         value = getattr(given, option)
         require(value is None or value >= least, f"--{option}", value, f"at least {least}")
     if folders and given.syncer:
-        raise VerbError(ExitCode.USAGE, f"--tasks scores one model: give {folders[0]} or --syncer, not both")
+        raise ConfigError(f"--tasks scores one model: give {folders[0]} or --syncer, not both")
     try:
         from diloco.integrations import lm_eval
     except ImportError as error:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config.arguments import OneLineParser, limit_threads
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, require
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, refusing, require
 from diloco.config.placing import backup_of, number_of
 from diloco.config.run_dir import existing_run
 from diloco.models.sources import data_of, is_data, past_of
@@ -119,10 +119,8 @@ def replay(arguments: Sequence[str]) -> ExitCode:
     given = parser.parse_args(arguments)
     from diloco.sync.rounds import parse_selection
 
-    try:
+    with refusing(ValueError, begin="--without "):
         selections = [parse_selection(text) for text in given.without]
-    except ValueError as error:
-        raise ConfigError(f"--without {error}") from error
     require(given.to is None or given.to >= 0, "--to", given.to, "a version, from 0 on")
     if given.out is not None and given.out.exists():
         raise ConfigError(f"--out is {str(given.out)!r}: it exists already; name a new folder")
@@ -263,10 +261,8 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
 
     card = build_syncer.plan(past.config, build.layout_of(past.config)).card
     with ExitStack() as stack, failing(RestoreError, StoreError, ImageError, BackupError, ColdError):
-        try:
+        with failing(LockedError, end=": stop this run's syncer first"):
             stack.enter_context(locked(past.data))
-        except LockedError as error:
-            raise VerbError(ExitCode.FAILED, f"{error}: stop this run's syncer first") from error
         _take_others(past, stack)
         if given.from_site is not None:
             return _from_site(past, card, given)
@@ -280,10 +276,8 @@ def _take_others(past: Past, stack: ExitStack) -> None:
     from diloco.durable import LockedError, locked
 
     for folder in past.others():
-        try:
+        with failing(LockedError, end=", a syncer or standby of this run: stop it first"):
             stack.enter_context(locked(folder))
-        except LockedError as error:
-            raise VerbError(ExitCode.FAILED, f"{error}, a syncer or standby of this run: stop it first") from error
     path = past.run_dir.address
     address = path.read_text().strip() if path.is_file() else ""
     host, _, port = address.rpartition(":")
@@ -459,25 +453,21 @@ def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[s
 
     if past.data.resolve() != data_of(past.run_dir).resolve():
         past.run_dir.move_to(past.data)
-        said = [*said, f"the run continues in {past.data}"]
+        said.append(f"the run continues in {past.data}")
     if past.config.upstream.site_id:
-        said = [
-            *said,
-            "a region takes the values of the run above: its sites' updates that are not in them are lost",
-        ]
+        said.append("a region takes the values of the run above: its sites' updates that are not in them are lost")
     events = recent_events(past.run_dir.events, "published")[0]
     had = [whole(event, "run_tokens") for event in events if event["what"] == "published"]
     merged, lost = f"{restored.run_tokens:,} tokens are merged", had[-1] - restored.run_tokens if had else 0
     if not had:
-        said = [*said, f"how many tokens it loses is unknown here: {merged}"]
+        said.append(f"how many tokens it loses is unknown here: {merged}")
     elif lost > 0:
-        said = [*said, f"it loses {lost:,} tokens of the {had[-1]:,} that the run had published"]
+        said.append(f"it loses {lost:,} tokens of the {had[-1]:,} that the run had published")
     else:
-        said = [*said, "it loses no tokens that the run had published, as far as its events show"]
+        said.append("it loses no tokens that the run had published, as far as its events show")
     facts = {**asdict(restored), "said": said}
-    log = EventLog(past.run_dir.events, "restore")
-    log.emit("restored", facts)
-    log.close()
+    with closing(EventLog(past.run_dir.events, "restore")) as log:
+        log.emit("restored", facts)
     if given.json:
         print(json.dumps({"run": past.config.run.name, **facts}))
         return

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from diloco.cli.status import asking, leading, syncer_address
 from diloco.cli.syncer import again, said, serve, starting, write_config
-from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
+from diloco.config.arguments import goes_on, limit_threads, load_config, parted, settings_parser
 from diloco.config.compose import check_trackers
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, refusing
 from diloco.config.placing import syncer_dir
 from diloco.observe.console import identity_lines, lines_to, syncer_log
 from diloco.observe.eventlog import EventLog
@@ -66,17 +66,16 @@ def main(arguments: Sequence[str]) -> ExitCode:
     )
     parser.add_argument("--json", action="store_true", help="status: print the standby's answer as JSON")
     given = parser.parse_args(arguments)
-    words = [text for text in given.settings if "=" not in text]
+    words, given.settings = parted(given.settings)
     if not words or words[0] not in WORDS:
-        raise VerbError(ExitCode.USAGE, f"give one of {', '.join(WORDS)}")
+        raise ConfigError(f"give one of {', '.join(WORDS)}")
     what, *targets = words
-    given.settings = [text for text in given.settings if "=" in text]
-    for option in ("lossy", "json"):
-        if getattr(given, option) and what != {"lossy": "promote", "json": "status"}[option]:
-            raise VerbError(ExitCode.USAGE, f"--{option} is not an option of {what}")
+    for option, user in (("lossy", "promote"), ("json", "status")):
+        if getattr(given, option) and what != user:
+            raise ConfigError(f"--{option} is not an option of {what}")
     if len(targets) != (what != "follow"):
         wanted = "no HOST:PORT, but settings" if what == "follow" else "one HOST:PORT"
-        raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
+        raise ConfigError(f"{what} takes {wanted}")
     if what == "follow":
         return _follow(given)
     address, found = leading(syncer_address(targets[0]), given.settings)
@@ -148,11 +147,8 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     from diloco.syncer.server import check_site
     from diloco.syncer.standby import StandbyError
 
-    log = EventLog(
-        run_dir.events,
-        config.cluster.standby.name,
-        also=identity_lines(lines_to(sys.stderr, config.cluster.standby.name)),
-    )
+    primary, name = config.cluster.standby.primary, config.cluster.standby.name
+    log = EventLog(run_dir.events, name, also=identity_lines(lines_to(sys.stderr, name)))
     standing = _standing_by(config, log)
     metrics = StandbyMetrics(config, standing.status)
     try:
@@ -164,7 +160,6 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
         ):
             stopping.ask(lambda: None)
             address = standing.start()
-            primary, name = config.cluster.standby.primary, config.cluster.standby.name
             print(f"standby {name} of run {config.run.name} follows {primary}, and answers at {address}", flush=True)
             print(f"it takes over on the command  diloco standby promote {address}", flush=True)
             if page:
@@ -193,10 +188,8 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
     from diloco.wire.client import FollowClient
 
     primary = config.cluster.standby.primary
-    try:
+    with refusing(ValueError, OSError, begin=f"cluster.standby.primary is {primary!r}: "):
         client = FollowClient(primary, connecting.site_security(config))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"cluster.standby.primary is {primary!r}: {error}") from error
     run_dir, disk = syncer_dir(config), disk_from_environment()
     standby = Standby(
         config.cluster.standby.name,

@@ -6,14 +6,14 @@ import io
 import json
 import os
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
 from diloco.config.compose import read, to_yaml
-from diloco.config.errors import ConfigError, ExitCode, VerbError, require
+from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, existing_run
 from diloco.observe.console import SiteLines
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     given = parser.parse_args(arguments)
     targets, settings = words_and_settings(given)
     if not targets:
-        raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT (each of several), or one run folder")
+        raise ConfigError("give the syncer's HOST:PORT (each of several), or one run folder")
     addresses = [address for target in targets for address in syncer_addresses(target)]
     with suppress(*([KeyboardInterrupt] if given.watch else [])):
         if given.watch and not given.json and len(addresses) == 1:
@@ -180,12 +180,10 @@ def asking(
 
     called = called or f"the syncer at {address}"
     security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
-    try:
+    with refusing(ValueError, OSError, begin=f"syncer {address}: "):
         if token:
             security = replace(security, token=token, token_file="", tls_cert="", tls_key="")
         client = AdminClient(address, security)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"syncer {address}: {error}") from error
     with client:
         try:
             if token:
@@ -214,10 +212,8 @@ def commanded(
     failed: VerbError | None = None
     for address in addresses:
         try:
-            with asking(address, settings, "refuses", token=token) as client:
+            with refusing(MalformedMessage), asking(address, settings, "refuses", token=token) as client:
                 getattr(client, verb)(*words)
-        except MalformedMessage as error:
-            raise VerbError(ExitCode.USAGE, str(error)) from error
         except VerbError as error:
             failed = error
             continue
@@ -397,7 +393,7 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
     run_dir = None
     if not targets or not all(is_address(each) for each in targets):
         if len(targets) > 1:
-            raise VerbError(ExitCode.USAGE, "give one run folder, or the HOST:PORT of its syncers")
+            raise ConfigError("give one run folder, or the HOST:PORT of its syncers")
         run_dir = existing_run(targets[0] if targets else LATEST)
     addresses: list[str] = []
     with suppress(VerbError):  # A run that has finished has no syncer, and its page is made of its folder.
@@ -412,10 +408,9 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
         title = run_dir.root.resolve().name if run_dir is not None else ", ".join(addresses)
         operate = lambda order, token: commanded(order["verb"], order["words"], order["syncers"], settings, token)  # noqa: E731
         page = dashboard_of(title, run_dir, config, watches, operate)
-        try:
+        where = f"--host {given.host} --port {given.port}: cannot listen there: "
+        with refusing(OSError, OverflowError, begin=where):
             url = stack.enter_context(served(page, given.host, given.port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"--host {given.host} --port {given.port}: cannot listen there: {error}") from error
         print(f"dashboard of {title} at {url}", flush=True)
         with suppress(KeyboardInterrupt):
             while True:
@@ -643,7 +638,6 @@ def tracked(config: RunConfig, hurries: Callable[[], bool] = lambda: False) -> I
 
 def _note(run_dir: RunDir, why: str) -> None:
     """Log an event about a tracker, and print it."""
-    log = EventLog(run_dir.events, "track")
-    log.emit("note", {"note": "tracker", "why": why})
-    log.close()
+    with closing(EventLog(run_dir.events, "track")) as log:
+        log.emit("note", {"note": "tracker", "why": why})
     print(f"tracker {why}", flush=True)

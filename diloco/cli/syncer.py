@@ -185,11 +185,8 @@ def starting(is_locked: str) -> Iterator[None]:
     from diloco.syncer.store import StoreError
 
     try:
-        yield
-    except StoreError as error:
-        raise VerbError(ExitCode.MISMATCH, str(error)) from error
-    except LockedError as error:
-        raise VerbError(ExitCode.FAILED, f"{error}: {is_locked}") from error
+        with failing(StoreError, code=ExitCode.MISMATCH), failing(LockedError, end=f": {is_locked}"):
+            yield
     except ValueError as error:
         # The wire names its own fields; any other error is not about these settings.
         if not str(error).startswith(FROM_SETTINGS):

@@ -35,7 +35,6 @@ Ctrl-C once: stop with a checkpoint (exit 75; 0 under torchrun, which takes 75 f
 WHO = "train"
 TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
 """Settings that a checkpoint was trained with: resuming with other values would mix two trainings."""
-HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every", "run.track")
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     given = settings_parser("train", DOES).parse_args(arguments)
     place = place_from_environment()
     if place is not None and given.config is None:
-        raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco train --config FILE")
+        raise ConfigError("under torchrun, ranks read a resolved file: diloco train --config FILE")
     config = load_config(given)
     for name in ("nproc", "nodes"):
         if (several := getattr(config.site, name)) > 1 and (place is None or name == "nodes"):
@@ -72,7 +71,7 @@ def _take_folder(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> None:
             if key.startswith(TRAINED):
                 text = f"{key} is {now} now and {was} in {run_dir.config}: give another run.name"
                 raise VerbError(ExitCode.MISMATCH, text)
-            if key not in HOW_TO_GO_ON:
+            if key not in configs.HOW_TO_GO_ON:
                 print(f"changed: {key} is {now} and was {was}")
     configs.write(config, run_dir.config)
     point_latest(run_dir)

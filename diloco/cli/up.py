@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads, load_config, named_keys, settings_parser
 from diloco.config.compose import check_trackers, enough_sites
-from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, advice, require, whole_steps
+from diloco.config.errors import (
+    A_NAME,
+    ConfigError,
+    ExitCode,
+    VerbError,
+    advice,
+    failing,
+    refusing,
+    require,
+    whole_steps,
+)
 from diloco.config.placing import BETWEEN, is_syncer, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.config.schema import SiteSection
@@ -82,8 +92,7 @@ def check(config: RunConfig) -> None:
     check_trackers(config.run.track)
     enough_sites(config)
     for name, site in config.cluster.sites.items():
-        if site.nodes != 1:
-            raise ConfigError(f"cluster.sites.{name}.nodes is {site.nodes}: diloco up has one machine; leave it out")
+        require(site.nodes == 1, f"cluster.sites.{name}.nodes", site.nodes, "diloco up has one machine; leave it out")
         if not configs.is_name(name):
             raise ConfigError(f"cluster.sites has {name!r}: {A_NAME}")
         if name in RESERVED or is_syncer(name):
@@ -111,7 +120,7 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
     """
     resume = config.run.resume
     latest = _unfinished_latest(config) if config.run.name is None and resume != "never" else None
-    other = _differences(config, latest, named) if latest is not None else []
+    other = _differences(config, latest, named) if latest is not None else ""
     if latest is not None and not other:
         try:
             stack.enter_context(locked(latest.root))
@@ -119,7 +128,7 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
             return _settled(config, latest, named), True
         except LockedError:
             pass  # Another process runs it: this is a new run.
-    why_not = f"{latest.root} is another run: {_in_words(other)}" if latest is not None and other else ""
+    why_not = f"{latest.root} is another run: {other}" if latest is not None and other else ""
     if resume == "must" and config.run.name is None:
         reason = why_not or f"the latest run in {config.run.dir} cannot be resumed"
         raise ConfigError(f"run.resume is 'must': {reason}")
@@ -140,13 +149,10 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
         from diloco.config import build
 
         build.check_version_zero(config)
-    try:
+    with failing(LockedError, end=": it is running already"):
         stack.enter_context(locked(run_dir.root))
-    except LockedError as error:
-        raise VerbError(ExitCode.FAILED, f"{error}: it is running already") from error
-    anew = _differences(config, run_dir, named) if there else []
-    if anew:
-        print(f"changed: {_in_words(anew)}", flush=True)
+    if there and (anew := _differences(config, run_dir, named)):
+        print(f"changed: {anew}", flush=True)
     return _settled(config, run_dir, named), there
 
 
@@ -191,14 +197,16 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
     return run_dir if any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in dirs) else None
 
 
-def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
+def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> str:
     """Return in words the settings that differ from the run's folder, except those that only say how to resume."""
     changed = configs.differences(configs.read(run_dir.config), _as_in(config, run_dir, named)[0])
-    return [
+    found = [
         f"{key} is {now or 'not set'} now and was {was or 'not set'}"
         for key, (was, now) in changed.items()
-        if key not in ("run.name", "run.resume", "run.log_every", "run.dir", "run.track")
+        if key not in configs.HOW_TO_GO_ON
     ]
+    more = [f"and {len(found) - NAMED_MAX} more"] if len(found) > NAMED_MAX else []
+    return "; ".join(found[:NAMED_MAX] + more)
 
 
 def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, list[str]]:
@@ -210,11 +218,6 @@ def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, 
     leased = there.data.leased if config.data.leased is None else config.data.leased
     config = replace(config, data=replace(config.data, leased=leased))
     return (config, []) if named is None else configs.keep_run_settings(config, run_dir.config, named)
-
-
-def _in_words(differences: Sequence[str]) -> str:
-    more = len(differences) - NAMED_MAX
-    return "; ".join([*differences[:NAMED_MAX], *([f"and {more} more"] if more > 0 else [])])
 
 
 NAMED_MAX = 3
@@ -232,11 +235,9 @@ def _run(
 
     if not Path(config.data.cache).is_dir():
         print("preparing the text, once for all runs", flush=True)
-    try:
+    with refusing(DataError, begin="data: "):
         build.corpus(config)
         references = reference_bits(config.data)
-    except DataError as error:
-        raise ConfigError(f"data: {error}") from error
     history = RunHistory()
     outcome, failed = Outcome(), None
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_origin
 
 from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, require, section
-from diloco.config.keys import nearest, plain_type, type_of, wanted
+from diloco.config.keys import hint, plain_type, type_of, wanted
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
@@ -51,6 +51,8 @@ SHARED = (
     *("data.tokenizer", "data.end_of_file", "data.leased", "data.unit_"),
 )
 """Prefixes of the settings that a run may share: a site takes nothing else, such as a path, from a syncer."""
+HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every", "run.track")
+"""Settings that only say how to resume a run on one machine: they may differ from those in its folder."""
 SHARED_SECTIONS = ("model", "outer", "codec")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 LISTS = frozenset({"outer.publish", "site.syncer", "upstream.endpoint", "run.track"})
@@ -223,20 +225,17 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
 def _fill_in_model(config: RunConfig) -> None:
     """Fill in the model's null settings from the folder ``run.init_from``; ConfigError where that has none."""
     missing = [item.name for item in fields(config.model) if getattr(config.model, item.name) is None]
+    needed = [name for name in missing if name != "vocab_size"]  # The tokenizer has that.
+    if not needed:
+        return
     source = config.run.init_from
     if source is None or not (Path(source) / "config.json").is_file():
-        for name in missing:
-            if name != "vocab_size":
-                raise ConfigError(
-                    f"model.{name} is null: a value, or run.init_from=FOLDER with a config.json that has it"
-                )
-        return
-    if missing and missing != ["vocab_size"]:
-        from diloco.config.model_files import read_options
+        raise ConfigError(f"model.{needed[0]} is null: a value, or run.init_from=FOLDER with a config.json that has it")
+    from diloco.config.model_files import read_options
 
-        told = read_options(source)
-        for name in missing:
-            setattr(config.model, name, getattr(told, name))
+    told = read_options(source)
+    for name in missing:
+        setattr(config.model, name, getattr(told, name))
 
 
 def shared_config(config: RunConfig) -> dict[str, str]:
@@ -397,9 +396,7 @@ def _choice(group: str, value: object) -> str:
     name = "null" if value is None else str(value)
     if name in there or (group == "experiment" and name == "null"):
         return name
-    near = nearest(name, there)
-    hint = f"did you mean {group}={near}?" if near else f"one of {', '.join(there)}"
-    raise ConfigError(f"unknown choice {group}={name}: {hint}")
+    raise ConfigError(f"unknown choice {group}={name}: {hint(name, there, f'{group}=')}")
 
 
 def _checked(key: str, value: object) -> list[tuple[str, object]]:
