@@ -282,15 +282,26 @@ class Examination:
         return True
 
     def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
-        """Return whether any address answered, and the figures of the link to the first syncer that answered."""
+        """Return whether any address answered, and the figures of the link to the first syncer that answered.
+
+        Where this site's credentials cannot be used, a finding says so, and no address counts as unreachable.
+        """
+        from diloco.config import connecting
         from diloco.doctor.machine import LinkFigures
         from diloco.doctor.syncer import own_files
-        from diloco.wire.channel import split_addresses
+        from diloco.wire.channel import check_address, split_addresses
 
         with refusing(ValueError, begin=f"server is {server!r}: "):
             addresses = split_addresses(server)
-        security = self._security(addresses)
-        if security is None:
+        try:
+            security = connecting.site_security(self._config)
+            for address in addresses:
+                check_address(address, security)
+        except ValueError as error:
+            fix = "a token needs TLS wherever others may listen"
+            if isinstance(error, ConfigError):
+                fix = "name files that exist; only their owner may read secrets"
+            self._add([fail("files", str(error), fix)])
             return True, None
         self._check("files", lambda: own_files(security, self._config.site.id))
         reached, link = False, None
@@ -302,23 +313,6 @@ class Examination:
             if link is None and visited is not None and visited.answered:
                 link = LinkFigures(visited.rtt_s, visited.up_bytes_per_s, visited.down_bytes_per_s)
         return reached, link
-
-    def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
-        """Return this site's credentials; where they cannot be used, add a finding and return None."""
-        from diloco.config import connecting
-        from diloco.wire.channel import check_address
-
-        try:
-            security = connecting.site_security(self._config)
-            for address in addresses:
-                check_address(address, security)
-        except ConfigError as error:
-            self._add([fail("files", str(error), "name files that exist; only their owner may read secrets")])
-            return None
-        except ValueError as error:
-            self._add([fail("files", str(error), "a token needs TLS wherever others may listen")])
-            return None
-        return security
 
     def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
         """Check one address; return whether it answered, and the results of asking the syncer there."""

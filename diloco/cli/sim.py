@@ -122,8 +122,6 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
 
     seconds = None if given.hours is None else 3600 * given.hours
     told = options_of(Told, given, "sim", seconds=seconds, regions=given.region)
-    if given.like is not None:
-        config.scenario = None  # The run's events have the faults that happened.
     if given.sites is not None:
         config = with_sites(config, given.sites)
     names, above = list(config.cluster.sites), None
@@ -131,6 +129,8 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         above = above_of(config, given.above, given.regions)
     if given.like is None:  # The settings of a finished run are valid.
         build_syncer.check(config)
+    else:
+        config.scenario = None  # The run's events have the faults that happened.
     plan = fleet_of(config, told) if above is None else tree_of(config, above, told)
     made = None if given.like is None else read_made(RunDir(given.like))
     plan = plan if made is None else as_made(plan, names, made)
@@ -138,9 +138,9 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
     with refusing(EndlessError, end=": this run does not end; --hours sets how much of it to simulate"):
         found = simulate(plan)
         regions = [] if above is None else list(above.cluster.sites)
-        left_out = not_simulated(config) + [
-            f"above: {each}" for each in ([] if above is None else not_simulated(above))
-        ]
+        left_out = not_simulated(config)
+        if above is not None:
+            left_out += [f"above: {each}" for each in not_simulated(above)]
         figures = summary(names, plan, found, time.monotonic() - began_s, regions) | {"not_simulated": left_out}
         others = {seed: simulate(replace(plan, seed=seed)) for seed in range(plan.seed + 1, plan.seed + given.seeds)}
     each = {plan.seed: found, **others}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.config import compose as configs
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.compose import check_trackers, quorum
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, section, whole_steps
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, require, section, whole_steps
 from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.config.run_dir import RunDir, name_run, run_dir_of
 from diloco.durable import LockedError, write_file
@@ -77,21 +77,20 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
-    moved, setting = run_dir.moved_to(), config.cluster.syncer.folder
+    moved, setting, data = run_dir.moved_to(), config.cluster.syncer.folder, _data(config, run_dir)
     if moved is not None and setting and Path(setting).resolve() != moved.resolve():
         raise ConfigError(
             f"cluster.syncer.folder is {setting!r}, but the run was moved to {moved}: leave the "
             f"setting out, or remove {run_dir.moved}, which records the move"
         )
-    there = _data(config, run_dir).is_dir()
-    if config.run.resume == "must" and not there:
-        raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
-    if config.run.resume == "never" and there:
-        raise ConfigError(f"run.resume is 'never': {_data(config, run_dir)} holds a run; take another run.name")
-    if config.run.resume == "auto" and run_dir.has_lost(_data(config, run_dir)):
+    resume, there = config.run.resume, data.is_dir()
+    where = f"there is no run {config.run.name} in {config.run.dir}"
+    require(resume != "must" or there, "run.resume", resume, where)
+    require(resume != "never" or not there, "run.resume", resume, f"{data} holds a run; take another run.name")
+    if resume == "auto" and run_dir.has_lost(data):
         raise VerbError(
             ExitCode.FAILED,
-            f"run {config.run.name} has published versions and {_data(config, run_dir)} is gone: diloco restore "
+            f"run {config.run.name} has published versions and {data} is gone: diloco restore "
             "restores it from a backup or a warm site; run.resume=never starts it over, and its sites will not follow",
         )
 

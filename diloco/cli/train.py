@@ -67,7 +67,8 @@ def _take_folder(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> None:
             raise ConfigError(f"run.name is {config.run.name!r}: a run of sites, see {other}; take another run.name")
     stack.enter_context(held(run_dir.root))
     if run_dir.config.is_file() and checkpoint.names(run_dir.train):
-        for key, (was, now) in configs.differences(configs.read(run_dir.config), config).items():
+        before = configs.as_text(configs.read(run_dir.config))
+        for key, (was, now) in configs.differences(before, configs.as_text(config)).items():
             if key.startswith(TRAINED):
                 text = f"{key} is {now} now and {was} in {run_dir.config}: give another run.name"
                 raise VerbError(ExitCode.MISMATCH, text)

@@ -111,6 +111,8 @@ def check(config: RunConfig) -> None:
 
 
 RESERVED = (SYNCER, EVAL, "up")
+OF_A_SITE = ("slowdown", "nproc", "parallel", "tensor_ranks", "shard_ranks")
+"""What each of ``cluster.sites`` says of the site settings of the same names."""
 
 
 def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -> tuple[RunDir, bool]:
@@ -199,7 +201,8 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
 
 def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> str:
     """Return in words the settings that differ from the run's folder, except those that only say how to resume."""
-    changed = configs.differences(configs.read(run_dir.config), _as_in(config, run_dir, named)[0])
+    before, after = configs.read(run_dir.config), _as_in(config, run_dir, named)[0]
+    changed = configs.differences(configs.as_text(before), configs.as_text(after))
     found = [
         f"{key} is {now or 'not set'} now and was {was or 'not set'}"
         for key, (was, now) in changed.items()
@@ -308,9 +311,8 @@ def up_options(
             links[own] = {key: float(value) for key, value in asdict(link).items()}
             dials.append(relay.add(own, link, syncer.address) if relay is not None else syncer.address)
         # Assigned here for all sites: no two sites may take the same share of the text.
-        place = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
-        settings = {**place, "slowdown": site.slowdown, "nproc": site.nproc, "parallel": site.parallel}
-        settings |= {"tensor_ranks": site.tensor_ranks, "shard_ranks": site.shard_ranks}
+        settings = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
+        settings |= {key: getattr(site, key) for key in OF_A_SITE}
         build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
         sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
     waits = config.outer.final_wait_s + config.cluster.syncer.linger_s + 2 * config.site.finish_timeout_s

@@ -185,13 +185,9 @@ def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig
     """
     values = {key: _value(key, text) for key, text in told.items()}
     config = of_values({**values, **own})
-    here = shared_config(config)
-    for key in sorted(told.keys() | here.keys()):
-        if told.get(key) != here.get(key):
-            raise ConfigError(
-                f"{key} is {told.get(key, 'not set')} at the syncer, and this release reads {here.get(key, 'nothing')}"
-                ": install the syncer's release"
-            )
+    for key, (there, here) in differences(told, shared_config(config)).items():
+        text = f"{key} is {there or 'not set'} at the syncer, and this release reads {here or 'nothing'}"
+        raise ConfigError(f"{text}: install the syncer's release")
     return config
 
 
@@ -273,7 +269,7 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
     there, changed = read(path), []
     before, now = shared_config(there), shared_config(config)
     fixed = set(ALWAYS_SHARED.split()) - MAY_CHANGE
-    if any(before.get(key) != now.get(key) for key in fixed):
+    if differences(before, now).keys() & fixed:
         return config, []
     for part, names in {"outer": None, "codec": None, "upstream": ("counted_from",)}.items():
         now, before = getattr(config, part), getattr(there, part)
@@ -291,11 +287,11 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
 def require_same(config: RunConfig, path: Path) -> None:
     """Raise VerbError where ``config`` describes another run than the file ``path``; ``MAY_CHANGE`` may differ."""
     there = read(path)
-    before, now, known = shared_config(there), shared_config(config), as_text(there)
-    for key in sorted((before.keys() | now.keys()) - MAY_CHANGE):
-        if before.get(key) != now.get(key):
+    known = as_text(there)
+    for key, (before, now) in differences(shared_config(there), shared_config(config)).items():
+        if key not in MAY_CHANGE:
             go_on = f"give {key}={known[key]} to resume, or " if key in known else ""
-            differ = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
+            differ = f"{key} is {now or 'not set'} now and {before or 'not set'} in {path}"
             # A run cannot be extended: users who want that begin another one with its final version.
             final = RunDir(path.parent).final_model
             whole = key in ("run.tokens", "run.seconds") and config.outer.num_syncers == 1 and final.exists()
@@ -315,13 +311,12 @@ def shared_digest(config: RunConfig, *, earlier: bool = False) -> str:
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
-def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[str, str]]:
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the settings that differ, by dotted name, as (text before, text now); "" where not set."""
-    old, new = as_text(before), as_text(now)
     return {
-        key: (old.get(key, ""), new.get(key, ""))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        key: (before.get(key, ""), now.get(key, ""))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
     }
 
 

@@ -129,11 +129,11 @@ def _as_told(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = 
     """As ``fill_in``; VerbError where ``settings`` contradict the run."""
     config, decided = fill_in(settings, told, only), configs.said(settings)
     ours, here = configs.shared_config(config), configs.as_text(config)
-    for key in sorted((ours.keys() | told.shared.keys()) - OF_THE_SYNCER):
-        if key.startswith(only) and told.shared.get(key) != ours.get(key):
-            theirs = told.shared.get(key, "not set")
+    for key, (theirs, own) in configs.differences(told.shared, ours).items():
+        if key.startswith(only) and key not in OF_THE_SYNCER:
             what = "leave that setting out" if key in decided else "install the syncer's release"
-            text = f"{key} is {theirs} in run {told.run_id} and {ours.get(key, here.get(key, 'unknown'))} here: {what}"
+            own = own or here.get(key, "unknown")
+            text = f"{key} is {theirs or 'not set'} in run {told.run_id} and {own} here: {what}"
             raise VerbError(ExitCode.MISMATCH, text)
     return config
 
