@@ -35,21 +35,6 @@ if TYPE_CHECKING:
     from diloco.wire.options import SecurityOptions
 
 
-DOES = """Check this machine and the path to a syncer, and say what to change.
-
-  diloco doctor                                         this machine
-  diloco doctor syncer.example.org:7077                 and the path to a syncer, or to it and its standby
-  diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts with the same settings
-  diloco doctor a:7077/b:7077                           and the path to each of several syncers
-  diloco doctor --config site.yaml                      as the site of this file
-  diloco doctor --watch nimble-otter                    a run, by its folder or HOST:PORT: alerts until Ctrl-C
-
-It does not change the run.  It measures bandwidth with filler data, at most 64 MiB each way.
-Exit code 1: a check failed; 3: no address could be reached.
-
-With --watch it prints a line when one of these begins or ends: a syncer or a site is silent, a site's loss rises or its
-versions grow old, the syncer's disk fills up, a certificate ends soon, or a standby is away or behind.  The rules are
-those of configs/monitoring/alerts.yaml.  For an e-mail: --command 'mail -s "$DILOCO_ALERT" ops@example.org'"""
 SECONDS_MAX = 10
 EVERY_MAX_S = 3600
 NOTIFY_S = 10.0
@@ -62,8 +47,24 @@ CHECK_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("doctor", DOES, shown=False)
+    """Check this machine and the path to a syncer, and say what to change.
+
+      diloco doctor                                         this machine
+      diloco doctor syncer.example.org:7077                 and the path to a syncer, or to it and its standby
+      diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts with the same settings
+      diloco doctor a:7077/b:7077                           and the path to each of several syncers
+      diloco doctor --config site.yaml                      as the site of this file
+      diloco doctor --watch nimble-otter                    a run, by its folder or HOST:PORT: alerts until Ctrl-C
+
+    It does not change the run.  It measures bandwidth with filler data, at most 64 MiB each way.
+    Exit code 1: a check failed; 3: no address could be reached.
+
+    With --watch it prints a line when one of these begins or ends: a syncer or a site is silent, a site's loss rises or
+    its versions grow old, the syncer's disk fills up, a certificate ends soon, or a standby is away or behind.  The
+    rules are those of configs/monitoring/alerts.yaml.  For an e-mail:
+    --command 'mail -s "$DILOCO_ALERT" ops@example.org'
+    """
+    parser = settings_parser("doctor", main.__doc__, shown=False)
     parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
     told = "measure bandwidth for at most this many seconds each way: 0 (not at all) to 10; default: 3"
     parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help=told)
@@ -353,21 +354,19 @@ class Examination:
 
 # --- ``diloco canary`` -----------------------------------------------------------------------------------------------
 
-CANARY = """\
-Run a few inner steps twice from a site's recorded state, and compare the bits: no other check finds a machine that
-corrupts data silently.
-
-  diloco canary runs/nimble-otter/sites/site-a
-  diloco canary runs/nimble-otter/sites/site-a/checkpoints/step-0000000050 --expect DIGEST
-
-With --expect it runs once and compares with the digest that another machine printed.  Only machines of one kind
-(processor or accelerator, torch, number of threads) round alike: between others a difference means nothing.
-Exit 1: different."""
-
 
 def canary(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("canary", CANARY)
+    """Run a few inner steps twice from a site's recorded state, and compare the bits: no other check finds a machine
+    that corrupts data silently.
+
+      diloco canary runs/nimble-otter/sites/site-a
+      diloco canary runs/nimble-otter/sites/site-a/checkpoints/step-0000000050 --expect DIGEST
+
+    With --expect it runs once and compares with the digest that another machine printed.  Only machines of one kind
+    (processor or accelerator, torch, number of threads) round alike: between others a difference means nothing.
+    Exit 1: different.
+    """
+    parser = OneLineParser("canary", canary.__doc__)
     parser.add_argument("target", metavar="CHECKPOINT|SITE_FOLDER", type=Path)
     parser.add_argument("--steps", type=int, default=4, help="inner steps to repeat (default 4)")
     parser.add_argument("--expect", metavar="DIGEST", help="compare with this digest instead of running twice")

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
     from diloco.deploy.rendering import File
 
-DOES = """Run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes the
-files that the manager's tool needs, from the same settings as every verb; each process reads its own resolved file.
-
-  diloco launch docker --dry-run                         images and a compose file, printed
-  diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8
-  diloco launch kubernetes --dry-run --to manifests run.name=first launch.namespace=training
-  diloco launch skypilot --to tasks run.name=first site.syncer=203.0.113.7:7077
-
-Without --dry-run it shows the commands of the tool (docker, sbatch, kubectl or sky), asks, and runs them.  Delete the
-files of processes that are not to run there: a run may have sites in many places."""
 TOOLS: Mapping[str, str] = {"docker": "docker", "slurm": "sbatch", "kubernetes": "kubectl", "skypilot": "sky"}
 """The command-line tool for each kind of launch."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("launch", DOES)
+    """Run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes the
+    files that the manager's tool needs, from the same settings as every verb; each process reads its own resolved file.
+
+      diloco launch docker --dry-run                         images and a compose file, printed
+      diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8
+      diloco launch kubernetes --dry-run --to manifests run.name=first launch.namespace=training
+      diloco launch skypilot --to tasks run.name=first site.syncer=203.0.113.7:7077
+
+    Without --dry-run it shows the commands of the tool (docker, sbatch, kubectl or sky), asks, and runs them.  Delete
+    the files of processes that are not to run there: a run may have sites in many places.
+    """
+    parser = settings_parser("launch", main.__doc__)
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write there; default: below the run's folder")
     parser.add_argument("--dry-run", action="store_true", help="only write the files, or print them without --to")
     parser.add_argument("--yes", action="store_true", help="do not ask")

@@ -33,27 +33,27 @@ if TYPE_CHECKING:
     from diloco.models.read import Taken
 
 
-EXPORT = """Write a model as a folder: safetensors, config.json, tokenizer.json of Hugging Face; all or nothing.
-
-  diloco export runs/nimble-otter --to otter                     the newest version in the run's folder
-  diloco export runs/nimble-otter --version 120 --to otter-120   as far back as its snapshots and its journal go
-  diloco export 127.0.0.1:7077 --to otter                        what a syncer publishes now
-  diloco export runs/warm/train/checkpoints --to warm            a checkpoint of `diloco train` or of a site
-  diloco export runs/nimble-otter/sites/site-a --version 120 --to otter-120    the version that a site has as its base
-  diloco export runs/nimble-otter --to otter-dcp --format dcp    a checkpoint of torch.distributed.checkpoint
-  diloco export runs/nimble-otter --to s3://models/otter         any URL that fsspec knows; config.json comes last
-
-transformers.AutoModelForCausalLM.from_pretrained("otter") gives the same logits.  lm-evaluation-harness reads the
-folder (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run.
-
-A DCP folder has the values in torch's files instead, by the same names: torch.distributed.checkpoint.load(state,
-checkpoint_id="otter-dcp") fills the state dict of that model.  run.init_from takes it too."""
 SIZE_UNITS: Mapping[str, int] = MappingProxyType({"kB": 10**3, "MB": 10**6, "GB": 10**9})
 
 
 def export(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("export", EXPORT, shown=False)
+    """Write a model as a folder: safetensors, config.json, tokenizer.json of Hugging Face; all or nothing.
+
+      diloco export runs/nimble-otter --to otter                     the newest version in the run's folder
+      diloco export runs/nimble-otter --version 120 --to otter-120   as far back as its snapshots and its journal go
+      diloco export 127.0.0.1:7077 --to otter                        what a syncer publishes now
+      diloco export runs/warm/train/checkpoints --to warm            a checkpoint of `diloco train` or of a site
+      diloco export runs/nimble-otter/sites/site-a --version 120 --to otter-120  the version that a site has as its base
+      diloco export runs/nimble-otter --to otter-dcp --format dcp    a checkpoint of torch.distributed.checkpoint
+      diloco export runs/nimble-otter --to s3://models/otter         any URL that fsspec knows; config.json comes last
+
+    transformers.AutoModelForCausalLM.from_pretrained("otter") gives the same logits.  lm-evaluation-harness reads the
+    folder (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run.
+
+    A DCP folder has the values in torch's files instead, by the same names: torch.distributed.checkpoint.load(state,
+    checkpoint_id="otter-dcp") fills the state dict of that model.  run.init_from takes it too.
+    """
+    parser = settings_parser("export", export.__doc__, shown=False)
     parser.add_argument("--to", metavar="FOLDER", help="write it there, a new folder or a URL that fsspec knows")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="number format; default: fp32")
     parser.add_argument("--format", choices=["hf", "dcp"], default="hf", help="form of the values' files; default: hf")
@@ -139,22 +139,22 @@ def size_of(text: str) -> int:
 
 # --- ``diloco generate`` ---------------------------------------------------------------------------------------------
 
-GENERATE = """Continue a text with a model, token by token, on this machine's CPU.
-
-  diloco generate runs/nimble-otter "def main("                    the newest version in the run's folder
-  diloco generate runs/warm/train/checkpoints "def main(" --temperature 0 --tokens 50
-  diloco generate otter "def main(" --seed 3                       a folder in Hugging Face's format
-  diloco generate 127.0.0.1:7077 "def main("                       what a syncer publishes now
-
-Where the text does not fit the model's context, its first half is dropped, as often as needed."""
 UNFINISHED = "\ufffd"
 """The character that decoding gives for an incomplete UTF-8 sequence."""
 LETTER_TOKENS_MAX = 4
 
 
 def generate(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("generate", GENERATE, shown=False)
+    """Continue a text with a model, token by token, on this machine's CPU.
+
+      diloco generate runs/nimble-otter "def main("                    the newest version in the run's folder
+      diloco generate runs/warm/train/checkpoints "def main(" --temperature 0 --tokens 50
+      diloco generate otter "def main(" --seed 3                       a folder in Hugging Face's format
+      diloco generate 127.0.0.1:7077 "def main("                       what a syncer publishes now
+
+    Where the text does not fit the model's context, its first half is dropped, as often as needed.
+    """
+    parser = settings_parser("generate", generate.__doc__, shown=False)
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to generate; default: 100")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest token; default: 0.8")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all")
@@ -162,10 +162,10 @@ def generate(arguments: Sequence[str]) -> ExitCode:
     given = parsed(parser, arguments)
     sources, prompt, settings = _parted(given)
 
-    from diloco.inner.evaluate import SamplingOptions, generate
+    from diloco.inner import evaluate
 
     try:
-        options = SamplingOptions(
+        options = evaluate.SamplingOptions(
             tokens=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed
         )
     except ValueError as error:
@@ -176,7 +176,7 @@ def generate(arguments: Sequence[str]) -> ExitCode:
     with refusing(ValueError):
         begin = [end] if not prompt and end is not None else list(map(int, tokenizer.encode_batch([prompt])[0]))
         sys.stdout.write(prompt)
-        for text in texts(generate(model, begin, options, end), tokenizer):
+        for text in texts(evaluate.generate(model, begin, options, end), tokenizer):
             sys.stdout.write(text)
             sys.stdout.flush()
     print()
@@ -260,23 +260,23 @@ def taken_from(given: argparse.Namespace, sources: Sequence[str], settings: Sequ
 
 # --- ``diloco eval`` -------------------------------------------------------------------------------------------------
 
-DOES = """Evaluate a model on the validation text, in nats per token and bits per byte, or in benchmark tasks.
-
-  diloco eval runs/nimble-otter [--follow]                the published model
-  diloco eval 127.0.0.1:7077 [--follow]                   what a syncer publishes now, and from now on
-  diloco eval runs/nimble-otter --version 120             an earlier version
-  diloco eval runs/warm/train/checkpoints                 a checkpoint of `diloco train` or of a site
-  diloco eval otter data=text data.path=essays            a Hugging Face folder, with its own tokenizer
-  diloco eval otter --tasks hellaswag,piqa                by lm-evaluation-harness (pip install 'diloco[harness]')
-
-With a run folder and no version it writes `eval` events into the run's events.jsonl."""
 POLL_S = 0.2
 GIVE_UP_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("eval", DOES, shown=False)
+    """Evaluate a model on the validation text, in nats per token and bits per byte, or in benchmark tasks.
+
+      diloco eval runs/nimble-otter [--follow]                the published model
+      diloco eval 127.0.0.1:7077 [--follow]                   what a syncer publishes now, and from now on
+      diloco eval runs/nimble-otter --version 120             an earlier version
+      diloco eval runs/warm/train/checkpoints                 a checkpoint of `diloco train` or of a site
+      diloco eval otter data=text data.path=essays            a Hugging Face folder, with its own tokenizer
+      diloco eval otter --tasks hellaswag,piqa                by lm-evaluation-harness (pip install 'diloco[harness]')
+
+    With a run folder and no version it writes `eval` events into the run's events.jsonl.
+    """
+    parser = settings_parser("eval", main.__doc__, shown=False)
     parser.add_argument("--follow", action="store_true", help="evaluate new versions until the run has ended")
     parser.add_argument("--json", action="store_true", help="print each evaluation as one JSON object")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: the interval")

@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 EXPERIMENT = "experiment"
-DOES = """Estimate a run before any machine is rented: the bytes of a round, the link rates that keep sites training for
-a given share of the time, the inner steps per round that your links allow, the syncer's memory, the price, the goodput,
-and how each grows with the model and the sites.  The codecs give the bytes; a formula and a simulation give the rest.
-
-  diloco plan +experiment=100t_20dc
-  diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
-  diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
-  diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json
-
-Links are stated or measured: each FILE of --link is what `diloco doctor HOST:PORT --json` printed at one site (at the
-syncer's own site, towards another machine far away), or one FILE for all.
-"""
 WANTED: Mapping[object, str] = MappingProxyType(
     {float: "a number", int: "a whole number", tuple[float, ...]: "numbers with commas between"}
 )
@@ -61,8 +49,20 @@ class _Parser(OneLineParser):
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = _Parser("plan", DOES)
+    """Estimate a run before any machine is rented: the bytes of a round, the link rates that keep sites training for a
+    given share of the time, the inner steps per round that your links allow, the syncer's memory, the price, the
+    goodput, and how each grows with the model and the sites.  The codecs give the bytes; a formula and a simulation
+    give the rest.
+
+      diloco plan +experiment=100t_20dc
+      diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
+      diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
+      diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json
+
+    Links are stated or measured: each FILE of --link is what `diloco doctor HOST:PORT --json` printed at one site (at
+    the syncer's own site, towards another machine far away), or one FILE for all.
+    """
+    parser = _Parser("plan", main.__doc__)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart: bytes by number of sites")

@@ -30,16 +30,15 @@ if TYPE_CHECKING:
     from diloco.syncer.store import RunCard
 
 
-JOURNAL = """\
-diloco journal show RUN_DIR     print every event that changed the syncer's state: time in seconds, event, fields,
-                                digest of its effects; of a run folder, a syncer's data folder or one .log file
-diloco journal verify RUN_DIR   check all stored data of the syncer without changing it: chain and marks of the
-                                journal, snapshots, payloads; names the first damaged one, with exit code 1"""
-
-
 def journal(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("journal", JOURNAL)
+    """Print the syncer's journal, or verify everything that it keeps.
+
+    diloco journal show RUN_DIR     print every event that changed the syncer's state: time in seconds, event, fields,
+                                    digest of its effects; of a run folder, a syncer's data folder or one .log file
+    diloco journal verify RUN_DIR   check all stored data of the syncer without changing it: chain and marks of the
+                                    journal, snapshots, payloads; names the first damaged one, with exit code 1
+    """
+    parser = OneLineParser("journal", journal.__doc__)
     parser.add_argument("what", choices=["show", "verify"])
     parser.add_argument("target", metavar="RUN_DIR|FILE")
     given = parser.parse_args(arguments)
@@ -93,21 +92,21 @@ def data_folder(target: str) -> Path:
 
 # --- ``diloco replay`` -----------------------------------------------------------------------------------------------
 
-REPLAY = """Compute a run's outer steps again from its syncer's data, which it only reads, also while the syncer runs.
-
-  diloco replay runs/nimble-otter                             check every kept version against its digest
-  diloco replay runs/nimble-otter --without site=site-b:versions=17..19 --out without-b
-                                                              compute the state that the same journal gives without
-                                                              those updates, for `diloco restore`
-
-The rounds stay those of the journal: the remaining updates of a round are merged as if it had held only those.  A step
-without any update is skipped and keeps its number."""
 LISTED_MAX = 20
 
 
 def replay(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("replay", REPLAY)
+    """Compute a run's outer steps again from its syncer's data, which it only reads, also while the syncer runs.
+
+      diloco replay runs/nimble-otter                             check every kept version against its digest
+      diloco replay runs/nimble-otter --without site=site-b:versions=17..19 --out without-b
+                                                                  compute the state that the same journal gives without
+                                                                  those updates, for `diloco restore`
+
+    The rounds stay those of the journal: the remaining updates of a round are merged as if it had held only those.  A
+    step without any update is skipped and keeps its number.
+    """
+    parser = OneLineParser("replay", replay.__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, its name below runs/, or its data folder")
     told = "site=NAME:versions=FIRST..LAST (into which they were merged) or :sequences=..., and :fragment=N for one"
     parser.add_argument("--without", action="append", default=[], metavar="UPDATES", help=f"leave out {told}")
@@ -198,26 +197,26 @@ def _lines(rebuilt: ReplayerWithout) -> list[str]:
 
 # --- ``diloco restore`` ----------------------------------------------------------------------------------------------
 
-RESTORE = """Restore a run whose syncer is stopped, so that it can be started again. The restored values become each
-fragment's next version, in a new lineage. Sites come back by themselves, drop what they had in flight,
-and count what is lost.
-
-  diloco restore runs/nimble-otter --from without-b           what `diloco replay --without ... --out without-b` wrote
-  diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a lost data folder
-  diloco restore runs/nimble-otter --list                     list the backups
-  diloco restore runs/nimble-otter --from-site runs/nimble-otter/sites/site-b
-                                                              the published version that a warm site has as its base,
-                                                              without the outer optimizer's momentum
-
-It restores into the run's data folder, which is that of a promoted standby if one took over.  If you name another data
-folder of the run instead, it restores there, and the run continues in that folder."""
 ANSWER_S = 2.0
 """How long a process at the run's address may take to accept a connection."""
 
 
 def restore(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("restore", RESTORE)
+    """Restore a run whose syncer is stopped, so that it can be started again. The restored values become each
+    fragment's next version, in a new lineage. Sites come back by themselves, drop what they had in flight,
+    and count what is lost.
+
+      diloco restore runs/nimble-otter --from without-b           what `diloco replay ... --out without-b` wrote
+      diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a lost data folder
+      diloco restore runs/nimble-otter --list                     list the backups
+      diloco restore runs/nimble-otter --from-site runs/nimble-otter/sites/site-b
+                                                                  the version that a warm site has as its base, without
+                                                                  the outer optimizer's momentum
+
+    It restores into the run's data folder, which is that of a promoted standby if one took over.  If you name another
+    data folder of the run instead, it restores there, and the run continues in that folder.
+    """
+    parser = OneLineParser("restore", restore.__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="the run's folder, its name below runs/, or its data folder")
     parser.add_argument(
         "--from",

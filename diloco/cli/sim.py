@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 SCENARIO = "+scenario="
 SEEDS_MAX = 1000
-DOES = """Simulate the sites, links and rules of a run without tensors, by the state machines of a real run: which site
-trains, waits or is away, and what crosses the links.  Hours pass in seconds.
-
-  diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
-  diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
-  diloco sim --hours 24 --region site-a,site-b --region-interruptions-per-day 2
-  diloco sim --hours 168 --chips 20000 --interruptions-per-chip-year 1 --away-s 900 --seeds 3
-  diloco sim experiment=halos --above outer=halos_global --above codec=fp32 --above network=transatlantic --hours 24
-  diloco sim scenario=demo                        with the faults that diloco up plays
-  diloco sim --like runs/latest                   a finished run and its simulation, side by side
-  diloco sim +scenario=goodput_decoupled          a published table, and the same table simulated
-  diloco sim +scenario=bandwidth_streaming --json
-
-Sites, slowdowns and links come from cluster.sites and network, sizes from model and codec.  The run ends after --hours,
-or else by run.seconds or run.tokens.  Each --above is a setting of a syncer above: its cluster.sites are then regions
-over its network, and each has all the sites of this one.  Model, text, fragments, seed and, unless --above says
-otherwise, the run's length are the same for both."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("sim", DOES)
+    """Simulate the sites, links and rules of a run without tensors, by the state machines of a real run: which site
+    trains, waits or is away, and what crosses the links.  Hours pass in seconds.
+
+      diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
+      diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
+      diloco sim --hours 24 --region site-a,site-b --region-interruptions-per-day 2
+      diloco sim --hours 168 --chips 20000 --interruptions-per-chip-year 1 --away-s 900 --seeds 3
+      diloco sim experiment=halos --above outer=halos_global --above codec=fp32 --above network=transatlantic --hours 24
+      diloco sim scenario=demo                        with the faults that diloco up plays
+      diloco sim --like runs/latest                   a finished run and its simulation, side by side
+      diloco sim +scenario=goodput_decoupled          a published table, and the same table simulated
+      diloco sim +scenario=bandwidth_streaming --json
+
+    Sites, slowdowns and links come from cluster.sites and network, sizes from model and codec.  The run ends after
+    --hours, or else by run.seconds or run.tokens.  Each --above is a setting of a syncer above: its cluster.sites are
+    then regions over its network, and each has all the sites of this one.  Model, text, fragments, seed and, unless
+    --above says otherwise, the run's length are the same for both.
+    """
+    parser = settings_parser("sim", main.__doc__)
     parser.add_argument("--step-s", type=float, default=0.1, help="an inner step of a site without slowdown (0.1)")
     parser.add_argument("--hours", type=float, help="length of the run (default: by run.seconds or run.tokens)")
     parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")

@@ -35,25 +35,25 @@ if TYPE_CHECKING:
     from diloco.config.run_dir import SiteDir
     from diloco.config.schema import RunConfig
 
-DOES = """Train at one site on the text here, and exchange updates with the syncer.
-
-  diloco site site.id=fra site.syncer=127.0.0.1:7077
-  diloco site ... site.nodes=2 site.node_rank=K site.rendezvous=HOST:PORT     (on each of its machines, K from 0)
-  torchrun --nproc-per-node 8 -m diloco site --config site.yaml      (a rank reads a resolved file: --print-config)
-
-Settings that the run shares (model, outer rule, codecs, length) come from the syncer; one that contradicts the run is
-refused.  The same command resumes from the newest checkpoint.
-
-Ctrl-C once sends what is unsent and leaves (exit 75, or 0 when the run had finished; under your own torchrun always 0,
-because torchrun takes 75 for a failure); twice stops at once (exit 1)."""
 RANKS_END_S = 30.0
 """How long the other ranks may take to end after rank 0 has recorded its end; a hanging one would take much longer.
 If one of them is lost meanwhile, torchrun starts all ranks again, and the new rank 0 withdraws the record in time."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    given = settings_parser("site", DOES).parse_args(arguments)
+    """Train at one site on the text here, and exchange updates with the syncer.
+
+      diloco site site.id=fra site.syncer=127.0.0.1:7077
+      diloco site ... site.nodes=2 site.node_rank=K site.rendezvous=HOST:PORT     (on each of its machines, K from 0)
+      torchrun --nproc-per-node 8 -m diloco site --config site.yaml      (a rank reads a resolved file: --print-config)
+
+    Settings that the run shares (model, outer rule, codecs, length) come from the syncer; one that contradicts the run
+    is refused.  The same command resumes from the newest checkpoint.
+
+    Ctrl-C once sends what is unsent and leaves (exit 75, or 0 when the run had finished; under your own torchrun always
+    0, because torchrun takes 75 for a failure); twice stops at once (exit 1).
+    """
+    given = settings_parser("site", main.__doc__).parse_args(arguments)
     place = place_from_environment()
     if place is not None and given.config is None:
         raise ConfigError("under torchrun, ranks read a resolved file: diloco site --config FILE")

@@ -29,35 +29,36 @@ if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
     from diloco.syncer.standby import StandingBy, Warm
 
-DOES = """Follow a syncer as its standby, and take over from it.
-
-  diloco syncer         run.name=otter ... cluster.replication.mode=sync
-  diloco standby follow run.name=otter ... cluster.standby.primary=fra:7077 cluster.syncer.listen=iad:7077
-  diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
-  diloco standby status  iad:7077        whether it follows, and how far it is
-  diloco standby promote iad:7077        take over: the first syncer is gone for good, or cut off
-  diloco standby detach  fra:7077        tell the syncer to continue without a standby until one has caught up
-
-With cluster.replication.mode=sync the syncer acknowledges nothing before the standby has it.  While the standby is away
-it acknowledges nothing at all, and says so, until the standby is back or detached.  With async, acknowledgements do not
-wait for the standby, and while it is away nothing waits: then losing the syncer's disk loses what came since.
-
-promote is refused while the syncer is still heard, and where the standby may lack what a site was told (mode async, or
-a detached standby).  --lossy promotes it anyway: it begins a new lineage with what it has, sites move to it, and what
-only the other syncer has is lost.  With cluster.lease the lease says which process has everything.
-
-follow takes the settings of `diloco syncer`. A promoted standby is that syncer, at the same address, with the same
-exit codes. Its epoch is larger, so sites that have joined it never go back to the old one. It needs
-cluster.replication itself, for the next standby, which begins with an empty folder. Ctrl-C while it follows: exit
-75, and the same command resumes. When the run has finished and the syncer has stopped it exits with 0. Where they
-authenticate callers: site.token_file=... site.tls_ca=..."""
 WORDS = ("follow", "promote", "detach", "status")
 WAIT_S = 0.1
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("standby", DOES)
+    """Follow a syncer as its standby, and take over from it.
+
+      diloco syncer         run.name=otter ... cluster.replication.mode=sync
+      diloco standby follow run.name=otter ... cluster.standby.primary=fra:7077 cluster.syncer.listen=iad:7077
+      diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
+      diloco standby status  iad:7077        whether it follows, and how far it is
+      diloco standby promote iad:7077        take over: the first syncer is gone for good, or cut off
+      diloco standby detach  fra:7077        tell the syncer to continue without a standby until one has caught up
+
+    With cluster.replication.mode=sync the syncer acknowledges nothing before the standby has it.  While the standby is
+    away it acknowledges nothing at all, and says so, until the standby is back or detached.  With async,
+    acknowledgements do not wait for the standby, and while it is away nothing waits: then losing the syncer's disk
+    loses what came since.
+
+    promote is refused while the syncer is still heard, and where the standby may lack what a site was told (mode async,
+    or a detached standby).  --lossy promotes it anyway: it begins a new lineage with what it has, sites move to it, and
+    what only the other syncer has is lost.  With cluster.lease the lease says which process has everything.
+
+    follow takes the settings of `diloco syncer`. A promoted standby is that syncer, at the same address, with the same
+    exit codes. Its epoch is larger, so sites that have joined it never go back to the old one. It needs
+    cluster.replication itself, for the next standby, which begins with an empty folder. Ctrl-C while it follows: exit
+    75, and the same command resumes. When the run has finished and the syncer has stopped it exits with 0. Where they
+    authenticate callers: site.token_file=... site.tls_ca=...
+    """
+    parser = settings_parser("standby", main.__doc__)
     parser.usage = "diloco standby follow|promote|detach|status [HOST:PORT] [--lossy] [--json] [key=value ...]"
     parser.add_argument(
         "--lossy",

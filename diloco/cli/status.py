@@ -35,14 +35,6 @@ if TYPE_CHECKING:
     Status = Mapping[str, Any]
 
 
-DOES = """Show the state of a running syncer: versions, sites, staleness, tokens, bytes, loss.
-
-  diloco status 127.0.0.1:7077
-  diloco status runs/nimble-otter --watch
-  diloco status 127.0.0.1:7077,127.0.0.1:7078      a syncer and its standby: the one that leads, and what the other is
-  diloco status 127.0.0.1:7077/127.0.0.1:7078      a run with two syncers
-
-Where the syncer authenticates callers: site.token_file=... site.tls_ca=..."""
 EVERY_S = 1.0
 PLAIN_WIDTH = 140
 COLUMNS = (
@@ -63,8 +55,16 @@ COLUMNS = (
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("status", DOES, file=False, shown=False)
+    """Show the state of a running syncer: versions, sites, staleness, tokens, bytes, loss.
+
+      diloco status 127.0.0.1:7077
+      diloco status runs/nimble-otter --watch
+      diloco status 127.0.0.1:7077,127.0.0.1:7078    a syncer and its standby: the one that leads, and what the other is
+      diloco status 127.0.0.1:7077/127.0.0.1:7078    a run with two syncers
+
+    Where the syncer authenticates callers: site.token_file=... site.tls_ca=...
+    """
+    parser = settings_parser("status", main.__doc__, file=False, shown=False)
     parser.add_argument("--json", action="store_true", help="print the syncer's answer as JSON")
     parser.add_argument("--watch", action="store_true", help="repeat every second, until Ctrl-C or the syncer is gone")
     given = parser.parse_args(arguments)
@@ -342,16 +342,15 @@ def whole_line(found: Mapping[str, Status]) -> str:
 
 # --- ``diloco report RUN_DIR`` ---------------------------------------------------------------------------------------
 
-REPORT = """Write report.html into a run's folder, from its events.jsonl and summary.json, and print the summary.
-For a failed or running run it has what is known by then."""
-
 
 def report(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
+    """Write report.html into a run's folder, from its events.jsonl and summary.json, and print the summary.
+    For a failed or running run it has what is known by then.
+    """
     from diloco.observe.report import rebuild
     from diloco.observe.summary import closing_lines
 
-    parser = OneLineParser("report", REPORT)
+    parser = OneLineParser("report", report.__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
     run_dir = existing_run(parser.parse_args(arguments).run).root
     summary, history = rebuild(run_dir)
@@ -362,30 +361,30 @@ def report(arguments: Sequence[str]) -> ExitCode:
 
 # --- ``diloco dashboard`` ---------------------------------------------------------------------------------------------
 
-DASHBOARD = """Serve a page that follows a run: losses, rounds, sites, where every token is, and what happens.
-
-  diloco dashboard                        the latest run in runs/
-  diloco dashboard nimble-otter           a run on this machine, running or finished
-  diloco dashboard 127.0.0.1:7077         a syncer elsewhere: charts begin with the command
-
-The page asks for no password: from another machine reach it by ssh -L 8070:127.0.0.1:8070 HOST, or give --host an
-address in a private network.  It only reads, until a person gives an operator's token in it: then it has buttons to
-drain the run, to evict sites and to decide on held updates.  The syncer must know tokens, by its
-cluster.syncer.tokens_file.  Ctrl-C ends it."""
 DASHBOARD_PORT = 8070
 ANSWERS_S = 5.0
 """A syncer whose last answer is older than this counts as silent."""
 
 
 def dashboard(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
+    """Serve a page that follows a run: losses, rounds, sites, where every token is, and what happens.
+
+      diloco dashboard                        the latest run in runs/
+      diloco dashboard nimble-otter           a run on this machine, running or finished
+      diloco dashboard 127.0.0.1:7077         a syncer elsewhere: charts begin with the command
+
+    The page asks for no password: from another machine reach it by ssh -L 8070:127.0.0.1:8070 HOST, or give --host an
+    address in a private network.  It only reads, until a person gives an operator's token in it: then it has buttons to
+    drain the run, to evict sites and to decide on held updates.  The syncer must know tokens, by its
+    cluster.syncer.tokens_file.  Ctrl-C ends it.
+    """
     from diloco.config import compose as configs
     from diloco.config import connecting
     from diloco.observe.dashboard import served
     from diloco.runs.up import StatusWatch
     from diloco.wire.options import SecurityOptions
 
-    parser = settings_parser("dashboard", DASHBOARD, file=False, shown=False)
+    parser = settings_parser("dashboard", dashboard.__doc__, file=False, shown=False)
     parser.add_argument("--port", type=int, default=DASHBOARD_PORT, help=f"default: {DASHBOARD_PORT}; 0: a free one")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at; default: this machine only")
     given = parser.parse_args(arguments)
@@ -448,13 +447,6 @@ def dashboard_of(
 
 # --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------
 
-RUNS = """List the runs in a folder: the state, latest version, tokens and time of the last event of each."""
-LOGS = """Follow the logs of a run's processes on this machine until the run has ended or Ctrl-C.
-
-  diloco logs runs/nimble-otter
-  diloco logs nimble-otter site-b --lines 100
-
-The lines come from events.jsonl in the run's folder, which has every event with its time."""
 FOLLOW_S = 0.3
 QUIET_S = 3.0
 """Silence after the final version, or the end of `diloco up`, that ends ``diloco logs``."""
@@ -463,8 +455,8 @@ FREQUENT = frozenset({"grace", "outer_step_started", "round_closed", "published"
 
 
 def runs(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("runs", RUNS)
+    """List the runs in a folder: the state, latest version, tokens and time of the last event of each."""
+    parser = OneLineParser("runs", runs.__doc__)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="the folder of the runs; default: runs")
     folder = parser.parse_args(arguments).folder
     places = {path.parent for name in ("config.yaml", "events.jsonl") for path in folder.glob(f"*/{name}")}
@@ -500,8 +492,14 @@ def _stands(run_dir: RunDir) -> str:
 
 
 def logs(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("logs", LOGS)
+    """Follow the logs of a run's processes on this machine until the run has ended or Ctrl-C.
+
+      diloco logs runs/nimble-otter
+      diloco logs nimble-otter site-b --lines 100
+
+    The lines come from events.jsonl in the run's folder, which has every event with its time.
+    """
+    parser = OneLineParser("logs", logs.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("who", metavar="SITE", nargs="?", help="one site, or syncer; default: all")
     parser.add_argument("--lines", type=int, default=20, metavar="N", help="past lines to begin with (default 20)")
@@ -549,14 +547,6 @@ def _has_ended(events: Sequence[Event]) -> bool:
 
 # --- ``diloco track`` and ``run.track`` ------------------------------------------------------------------------------
 
-TRACK = """Send the curves of a run to an experiment tracker, as far as it lacks them.
-
-  diloco track nimble-otter wandb
-  diloco track runs/nimble-otter mlflow --follow
-
-run.track=wandb does this during a run.  Afterwards this command sends what came late: the final version's loss of
-`diloco eval`, or what a tracker that was down has missed.  The same run of the tracker goes on.  Server and credentials
-are those of the tracker's own environment variables, such as WANDB_API_KEY, WANDB_MODE and MLFLOW_TRACKING_URI."""
 TRACK_S = 2.0
 TRACK_AGAIN_S = 20.0
 TRACK_END_S = 30.0
@@ -565,13 +555,22 @@ TRACK_HURRY_S = 2.0
 
 
 def track(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
+    """Send the curves of a run to an experiment tracker, as far as it lacks them.
+
+      diloco track nimble-otter wandb
+      diloco track runs/nimble-otter mlflow --follow
+
+    run.track=wandb does this during a run.  Afterwards this command sends what came late: the final version's loss of
+    `diloco eval`, or what a tracker that was down has missed.  The same run of the tracker goes on.  Server and
+    credentials are those of the tracker's own environment variables, such as WANDB_API_KEY, WANDB_MODE and
+    MLFLOW_TRACKING_URI.
+    """
     from diloco.config.compose import TRACKERS, check_trackers
     from diloco.durable import locked
     from diloco.observe.track import Sender
     from diloco.runs.process import Interrupts
 
-    parser = OneLineParser("track", TRACK)
+    parser = OneLineParser("track", track.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("tracker", choices=TRACKERS, help=f"one of {', '.join(TRACKERS)}")
     parser.add_argument("--follow", action="store_true", help="send what comes, until Ctrl-C")

@@ -33,14 +33,6 @@ if TYPE_CHECKING:
     from diloco.syncer.server import Syncer
     from diloco.syncer.standby import Warm
 
-DOES = """Start the syncer of a run: it holds the model, merges the sites' updates and publishes versions.
-
-  diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
-
-It prints the run's name and the line with which a site joins.  The same command with run.name=NAME resumes.
-Ctrl-C once: a last round, then exit 75; twice: stop at once.  SIGHUP: stop in order without a last round, exit 75, so
-that a new process, perhaps of a newer release, can take its place with the same command; the sites train on meanwhile.
-Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
 STOP_S = 2.0
 HAND_OVER_S = 10.0
@@ -49,8 +41,16 @@ FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tl
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    given = settings_parser("syncer", DOES).parse_args(arguments)
+    """Start the syncer of a run: it holds the model, merges the sites' updates and publishes versions.
+
+      diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
+
+    It prints the run's name and the line with which a site joins.  The same command with run.name=NAME resumes. Ctrl-C
+    once: a last round, then exit 75; twice: stop at once.  SIGHUP: stop in order without a last round, exit 75, so that
+    a new process, perhaps of a newer release, can take its place with the same command; the sites train on meanwhile.
+    Exit 0 when the run has reached its tokens or seconds.
+    """
+    given = settings_parser("syncer", main.__doc__).parse_args(arguments)
     config = load_config(given)
     limit_threads(1)  # For one torch operation: a round itself uses several threads, each for a range of values.
     limit_arenas()

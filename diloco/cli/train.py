@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from diloco.models.evaluate import Score
     from diloco.runs.process import Stopping
 
-DOES = """Train on all the text, for run.tokens or run.seconds, without a syncer: the baseline of several sites.
-
-  diloco train run.tokens=5e6 run.name=baseline
-  torchrun --nproc-per-node 8 -m diloco train --config train.yaml
-
-The same command (with run.name) resumes from the newest checkpoint; run.init_from takes one as version 0 of a run.
-Ctrl-C once: stop with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: stop at once."""
 WHO = "train"
 TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
 """Settings that a checkpoint was trained with: resuming with other values would mix two trainings."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    given = settings_parser("train", DOES).parse_args(arguments)
+    """Train on all the text, for run.tokens or run.seconds, without a syncer: the baseline of several sites.
+
+      diloco train run.tokens=5e6 run.name=baseline
+      torchrun --nproc-per-node 8 -m diloco train --config train.yaml
+
+    The same command (with run.name) resumes from the newest checkpoint; run.init_from takes one as version 0 of a run.
+    Ctrl-C once: stop with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: stop at once.
+    """
+    given = settings_parser("train", main.__doc__).parse_args(arguments)
     place = place_from_environment()
     if place is not None and given.config is None:
         raise ConfigError("under torchrun, ranks read a resolved file: diloco train --config FILE")

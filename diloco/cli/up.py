@@ -46,19 +46,19 @@ if TYPE_CHECKING:
     from diloco.config.schema import DataSection, RunConfig
 
 
-DOES = """Run everything on this machine: a syncer, sites, emulated WAN links, and the faults of a scenario.
-
-  diloco up
-  diloco up run.seconds=60 scenario=none cluster=local4 network=transatlantic
-
-The same command resumes the latest run if that was drained.  Ctrl-C once: a last round, then everything ends (exit 75);
-twice: stop at once."""
 Keys = frozenset[str] | None
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    given = settings_parser("up", DOES).parse_args(arguments)
+    """Run everything on this machine: a syncer, sites, emulated WAN links, and the faults of a scenario.
+
+      diloco up
+      diloco up run.seconds=60 scenario=none cluster=local4 network=transatlantic
+
+    The same command resumes the latest run if that was drained.  Ctrl-C once: a last round, then everything ends (exit
+    75); twice: stop at once.
+    """
+    given = settings_parser("up", main.__doc__).parse_args(arguments)
     config = load_config(given)
     # Copied first: the children do not get the thread limit of this process.
     environment = child_environment(os.environ)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import textwrap
+from inspect import cleandoc
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -67,10 +68,10 @@ For ``model=`` it lists only the choices of that group.
 class OneLineParser(argparse.ArgumentParser):
     """A parser for ``diloco VERB``; it reports a usage error in one line, as all verbs do."""
 
-    def __init__(self, verb: str, does: str) -> None:
-        """``does`` is the text of ``--help``, printed line by line."""
+    def __init__(self, verb: str, does: str | None) -> None:
+        """``does`` is the text of ``--help``, printed line by line: the docstring of the verb's function."""
         raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=f"diloco {verb}", description=does, formatter_class=raw)
+        super().__init__(prog=f"diloco {verb}", description=cleandoc(does or ""), formatter_class=raw)
 
     def error(self, message: str) -> NoReturn:
         """End the verb with ``message``."""
@@ -103,7 +104,7 @@ class _WithSettings(OneLineParser):
         return f"{super().format_help()}\n{settings_help(self.own)}\n"
 
 
-def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
+def settings_parser(verb: str, does: str | None, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
     """Return a parser for ``diloco VERB [--config FILE] [--print-config] [key=value ...]``.
 
     ``file`` False leaves out ``--config``; ``shown`` False, for a verb without a configuration of its own, leaves out
