@@ -185,19 +185,12 @@ def generate(arguments: Sequence[str]) -> ExitCode:
 
 def _parted(given: argparse.Namespace) -> tuple[list[str], str, list[str]]:
     """Return the source (if given), the prompt and the settings; the last word is the prompt, whatever it contains."""
-    words: list[str] = given.settings
-    wanted = 1 if given.syncer else 2
-    if given.syncer:
-        *settings, prompt = words or [""]
-        sources: list[str] = []
-    else:
-        sources, settings, prompt = words[:1], words[1:-1], words[-1] if len(words) > 1 else ""
-    if len(words) < wanted or not all("=" in text for text in settings):
-        what = (
-            "a syncer's HOST:PORT and a prompt" if given.syncer else "a run, a checkpoint or a model's folder, a prompt"
-        )
+    sources, rest = ([], given.settings) if given.syncer else (given.settings[:1], given.settings[1:])
+    if not rest or not all("=" in text for text in rest[:-1]):
+        what = "a run, a checkpoint or a model's folder, a prompt"
+        what = "a syncer's HOST:PORT and a prompt" if given.syncer else what
         raise ConfigError(f'give {what}, in quotes and last, as in diloco generate runs/latest "def f("')
-    return sources, prompt, settings
+    return sources, rest[-1], rest[:-1]
 
 
 def texts(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:

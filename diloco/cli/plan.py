@@ -7,23 +7,19 @@ import time
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from diloco.config.arguments import OneLineParser
 from diloco.config.errors import ConfigError, ExitCode, refusing
-from diloco.config.keys import default_text, hint, meanings
+from diloco.config.keys import WANTED, default_text, hint, meanings
 from diloco.durable import write_file
 from diloco.plan import estimate
 from diloco.plan.estimate import PRESETS, MeasuredLink, Question, read_link, settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 EXPERIMENT = "experiment"
-WANTED: Mapping[object, str] = MappingProxyType(
-    {float: "a number", int: "a whole number", tuple[float, ...]: "numbers with commas between"}
-)
 
 
 class _Parser(OneLineParser):
@@ -112,7 +108,7 @@ def question_of(settings: Sequence[str], links: Sequence[MeasuredLink] = ()) -> 
         return None, Question(**values)  # type: ignore[arg-type]
 
 
-def _value(key: str, text: str, kind: object) -> object:
+def _value(key: str, text: str, kind: Any) -> object:
     with suppress(ValueError, OverflowError):
         if kind is str:
             return text
@@ -124,4 +120,4 @@ def _value(key: str, text: str, kind: object) -> object:
             return number
         if number.is_integer():  # Such as 1e3.
             return int(number)
-    raise ConfigError(f"{key} is {text!r}: {WANTED[kind]}")
+    raise ConfigError(f"{key} is {text!r}: {WANTED[get_origin(kind) or kind]}")

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _say(what: str, address: str, given: argparse.Namespace) -> ExitCode:
-    with asking(address, given.settings, "refuses", address) as client:
+    with asking(address, given.settings, address) as client:
         if what == "promote":
             client.promote(lossy=given.lossy)
             print(f"{address} takes over")

@@ -161,14 +161,12 @@ def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Statu
 
 
 @contextmanager
-def asking(
-    address: str, settings: Sequence[str], refuses: str, called: str = "", token: str = ""
-) -> Iterator[AdminClient]:
+def asking(address: str, settings: Sequence[str], called: str = "", token: str = "") -> Iterator[AdminClient]:
     """Yield a client of the process at ``address``, ``called`` so in messages; ``settings`` say how to reach it.
 
     A ``token``, of a person elsewhere, takes the place of the credentials in ``settings``; a syncer that would let any
-    caller in gets nothing then.  VerbError: exit 3 where it does not answer; exit 1, with the words of ``refuses`` and
-    its reason, where it refuses.
+    caller in gets nothing then.  VerbError: exit 3 where it does not answer; exit 1, with its reason, where it
+    refuses.
     """
     from diloco.config import compose as configs
     from diloco.config import connecting
@@ -197,7 +195,7 @@ def asking(
             why = connecting.unanswered(address, security, error.why)
             raise VerbError(ExitCode.UNREACHABLE, f"{called} does not answer: {why}") from error
         except Refused as error:
-            raise VerbError(ExitCode.FAILED, f"{called} {refuses}: {error.text}") from error
+            raise VerbError(ExitCode.FAILED, f"{called} refuses: {error.text}") from error
 
 
 def commanded(
@@ -212,7 +210,7 @@ def commanded(
     failed: VerbError | None = None
     for address in addresses:
         try:
-            with refusing(MalformedMessage), asking(address, settings, "refuses", token=token) as client:
+            with refusing(MalformedMessage), asking(address, settings, token=token) as client:
                 getattr(client, verb)(*words)
         except VerbError as error:
             failed = error
@@ -227,7 +225,7 @@ def status_of(address: str, settings: Sequence[str]) -> Status:
     leads, found = leading(address, settings)
     if found and "unreachable" not in (status := found[leads]):
         return {**status, "others": [_beside(status, each, other) for each, other in found.items() if each != leads]}
-    with asking(leads, settings, "refuses") as client:
+    with asking(leads, settings) as client:
         return client.status()
 
 

@@ -270,23 +270,12 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     if config.model.kind == "file":
         where = BETWEEN.join(others)
         return f'diloco.join(model, optimizer, syncer="{where}", site="site-a", tokens_per_step=...)'
-    own = (
-        "run.name=",
-        "run.dir=",
-        "run.resume=",
-        "run.init_from=",
-        "run.track=",
-        "cluster.syncer.",
-        "cluster.syncer=",
-        "cluster.replication",
-        "cluster.lease",
-        "cluster.standby",
-        "upstream.",
-    )
+    own = "run.name= run.dir= run.resume= run.init_from= run.track= upstream. "
+    own += "cluster.syncer cluster.replication cluster.lease cluster.standby"
     words = ["diloco", "site"]
     words += ["--config", shlex.quote(str(file)), f"run.name={config.run.name}"] if file is not None else []
     imported = "model=imported"  # By run.init_from, a setting of the syncer, which sends a site the model's settings.
-    rest = [text for text in settings if not text.lstrip("+").startswith(own) and text != imported]
+    rest = [text for text in settings if not text.lstrip("+").startswith(tuple(own.split())) and text != imported]
     # The syncer sends shared settings, but every site needs its own copy of a tokenizer's file.
     told = [
         configs.SHORT.get(key, key).startswith(configs.SHARED) and not (key == "data.tokenizer" and "/" in value)

@@ -97,11 +97,10 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
     check_resume(config, run_dir.train)
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping("training stops after this step, with a checkpoint"))
+        emit = silent
         if place.rank == 0:
             _take_folder(config, run_dir, stack)
             stack.enter_context(tracked(config))
-        emit = silent
-        if place.rank == 0:
             emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, stack).emit
         group = join_group(config, place)
         stack.callback(group.close)

@@ -242,7 +242,7 @@ def _run(
         build.corpus(config)
         references = reference_bits(config.data)
     history = RunHistory()
-    outcome, failed = Outcome(), None
+    failed = None
     with ExitStack() as stack:
         stack.enter_context(tracked(config, lambda: interrupts.count > 1))
         log = EventLog(run_dir.events, "up")
@@ -265,7 +265,9 @@ def _run(
         except VerbError as error:
             outcome, failed = up.outcome, error
             outcome.wrong.append(str(error))
-        outcome.wrong += missed(history, up)
+        left = [f"{step.do} {step.target}" for step in up.schedule.waiting]
+        if left and history.ending == "finished":  # A drained run can go on.
+            outcome.wrong.append(f"the run ended before: {', '.join(left)}")
         summary = summarize(history, outcome.status, asdict(config), outcome.wrong)
         log.emit("run", {"state": "ended", "status": summary["status"]})
     write_summary(run_dir.summary, summary)
@@ -274,12 +276,6 @@ def _run(
         raise failed
     print("\n".join(["", *closing_lines(summary, history, run_dir.root)]), flush=True)
     return exit_code(history, outcome, str(summary["status"]))
-
-
-def missed(history: RunHistory, up: Up) -> list[str]:
-    """Return the complaint that a finished run ended before the whole scenario was played; a drained run can go on."""
-    left = [f"{step.do} {step.target}" for step in up.schedule.waiting]
-    return [f"the run ended before: {', '.join(left)}"] if left and history.ending == "finished" else []
 
 
 def exit_code(history: RunHistory, outcome: Outcome, status: str) -> ExitCode:

@@ -107,7 +107,7 @@ def _composed(chosen: Sequence[str], values: Sequence[tuple[str, object]]) -> Ru
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return _with(_of_groups(tuple(chosen)), values)
+        return _with(tuple(chosen), values)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
 
@@ -123,7 +123,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         key, told = _parse_as_yaml(text, path)
         values += _checked(key, told)
     try:
-        return settle(_with(_defaults(), values))
+        return settle(_with(None, values))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join([str(path), *overrides])}: {first_line(error)}") from error
 
@@ -174,7 +174,7 @@ def write(config: RunConfig, path: Path) -> None:
 def of_values(values: Mapping[str, object]) -> RunConfig:
     """Return the defaults with ``values``, by dotted name, on top, not yet settled; raise a one-line ConfigError."""
     checked = [pair for key, value in values.items() for pair in _checked(key, value)]
-    return _with(_defaults(), checked)
+    return _with(None, checked)
 
 
 def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig:
@@ -409,43 +409,38 @@ def _checked(key: str, value: object) -> list[tuple[str, object]]:
 
 
 @cache
-def _of_groups(chosen: tuple[str, ...]) -> bytes:
-    """Return the groups' files as composed by Hydra.  Cached for each choice: it takes a tenth of a second or more."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
+def _base(chosen: tuple[str, ...] | None) -> bytes:
+    """Return what Hydra composes of the ``chosen`` groups' files, or for None the schema's defaults, pickled.
 
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    with initialize_config_dir(str(folder()), version_base="1.3"):
-        return _opened(compose("config", list(chosen)))
-
-
-@cache
-def _defaults() -> bytes:
-    """Return the schema's defaults.  Cached: building them costs more than reading a whole file."""
+    Cached, because making it takes a tenth of a second or more.  Pickled, because unpickling takes a sixth of the time
+    of OmegaConf's own copy.
+    """
     from omegaconf import OmegaConf
 
-    return _opened(OmegaConf.structured(RunConfig))
+    if chosen is None:
+        config: Any = OmegaConf.structured(RunConfig)
+    else:
+        from hydra import compose, initialize_config_dir
+        from hydra.core.config_store import ConfigStore
 
-
-def _opened(config: Any) -> bytes:
-    """Return ``config`` pickled: unpickling takes a sixth of the time of OmegaConf's own copy."""
-    from omegaconf import OmegaConf
-
+        ConfigStore.instance().store(name="schema", node=RunConfig)
+        with initialize_config_dir(str(folder()), version_base="1.3"):
+            config = compose("config", list(chosen))
     OmegaConf.set_struct(config, False)  # Hydra closes dicts with free names too; keys were checked before
     return pickle.dumps(config)
 
 
-def _with(pickled: bytes, values: Sequence[tuple[str, object]]) -> RunConfig:
-    """Return the ``pickled`` configuration with ``values`` on top; ConfigError names the first invalid value."""
+def _with(chosen: tuple[str, ...] | None, values: Sequence[tuple[str, object]]) -> RunConfig:
+    """Return ``_base(chosen)`` with ``values`` on top; ConfigError names the first invalid value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = OmegaConf.unsafe_merge(pickle.loads(pickled), _nested(values))
+        config = OmegaConf.unsafe_merge(pickle.loads(_base(chosen)), _nested(values))
     except OmegaConfBaseException:
         for key, value in values:  # Find the bad value, only on failure.
             try:
-                OmegaConf.unsafe_merge(pickle.loads(_defaults()), _nested([(key, value)]))
+                OmegaConf.unsafe_merge(pickle.loads(_base(None)), _nested([(key, value)]))
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{key} is {_shown(value)}: {wanted(key)}") from error
         raise

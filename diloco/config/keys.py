@@ -24,6 +24,7 @@ WANTED: Mapping[type, str] = {
     bool: "true or false",
     str: "text",
     list: "numbers in [ ]",
+    tuple: "numbers with commas between",
 }
 
 

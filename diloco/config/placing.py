@@ -97,8 +97,7 @@ def is_syncer(name: str) -> bool:
 
 def syncer_dir(config: RunConfig) -> RunDir:
     """Return the configured syncer's run folder: the run's own or, with several syncers, one below it."""
-    run_dir = run_dir_of(config)
-    return below(run_dir, config.cluster.syncer.index) if has_several(config) else run_dir
+    return syncer_dirs(config, run_dir_of(config))[config.cluster.syncer.index]
 
 
 def syncer_dirs(config: RunConfig, run_dir: RunDir) -> list[RunDir]:
