@@ -87,7 +87,7 @@ def section(name: str, **called: str) -> Iterator[None]:
 def failing(
     *kinds: type[Exception], code: ExitCode = ExitCode.FAILED, begin: str = "", end: str = ""
 ) -> Iterator[None]:
-    """End the verb with ``code`` for an error of one of ``kinds``; its text, after ``begin``, is the line on stderr."""
+    """End the verb with ``code`` for an error of one of ``kinds``, its text between ``begin`` and ``end`` on stderr."""
     try:
         yield
     except kinds as error:
