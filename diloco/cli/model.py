@@ -126,7 +126,7 @@ def _reaching(to: str) -> Iterator[None]:
     except ValueError as error:  # Its text names the URL; it does not where there is a password in it.
         raise ConfigError(str(error)) from error
     except Exception as error:
-        raise VerbError(ExitCode.FAILED, f"--to is {to!r}: {error or type(error).__name__}") from error
+        raise VerbError(ExitCode.FAILED, f"--to is {to!r}: {str(error) or type(error).__name__}") from error
 
 
 def size_of(text: str) -> int:
