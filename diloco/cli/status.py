@@ -76,19 +76,18 @@ def main(arguments: Sequence[str]) -> ExitCode:
         if given.watch and not given.json and len(addresses) == 1:
             _watch(addresses[0], settings)
         while True:
-            if len(addresses) == 1:
-                _print(status_of(addresses[0], settings), given.json)
-                code = ExitCode.OK
-            else:
-                code = _several(addresses, settings, given.json)
+            code = _show(addresses, settings, given.json)
             if not given.watch:
                 return code
             time.sleep(EVERY_S)
     return ExitCode.OK
 
 
-def _several(addresses: Sequence[str], settings: Sequence[str], as_json: bool) -> ExitCode:
-    """Print the state of the run and of each syncer; return 3 where a syncer does not answer."""
+def _show(addresses: Sequence[str], settings: Sequence[str], as_json: bool) -> ExitCode:
+    """Print the state of the syncer; of several that of the run and of each, and return 3 where one does not answer."""
+    if len(addresses) == 1:
+        _print(status_of(addresses[0], settings), as_json)
+        return ExitCode.OK
     found = asked_all(addresses, settings)
     if as_json:
         print(json.dumps(as_one(found), sort_keys=True), flush=True)
