@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from diloco.cli.status import commanded, leading, syncer_addresses
 from diloco.config.arguments import settings_parser, words_and_settings
-from diloco.config.errors import ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,16 +81,13 @@ def operate(verb: str, arguments: Sequence[str]) -> ExitCode:
     named, settings = words_and_settings(given)
     target, *words = named or [""]
     if not target or len(words) != len(wanted):
-        raise VerbError(ExitCode.USAGE, f"give the syncer's HOST:PORT or run folder{''.join(f', {w}' for w in wanted)}")
+        raise ConfigError(f"give the syncer's HOST:PORT or run folder{''.join(f', {w}' for w in wanted)}")
     addresses = [leading(each, settings)[0] for each in syncer_addresses(target)]
     if len(addresses) > 1 and "FRAGMENT" in wanted:
-        raise VerbError(
-            ExitCode.USAGE, f"name one syncer of {', '.join(addresses)}: each counts its own fragments from 0"
-        )
+        raise ConfigError(f"name one syncer of {', '.join(addresses)}: each counts its own fragments from 0")
     told: list[str | int] = []
     for name, text in zip(wanted, words, strict=True):
-        if name in NUMBERS and not text.isdecimal():
-            raise VerbError(ExitCode.USAGE, f"{name} is {text!r}: a number")
+        require(name not in NUMBERS or text.isdecimal(), name, text, "a number")
         told.append(int(text) if name in NUMBERS else text)
     facts = dict(zip((name.lower() for name in wanted), words, strict=True))
     done = command.done.format(**facts)

@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-DOES = """Make certificates for mutual TLS, from an authority of your own.
-
-  diloco certs init certs
-  diloco certs issue certs --syncer --host syncer.example.org --host 10.0.0.1
-  diloco certs issue certs --site site-a          (also --observer, --admin, --standby [--host NAME])
-  diloco certs show certs/sites/site-a.pem
-  diloco certs revoke certs --site site-a         (every certificate of it; issue a new one to let it in again)
-
-The syncer checks revocations; sites do not.  A syncer whose key is lost needs a new authority.  Existing files are
-overwritten only with --force.  Keys are readable by their owner alone (mode 0600).  Copy a site its own .pem and .key
-and ca.pem, and nothing else."""
 ROLES = ("syncer", "observer", "admin", "standby")
 OWN_FILES = ("ca.pem", "ca.key", "revoked.json", "issued.jsonl")
 DAYS_MAX = 825
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("certs", DOES)
+    """Make certificates for mutual TLS, from an authority of your own.
+
+      diloco certs init certs
+      diloco certs issue certs --syncer --host syncer.example.org --host 10.0.0.1
+      diloco certs issue certs --site site-a          (also --observer, --admin, --standby [--host NAME])
+      diloco certs show certs/sites/site-a.pem
+      diloco certs revoke certs --site site-a         (every certificate of it; issue a new one to let it in again)
+
+    The syncer checks revocations; sites do not.  A syncer whose key is lost needs a new authority.  Existing files are
+    overwritten only with --force.  Keys are readable by their owner alone (mode 0600).  Copy a site its own .pem and
+    .key and ca.pem, and nothing else.
+    """
+    parser = OneLineParser("certs", main.__doc__)
     parser.add_argument("what", choices=["init", "issue", "show", "revoke"])
     parser.add_argument("target", metavar="DIR|FILE")
     parser.add_argument("--trust-domain", metavar="X", help="init: the name in front of every id (default: diloco)")
@@ -57,10 +57,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
     given = parser.parse_args(arguments)
     from diloco.deploy.certificates import CertificateError
 
-    try:
+    with failing(CertificateError, begin=f"{given.target}: "):
         return {"init": _init, "issue": _issue, "show": _show, "revoke": _revoke}[given.what](given)
-    except CertificateError as error:
-        raise VerbError(ExitCode.FAILED, f"{given.target}: {error}") from error
 
 
 def _init(given: argparse.Namespace) -> ExitCode:

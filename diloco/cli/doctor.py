@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.cli.status import asked_all, syncer_addresses
 from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser, words_and_settings
-from diloco.config.errors import ConfigError, ExitCode, VerbError, require
+from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.config.run_dir import LATEST, existing_run
 from diloco.doctor import Finding, Level, bounded, fail
@@ -35,21 +35,6 @@ if TYPE_CHECKING:
     from diloco.wire.options import SecurityOptions
 
 
-DOES = """Check this machine and the path to a syncer, and say what to change.
-
-  diloco doctor                                         this machine
-  diloco doctor syncer.example.org:7077                 and the path to a syncer, or to it and its standby
-  diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts with the same settings
-  diloco doctor a:7077/b:7077                           and the path to each of several syncers
-  diloco doctor --config site.yaml                      as the site of this file
-  diloco doctor --watch nimble-otter                    a run, by its folder or HOST:PORT: alerts until Ctrl-C
-
-It does not change the run.  It measures bandwidth with filler data, at most 64 MiB each way.
-Exit code 1: a check failed; 3: no address could be reached.
-
-With --watch it prints a line when one of these begins or ends: a syncer or a site is silent, a site's loss rises or its
-versions grow old, the syncer's disk fills up, a certificate ends soon, or a standby is away or behind.  The rules are
-those of configs/monitoring/alerts.yaml.  For an e-mail: --command 'mail -s "$DILOCO_ALERT" ops@example.org'"""
 SECONDS_MAX = 10
 EVERY_MAX_S = 3600
 NOTIFY_S = 10.0
@@ -62,8 +47,24 @@ CHECK_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("doctor", DOES, shown=False)
+    """Check this machine and the path to a syncer, and say what to change.
+
+      diloco doctor                                         this machine
+      diloco doctor syncer.example.org:7077                 and the path to a syncer, or to it and its standby
+      diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts with the same settings
+      diloco doctor a:7077/b:7077                           and the path to each of several syncers
+      diloco doctor --config site.yaml                      as the site of this file
+      diloco doctor --watch nimble-otter                    a run, by its folder or HOST:PORT: alerts until Ctrl-C
+
+    It does not change the run.  It measures bandwidth with filler data, at most 64 MiB each way.
+    Exit code 1: a check failed; 3: no address could be reached.
+
+    With --watch it prints a line when one of these begins or ends: a syncer or a site is silent, a site's loss rises or
+    its versions grow old, the syncer's disk fills up, a certificate ends soon, or a standby is away or behind.  The
+    rules are those of configs/monitoring/alerts.yaml.  For an e-mail:
+    --command 'mail -s "$DILOCO_ALERT" ops@example.org'
+    """
+    parser = settings_parser("doctor", main.__doc__, shown=False)
     parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
     told = "measure bandwidth for at most this many seconds each way: 0 (not at all) to 10; default: 3"
     parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help=told)
@@ -75,9 +76,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if given.watch:
         return _watch(given)
     if given.webhook or given.command:
-        raise VerbError(ExitCode.USAGE, "--webhook and --command belong to --watch")
-    if not 0 <= given.seconds <= SECONDS_MAX:
-        raise VerbError(ExitCode.USAGE, f"--seconds is {given.seconds:g}: from 0 to {SECONDS_MAX}")
+        raise ConfigError("--webhook and --command belong to --watch")
+    require(0 <= given.seconds <= SECONDS_MAX, "--seconds", given.seconds, f"from 0 to {SECONDS_MAX}")
     server, settings = None, []
     for text in given.settings:
         key, _, value = text.partition("=")
@@ -114,12 +114,10 @@ def _watch(given: argparse.Namespace) -> ExitCode:
 
     targets, settings = words_and_settings(given)
     if given.config is not None or len(targets) > 1:
-        raise VerbError(
-            ExitCode.USAGE, "--watch: give the syncer's HOST:PORT, several with / between, or one run folder"
-        )
+        raise ConfigError("--watch: give the syncer's HOST:PORT, several with / between, or one run folder")
     require(1 <= given.every <= EVERY_MAX_S, "--every", given.every, f"from 1 to {EVERY_MAX_S} s")
     if given.webhook is not None and not re.match(r"https?://[^/\s]", given.webhook):
-        raise VerbError(ExitCode.USAGE, f"--webhook is {given.webhook[:80]!r}: wanted http://... or https://...")
+        raise ConfigError(f"--webhook is {given.webhook[:80]!r}: wanted http://... or https://...")
     security = connecting.site_security(configs.compose(settings))
     target = targets[0] if targets else f"runs/{LATEST}"
     addresses = syncer_addresses(target)
@@ -285,17 +283,26 @@ class Examination:
         return True
 
     def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
-        """Return whether any address answered, and the figures of the link to the first syncer that answered."""
+        """Return whether any address answered, and the figures of the link to the first syncer that answered.
+
+        Where this site's credentials cannot be used, a finding says so, and no address counts as unreachable.
+        """
+        from diloco.config import connecting
         from diloco.doctor.machine import LinkFigures
         from diloco.doctor.syncer import own_files
-        from diloco.wire.channel import split_addresses
+        from diloco.wire.channel import check_address, split_addresses
 
-        try:
+        with refusing(ValueError, begin=f"server is {server!r}: "):
             addresses = split_addresses(server)
+        try:
+            security = connecting.site_security(self._config)
+            for address in addresses:
+                check_address(address, security)
         except ValueError as error:
-            raise ConfigError(f"server is {server!r}: {error}") from error
-        security = self._security(addresses)
-        if security is None:
+            fix = "a token needs TLS wherever others may listen"
+            if isinstance(error, ConfigError):
+                fix = "name files that exist; only their owner may read secrets"
+            self._add([fail("files", str(error), fix)])
             return True, None
         self._check("files", lambda: own_files(security, self._config.site.id))
         reached, link = False, None
@@ -307,23 +314,6 @@ class Examination:
             if link is None and visited is not None and visited.answered:
                 link = LinkFigures(visited.rtt_s, visited.up_bytes_per_s, visited.down_bytes_per_s)
         return reached, link
-
-    def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
-        """Return this site's credentials; where they cannot be used, add a finding and return None."""
-        from diloco.config import connecting
-        from diloco.wire.channel import check_address
-
-        try:
-            security = connecting.site_security(self._config)
-            for address in addresses:
-                check_address(address, security)
-        except ConfigError as error:
-            self._add([fail("files", str(error), "name files that exist; only their owner may read secrets")])
-            return None
-        except ValueError as error:
-            self._add([fail("files", str(error), "a token needs TLS wherever others may listen")])
-            return None
-        return security
 
     def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
         """Check one address; return whether it answered, and the results of asking the syncer there."""
@@ -364,21 +354,19 @@ class Examination:
 
 # --- ``diloco canary`` -----------------------------------------------------------------------------------------------
 
-CANARY = """\
-Run a few inner steps twice from a site's recorded state, and compare the bits: no other check finds a machine that
-corrupts data silently.
-
-  diloco canary runs/nimble-otter/sites/site-a
-  diloco canary runs/nimble-otter/sites/site-a/checkpoints/step-0000000050 --expect DIGEST
-
-With --expect it runs once and compares with the digest that another machine printed.  Only machines of one kind
-(processor or accelerator, torch, number of threads) round alike: between others a difference means nothing.
-Exit 1: different."""
-
 
 def canary(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("canary", CANARY)
+    """Run a few inner steps twice from a site's recorded state, and compare the bits: no other check finds a machine
+    that corrupts data silently.
+
+      diloco canary runs/nimble-otter/sites/site-a
+      diloco canary runs/nimble-otter/sites/site-a/checkpoints/step-0000000050 --expect DIGEST
+
+    With --expect it runs once and compares with the digest that another machine printed.  Only machines of one kind
+    (processor or accelerator, torch, number of threads) round alike: between others a difference means nothing.
+    Exit 1: different.
+    """
+    parser = OneLineParser("canary", canary.__doc__)
     parser.add_argument("target", metavar="CHECKPOINT|SITE_FOLDER", type=Path)
     parser.add_argument("--steps", type=int, default=4, help="inner steps to repeat (default 4)")
     parser.add_argument("--expect", metavar="DIGEST", help="compare with this digest instead of running twice")

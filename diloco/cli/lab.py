@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.codec import kernel_library
 from diloco.config.arguments import limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, require
+from diloco.config.errors import ConfigError, ExitCode, refusing, require
 from diloco.durable import write_file
 from diloco.lab import experiment as labs
 from diloco.runs.process import die_with_parent
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 LAB = "+lab="
 FIGURES = ("seconds", "bytes_up", "goodput", "sites_per_version")
 """The values printed for each cell of a row."""
-DOES = """Train each row of a lab file with each seed, under virtual time, and compare them: loss at equal tokens,
-time and bytes.  Rows that were trained before are read from the folder, so the same command resumes.
-
-  diloco lab +lab=orderings
-  diloco lab +lab=orderings --rows sync,quorum_1 --seeds 0 outer.lr=0.4
-  diloco lab +lab=my/rows.yaml --jobs 8
-
-Lab files are like those in configs/lab.  Settings given here apply to every row."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("lab", DOES, file=False, shown=False)
+    """Train each row of a lab file with each seed, under virtual time, and compare them: loss at equal tokens,
+    time and bytes.  Rows that were trained before are read from the folder, so the same command resumes.
+
+      diloco lab +lab=orderings
+      diloco lab +lab=orderings --rows sync,quorum_1 --seeds 0 outer.lr=0.4
+      diloco lab +lab=my/rows.yaml --jobs 8
+
+    Lab files are like those in configs/lab.  Settings given here apply to every row.
+    """
+    parser = settings_parser("lab", main.__doc__, file=False, shown=False)
     parser.add_argument("--seeds", metavar="0,1,2", help="in place of the lab file's seeds")
     parser.add_argument("--rows", metavar="NAME,NAME", default="", help="only these rows (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells trained at once (one a core)")
@@ -88,10 +88,8 @@ def _check(cells: Sequence[Cell]) -> None:
     from diloco.config import build_syncer
 
     for cell in {cell.name: cell for cell in cells if not cell.row.control}.values():
-        try:
+        with refusing(ConfigError, begin=f"row {cell.name}: "):
             build_syncer.check(cell.config)
-        except ConfigError as error:
-            raise ConfigError(f"row {cell.name}: {error}") from error
 
 
 def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:

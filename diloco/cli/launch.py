@@ -6,78 +6,67 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.config.arguments import load_config, settings_parser
+from diloco.config.arguments import load_config, parted, settings_parser
 from diloco.config.compose import enough_sites
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.run_dir import name_run, run_dir_of
-from diloco.deploy.rendering import File
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from diloco.config.schema import RunConfig
+    from diloco.deploy.rendering import File
 
-DOES = """Run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes the
-files that the manager's tool needs, from the same settings as every verb; each process reads its own resolved file.
-
-  diloco launch docker --dry-run                         images and a compose file, printed
-  diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8
-  diloco launch kubernetes --dry-run --to manifests run.name=first launch.namespace=training
-  diloco launch skypilot --to tasks run.name=first site.syncer=203.0.113.7:7077
-
-Without --dry-run it shows the commands of the tool (docker, sbatch, kubectl or sky), asks, and runs them.  Delete the
-files of processes that are not to run there: a run may have sites in many places."""
 TOOLS: Mapping[str, str] = {"docker": "docker", "slurm": "sbatch", "kubernetes": "kubectl", "skypilot": "sky"}
 """The command-line tool for each kind of launch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The files of a launch, and the commands that submit them, to be called in the files' folder."""
-
-    files: list[File]
-    calls: list[list[str]]
-    wheel: Path | None = None
-    """The package to copy beside the files, if any."""
-
-
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("launch", DOES)
+    """Run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes the
+    files that the manager's tool needs, from the same settings as every verb; each process reads its own resolved file.
+
+      diloco launch docker --dry-run                         images and a compose file, printed
+      diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8
+      diloco launch kubernetes --dry-run --to manifests run.name=first launch.namespace=training
+      diloco launch skypilot --to tasks run.name=first site.syncer=203.0.113.7:7077
+
+    Without --dry-run it shows the commands of the tool (docker, sbatch, kubectl or sky), asks, and runs them.  Delete
+    the files of processes that are not to run there: a run may have sites in many places.
+    """
+    parser = settings_parser("launch", main.__doc__)
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write there; default: below the run's folder")
     parser.add_argument("--dry-run", action="store_true", help="only write the files, or print them without --to")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     given = parser.parse_args(arguments)
-    words = [text for text in given.settings if "=" not in text]
+    words, given.settings = parted(given.settings)
     if len(words) != 1 or words[0] not in TOOLS:
         what = f", not {' '.join(words)}" if words else ""
-        raise VerbError(ExitCode.USAGE, f"give one of {', '.join(TOOLS)}{what}")
+        raise ConfigError(f"give one of {', '.join(TOOLS)}{what}")
     kind = words[0]
-    given.settings = [text for text in given.settings if "=" in text]
     config = load_config(given)
     name_run(config)
     if not given.dry_run and shutil.which(TOOLS[kind]) is None:
         why = f"{TOOLS[kind]} is not installed here: --dry-run writes the files anyway"
         raise VerbError(ExitCode.FAILED, why)
-    launch = prepared(kind, config)
+    files, calls, wheel = prepared(kind, config)
     if given.dry_run and given.to is None:
-        for file in launch.files:
+        for file in files:
             print(f"# --- {file.name} ---\n{file.text}")
         return ExitCode.OK
     folder = given.to or run_dir_of(config).root / "launch" / kind
-    write(folder, launch.files)
-    if launch.wheel is not None:
-        shutil.copy(launch.wheel, folder)
-    print(f"{folder}: {', '.join(file.name for file in launch.files)}")
-    return ExitCode.OK if given.dry_run else _call(launch.calls, folder, asks=not given.yes)
+    write(folder, files)
+    if wheel is not None:
+        shutil.copy(wheel, folder)
+    print(f"{folder}: {', '.join(file.name for file in files)}")
+    return ExitCode.OK if given.dry_run else _call(calls, folder, asks=not given.yes)
 
 
-def prepared(kind: str, config: RunConfig) -> Launch:
-    """Return the files and commands that launch ``config``'s run; ConfigError where it cannot be launched."""
+def prepared(kind: str, config: RunConfig) -> tuple[list[File], list[list[str]], Path | None]:
+    """Return the files that launch ``config``'s run, the commands that submit them, to be called in the files' folder,
+    and the package to copy beside them, if any; ConfigError where it cannot be launched."""
     from diloco.config import build_syncer
     from diloco.deploy import docker, kubernetes, skypilot, slurm
     from diloco.deploy.rendering import has_syncer, package, processes
@@ -85,14 +74,14 @@ def prepared(kind: str, config: RunConfig) -> Launch:
     build_syncer.check(config)
     enough_sites(config)
     if kind == "docker":
-        return Launch(*docker.prepared(config), package(config).wheel)
+        return *docker.prepared(config), package(config).wheel
     way = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot}[kind]
     found = kubernetes.prepared(config) if kind == "kubernetes" else processes(config)
     if kind != "kubernetes" and not has_syncer(config):
         listens = f"cluster.syncer.listen is {config.cluster.syncer.listen!r}"
         print(f"note: no files for the syncer, since other machines cannot reach it: {listens}", file=sys.stderr)
     files = list(dict.fromkeys(file for each in found for file in way.files(each)))
-    return Launch(files, [way.call(each) for each in found], package(config).wheel if kind == "skypilot" else None)
+    return files, [way.call(each) for each in found], package(config).wheel if kind == "skypilot" else None
 
 
 def write(folder: Path, files: Sequence[File]) -> None:
@@ -115,7 +104,7 @@ def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCo
         print(f"  {shlex.join(words)}", flush=True)
     if asks:
         if not sys.stdin.isatty():
-            raise VerbError(ExitCode.USAGE, "there is no terminal to ask on: --yes runs the commands without asking")
+            raise ConfigError("there is no terminal to ask on: --yes runs the commands without asking")
         if input("run these commands? [y/N] ").strip().lower() not in ("y", "yes"):
             print("no command was run")
             return ExitCode.OK

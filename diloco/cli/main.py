@@ -127,12 +127,9 @@ def completion(arguments: Sequence[str]) -> ExitCode:
         prog="diloco completion", description='For your shell: eval "$(diloco completion)"'
     )
     parser.parse_args(arguments)
-    keys = [f"{name}=" for name in (*CHOICES, *(key for key, _, _ in leaves()))]
-    words = {"$verbs": " ".join(verb.name for verb in VERBS), "$keys": " ".join(keys)}
-    text = COMPLETION
-    for name, value in words.items():
-        text = text.replace(name, value)
-    print(text, end="")
+    verbs = " ".join(verb.name for verb in VERBS)
+    keys = " ".join(f"{name}=" for name in (*CHOICES, *(key for key, _, _ in leaves())))
+    print(COMPLETION.replace("$verbs", verbs).replace("$keys", keys), end="")
     return ExitCode.OK
 
 
@@ -164,10 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         module, _, function = verb.call.partition(":")
         return int(getattr(import_module(f"diloco.{module}"), function)(given[1:]))
-    except VerbError as error:
+    except (VerbError, ConfigError) as error:
         return _said(verb, str(error), error.code)
-    except ConfigError as error:
-        return _said(verb, str(error), ExitCode.USAGE)
     except KeyboardInterrupt:
         return ExitCode.FAILED
     except BrokenPipeError:
@@ -207,12 +202,11 @@ def _verb(given: list[str]) -> Verb | None:
     for verb in VERBS:
         if verb.name == known.verb:
             return verb
-    from diloco.config.keys import nearest
+    from diloco.config.keys import hint
 
-    near = nearest(known.verb, [verb.name for verb in VERBS])
-    hint = f"did you mean {near}?" if near else f"one of {', '.join(verb.name for verb in VERBS)}"
-    hint = next((here for words, here in OF_OTHERS if known.verb in words.split()), hint)
-    print(f"diloco: unknown verb {known.verb}: {hint}", file=sys.stderr)
+    here = [here for words, here in OF_OTHERS if known.verb in words.split()]
+    use = here[0] if here else hint(known.verb, [verb.name for verb in VERBS])
+    print(f"diloco: unknown verb {known.verb}: {use}", file=sys.stderr)
     return None
 
 

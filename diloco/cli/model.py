@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
-from diloco.config.arguments import SYNCER, is_address, limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError, require
+from diloco.config.arguments import SYNCER, is_address, limit_threads, parted, settings_parser
+from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, in_whole_order, placement_of, syncer_dirs
 from diloco.config.run_dir import RunDir, existing_run
 from diloco.models.sources import Kind, kind_of
@@ -33,41 +33,40 @@ if TYPE_CHECKING:
     from diloco.models.read import Taken
 
 
-EXPORT = """Write a model as a folder: safetensors, config.json, tokenizer.json of Hugging Face; all or nothing.
-
-  diloco export runs/nimble-otter --to otter                     the newest version in the run's folder
-  diloco export runs/nimble-otter --version 120 --to otter-120   as far back as its snapshots and its journal go
-  diloco export 127.0.0.1:7077 --to otter                        what a syncer publishes now
-  diloco export runs/warm/train/checkpoints --to warm            a checkpoint of `diloco train` or of a site
-  diloco export runs/nimble-otter/sites/site-a --version 120 --to otter-120    the version that a site has as its base
-  diloco export runs/nimble-otter --to otter-dcp --format dcp    a checkpoint of torch.distributed.checkpoint
-  diloco export runs/nimble-otter --to s3://models/otter         any URL that fsspec knows; config.json comes last
-
-transformers.AutoModelForCausalLM.from_pretrained("otter") gives the same logits.  lm-evaluation-harness reads the
-folder (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run.
-
-A DCP folder has the values in torch's files instead, by the same names: torch.distributed.checkpoint.load(state,
-checkpoint_id="otter-dcp") fills the state dict of that model.  run.init_from takes it too."""
 SIZE_UNITS: Mapping[str, int] = MappingProxyType({"kB": 10**3, "MB": 10**6, "GB": 10**9})
 
 
 def export(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("export", EXPORT, shown=False)
+    """Write a model as a folder: safetensors, config.json, tokenizer.json of Hugging Face; all or nothing.
+
+      diloco export runs/nimble-otter --to otter                     the newest version in the run's folder
+      diloco export runs/nimble-otter --version 120 --to otter-120   as far back as its snapshots and its journal go
+      diloco export 127.0.0.1:7077 --to otter                        what a syncer publishes now
+      diloco export runs/warm/train/checkpoints --to warm            a checkpoint of `diloco train` or of a site
+      diloco export runs/nimble-otter/sites/site-a --version 120 --to otter-120  the version that a site has as its base
+      diloco export runs/nimble-otter --to otter-dcp --format dcp    a checkpoint of torch.distributed.checkpoint
+      diloco export runs/nimble-otter --to s3://models/otter         any URL that fsspec knows; config.json comes last
+
+    transformers.AutoModelForCausalLM.from_pretrained("otter") gives the same logits.  lm-evaluation-harness reads the
+    folder (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run.
+
+    A DCP folder has the values in torch's files instead, by the same names: torch.distributed.checkpoint.load(state,
+    checkpoint_id="otter-dcp") fills the state dict of that model.  run.init_from takes it too.
+    """
+    parser = settings_parser("export", export.__doc__, shown=False)
     parser.add_argument("--to", metavar="FOLDER", help="write it there, a new folder or a URL that fsspec knows")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="number format; default: fp32")
     parser.add_argument("--format", choices=["hf", "dcp"], default="hf", help="form of the values' files; default: hf")
     parser.add_argument("--shard-size", metavar="SIZE", help="hf: largest file, such as 500MB; default: 5GB")
     given = parsed(parser, arguments)
-    sources = [text for text in given.settings if "=" not in text]
-    settings = [text for text in given.settings if "=" in text]
+    sources, settings = parted(given.settings)
     if len(sources) != (0 if given.syncer else 1):
-        raise VerbError(ExitCode.USAGE, "give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
+        raise ConfigError("give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
     if given.to is None:
-        raise VerbError(ExitCode.USAGE, "--to is missing: name the folder to create")
+        raise ConfigError("--to is missing: name the folder to create")
     dcp = given.format == "dcp"
     if dcp and given.shard_size is not None:
-        raise VerbError(ExitCode.USAGE, f"--shard-size is {given.shard_size}: only --format hf uses it")
+        raise ConfigError(f"--shard-size is {given.shard_size}: only --format hf uses it")
     shard_bytes = size_of(given.shard_size or "5GB")
     with _folder_for(given.to) as folder:
         taken = taken_from(given, sources, settings, threads=1)
@@ -77,18 +76,11 @@ def export(arguments: Sequence[str]) -> ExitCode:
 
         options = build.model_options(taken.config)
         tokenizer = configs.tokenizer_of(taken.config)
-        try:
+        dtype = DTYPES[given.dtype]
+        with refusing(ValueError, begin=f"{taken.called} does not fit the model of these settings: "):
             size = write_folder(
-                folder,
-                taken.parameters,
-                options,
-                tokenizer,
-                dtype=DTYPES[given.dtype],
-                dcp=dcp,
-                shard_bytes=shard_bytes,
+                folder, taken.parameters, options, tokenizer, dtype=dtype, dcp=dcp, shard_bytes=shard_bytes
             )
-        except ValueError as error:
-            raise ConfigError(f"{taken.called} does not fit the model of these settings: {error}") from error
     print(f"{given.to}: {taken.called}, {size:,} bytes of {given.dtype}")
     return ExitCode.OK
 
@@ -134,7 +126,7 @@ def _reaching(to: str) -> Iterator[None]:
     except ValueError as error:  # Its text names the URL; it does not where there is a password in it.
         raise ConfigError(str(error)) from error
     except Exception as error:
-        raise VerbError(ExitCode.FAILED, f"--to is {to!r}: {error or type(error).__name__}") from error
+        raise VerbError(ExitCode.FAILED, f"--to is {to!r}: {str(error) or type(error).__name__}") from error
 
 
 def size_of(text: str) -> int:
@@ -147,22 +139,22 @@ def size_of(text: str) -> int:
 
 # --- ``diloco generate`` ---------------------------------------------------------------------------------------------
 
-GENERATE = """Continue a text with a model, token by token, on this machine's CPU.
-
-  diloco generate runs/nimble-otter "def main("                    the newest version in the run's folder
-  diloco generate runs/warm/train/checkpoints "def main(" --temperature 0 --tokens 50
-  diloco generate otter "def main(" --seed 3                       a folder in Hugging Face's format
-  diloco generate 127.0.0.1:7077 "def main("                       what a syncer publishes now
-
-Where the text does not fit the model's context, its first half is dropped, as often as needed."""
 UNFINISHED = "\ufffd"
 """The character that decoding gives for an incomplete UTF-8 sequence."""
 LETTER_TOKENS_MAX = 4
 
 
 def generate(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("generate", GENERATE, shown=False)
+    """Continue a text with a model, token by token, on this machine's CPU.
+
+      diloco generate runs/nimble-otter "def main("                    the newest version in the run's folder
+      diloco generate runs/warm/train/checkpoints "def main(" --temperature 0 --tokens 50
+      diloco generate otter "def main(" --seed 3                       a folder in Hugging Face's format
+      diloco generate 127.0.0.1:7077 "def main("                       what a syncer publishes now
+
+    Where the text does not fit the model's context, its first half is dropped, as often as needed.
+    """
+    parser = settings_parser("generate", generate.__doc__, shown=False)
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to generate; default: 100")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest token; default: 0.8")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all")
@@ -170,10 +162,10 @@ def generate(arguments: Sequence[str]) -> ExitCode:
     given = parsed(parser, arguments)
     sources, prompt, settings = _parted(given)
 
-    from diloco.inner.evaluate import SamplingOptions, generate
+    from diloco.inner import evaluate
 
     try:
-        options = SamplingOptions(
+        options = evaluate.SamplingOptions(
             tokens=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed
         )
     except ValueError as error:
@@ -181,33 +173,24 @@ def generate(arguments: Sequence[str]) -> ExitCode:
     taken = taken_from(given, sources, settings, threads=0)
     tokenizer, model = configs.tokenizer_of(taken.config), taken.model()
     end = tokenizer.end_of_file  # After it a new text begins.
-    try:
+    with refusing(ValueError):
         begin = [end] if not prompt and end is not None else list(map(int, tokenizer.encode_batch([prompt])[0]))
         sys.stdout.write(prompt)
-        for text in texts(generate(model, begin, options, end), tokenizer):
+        for text in texts(evaluate.generate(model, begin, options, end), tokenizer):
             sys.stdout.write(text)
             sys.stdout.flush()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     print()
     return ExitCode.OK
 
 
 def _parted(given: argparse.Namespace) -> tuple[list[str], str, list[str]]:
     """Return the source (if given), the prompt and the settings; the last word is the prompt, whatever it contains."""
-    words: list[str] = given.settings
-    wanted = 1 if given.syncer else 2
-    if given.syncer:
-        *settings, prompt = words or [""]
-        sources: list[str] = []
-    else:
-        sources, settings, prompt = words[:1], words[1:-1], words[-1] if len(words) > 1 else ""
-    if len(words) < wanted or not all("=" in text for text in settings):
-        what = (
-            "a syncer's HOST:PORT and a prompt" if given.syncer else "a run, a checkpoint or a model's folder, a prompt"
-        )
-        raise VerbError(ExitCode.USAGE, f'give {what}, in quotes and last, as in diloco generate runs/latest "def f("')
-    return sources, prompt, settings
+    sources, rest = ([], given.settings) if given.syncer else (given.settings[:1], given.settings[1:])
+    if not rest or not all("=" in text for text in rest[:-1]):
+        what = "a run, a checkpoint or a model's folder, a prompt"
+        what = "a syncer's HOST:PORT and a prompt" if given.syncer else what
+        raise ConfigError(f'give {what}, in quotes and last, as in diloco generate runs/latest "def f("')
+    return sources, rest[-1], rest[:-1]
 
 
 def texts(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
@@ -270,23 +253,23 @@ def taken_from(given: argparse.Namespace, sources: Sequence[str], settings: Sequ
 
 # --- ``diloco eval`` -------------------------------------------------------------------------------------------------
 
-DOES = """Evaluate a model on the validation text, in nats per token and bits per byte, or in benchmark tasks.
-
-  diloco eval runs/nimble-otter [--follow]                the published model
-  diloco eval 127.0.0.1:7077 [--follow]                   what a syncer publishes now, and from now on
-  diloco eval runs/nimble-otter --version 120             an earlier version
-  diloco eval runs/warm/train/checkpoints                 a checkpoint of `diloco train` or of a site
-  diloco eval otter data=text data.path=essays            a Hugging Face folder, with its own tokenizer
-  diloco eval otter --tasks hellaswag,piqa                by lm-evaluation-harness (pip install 'diloco[harness]')
-
-With a run folder and no version it writes `eval` events into the run's events.jsonl."""
 POLL_S = 0.2
 GIVE_UP_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("eval", DOES, shown=False)
+    """Evaluate a model on the validation text, in nats per token and bits per byte, or in benchmark tasks.
+
+      diloco eval runs/nimble-otter [--follow]                the published model
+      diloco eval 127.0.0.1:7077 [--follow]                   what a syncer publishes now, and from now on
+      diloco eval runs/nimble-otter --version 120             an earlier version
+      diloco eval runs/warm/train/checkpoints                 a checkpoint of `diloco train` or of a site
+      diloco eval otter data=text data.path=essays            a Hugging Face folder, with its own tokenizer
+      diloco eval otter --tasks hellaswag,piqa                by lm-evaluation-harness (pip install 'diloco[harness]')
+
+    With a run folder and no version it writes `eval` events into the run's events.jsonl.
+    """
+    parser = settings_parser("eval", main.__doc__, shown=False)
     parser.add_argument("--follow", action="store_true", help="evaluate new versions until the run has ended")
     parser.add_argument("--json", action="store_true", help="print each evaluation as one JSON object")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: the interval")
@@ -295,13 +278,12 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--fewshot", type=int, metavar="N", help="with --tasks: examples before each question")
     parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: the first N questions of each")
     given = parsed(parser, arguments)
-    folders = [text for text in given.settings if "=" not in text]
-    settings = [text for text in given.settings if "=" in text]
+    folders, settings = parted(given.settings)
     if len(folders) > 1 or not (folders or given.syncer):
-        raise VerbError(ExitCode.USAGE, "give one run folder, or the syncer's HOST:PORT")
+        raise ConfigError("give one run folder, or the syncer's HOST:PORT")
     for option in ("include_path", "fewshot", "limit"):
         if given.tasks is None and (value := getattr(given, option)) is not None:
-            raise VerbError(ExitCode.USAGE, f"--{option.replace('_', '-')} is {value}: only --tasks uses it")
+            raise ConfigError(f"--{option.replace('_', '-')} is {value}: only --tasks uses it")
     if given.tasks is not None:
         _score_tasks(given, folders, settings)
         return ExitCode.OK
@@ -328,7 +310,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 def _of_file(given: argparse.Namespace, folders: Sequence[str], settings: Sequence[str]) -> ExitCode:
     """Evaluate a checkpoint, a Hugging Face folder or an earlier version of a run on the whole validation text."""
     if given.syncer or given.follow:
-        raise VerbError(ExitCode.USAGE, f"{folders[0]} is evaluated once, from its files: no --syncer, no --follow")
+        raise ConfigError(f"{folders[0]} is evaluated once, from its files: no --syncer, no --follow")
     taken = taken_from(given, folders, settings, threads=0)
 
     from diloco.config import build, build_syncer
@@ -371,6 +353,7 @@ class _Evaluation:
         if config.site.threads:
             torch.set_num_threads(config.site.threads)
         self._config, self._run_dir, self._stack, self._as_json = config, run_dir, stack, as_json
+        self._dirs = syncer_dirs(config, run_dir) if run_dir is not None else []
         self._log: EventLog | None = None
         if run_dir is not None:
             self._log = EventLog(run_dir.events, "eval")
@@ -428,10 +411,9 @@ class _Evaluation:
 
     def _connected(self, address: str) -> Observed | None:
         """Return a connection to the syncer, or None while its address is unknown."""
-        if not address and self._run_dir is not None:
-            files = [each.address for each in syncer_dirs(self._config, self._run_dir)]
-            if all(file.is_file() for file in files):
-                address = BETWEEN.join(file.read_text().strip() for file in files)
+        files = [each.address for each in self._dirs]
+        if not address and all(file.is_file() for file in files):
+            address = BETWEEN.join(file.read_text().strip() for file in files)
         from diloco.models.evaluate import Observed
 
         return Observed(self._config, address, self._stack.callback) if address else None
@@ -463,9 +445,7 @@ class _Evaluation:
 
     def _finals(self) -> list[Path]:
         """Return the file of each syncer's final version; an empty list until all exist."""
-        found = (
-            [each.final_model for each in syncer_dirs(self._config, self._run_dir)] if self._run_dir is not None else []
-        )
+        found = [each.final_model for each in self._dirs]
         return found if all((final.parent / "final.json").is_file() for final in found) else []
 
     def _emit(self, versions: list[int], *, whole: bool) -> None:
@@ -486,7 +466,7 @@ def _score_tasks(given: argparse.Namespace, folders: Sequence[str], settings: Se
     Without ``--fewshot`` each task's own number of examples is used; without ``--limit``, all of its documents.
     """
     if given.follow:
-        raise VerbError(ExitCode.USAGE, "--tasks are scored once: no --follow")
+        raise ConfigError("--tasks are scored once: no --follow")
     names = tuple(name.strip() for name in given.tasks.split(","))
     differ = all(names) and len(set(names)) == len(names)
     require(differ, "--tasks", given.tasks, "names of different tasks, with commas between them")
@@ -496,7 +476,7 @@ def _score_tasks(given: argparse.Namespace, folders: Sequence[str], settings: Se
         value = getattr(given, option)
         require(value is None or value >= least, f"--{option}", value, f"at least {least}")
     if folders and given.syncer:
-        raise VerbError(ExitCode.USAGE, f"--tasks scores one model: give {folders[0]} or --syncer, not both")
+        raise ConfigError(f"--tasks scores one model: give {folders[0]} or --syncer, not both")
     try:
         from diloco.integrations import lm_eval
     except ImportError as error:

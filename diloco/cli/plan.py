@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from diloco.config.arguments import OneLineParser
-from diloco.config.errors import ConfigError, ExitCode
-from diloco.config.keys import default_text, meanings, nearest
+from diloco.config.errors import ConfigError, ExitCode, refusing
+from diloco.config.keys import WANTED, default_text, hint, meanings
 from diloco.durable import write_file
 from diloco.plan import estimate
 from diloco.plan.estimate import PRESETS, MeasuredLink, Question, read_link, settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 EXPERIMENT = "experiment"
-DOES = """Estimate a run before any machine is rented: the bytes of a round, the link rates that keep sites training for
-a given share of the time, the inner steps per round that your links allow, the syncer's memory, the price, the goodput,
-and how each grows with the model and the sites.  The codecs give the bytes; a formula and a simulation give the rest.
-
-  diloco plan +experiment=100t_20dc
-  diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
-  diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
-  diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json
-
-Links are stated or measured: each FILE of --link is what `diloco doctor HOST:PORT --json` printed at one site (at the
-syncer's own site, towards another machine far away), or one FILE for all.
-"""
-WANTED: Mapping[object, str] = MappingProxyType(
-    {float: "a number", int: "a whole number", tuple[float, ...]: "numbers with commas between"}
-)
 
 
 class _Parser(OneLineParser):
@@ -60,8 +45,20 @@ class _Parser(OneLineParser):
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = _Parser("plan", DOES)
+    """Estimate a run before any machine is rented: the bytes of a round, the link rates that keep sites training for a
+    given share of the time, the inner steps per round that your links allow, the syncer's memory, the price, the
+    goodput, and how each grows with the model and the sites.  The codecs give the bytes; a formula and a simulation
+    give the rest.
+
+      diloco plan +experiment=100t_20dc
+      diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
+      diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
+      diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json
+
+    Links are stated or measured: each FILE of --link is what `diloco doctor HOST:PORT --json` printed at one site (at
+    the syncer's own site, towards another machine far away), or one FILE for all.
+    """
+    parser = _Parser("plan", main.__doc__)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart: bytes by number of sites")
@@ -71,23 +68,17 @@ def main(arguments: Sequence[str]) -> ExitCode:
     began_s = time.monotonic()
     links = [read_link(file) for file in given.link]
     name, question = question_of(given.settings, links)
-    try:
-        from diloco.plan.answer import answer
+    from diloco.plan.answer import answer, picture, show
 
+    with refusing(ValueError):  # An unknown codec, or outer optimizer.
         told = answer(question)
-    except ValueError as error:  # An unknown codec, or outer optimizer.
-        raise ConfigError(str(error)) from error
     measured = [asdict(link) for link in links]
     told = {EXPERIMENT: name, "measured": measured, **told, "took_s": round(time.monotonic() - began_s, 3)}
     if given.plot:
-        from diloco.plan.answer import picture
-
         write_file(given.plot, picture(question).encode())
     if given.json:
         print(json.dumps(told))
     else:
-        from diloco.plan.answer import show
-
         show(told)
     return ExitCode.OK
 
@@ -104,27 +95,21 @@ def question_of(settings: Sequence[str], links: Sequence[MeasuredLink] = ()) -> 
         elif key in hints:
             values[key] = _value(key, value, hints[key])
         else:
-            near = nearest(key, list(hints))
-            hint = f"did you mean {near}?" if near else f"there are {', '.join(hints)}"
-            raise ConfigError(f"unknown key {key}: {hint}")
+            raise ConfigError(f"unknown key {key}: {hint(key, hints)}")
     if name is not None and name not in PRESETS:
-        near = nearest(name, list(PRESETS))
-        hint = f"did you mean {near}?" if near else f"one of {', '.join(PRESETS)}"
-        raise ConfigError(f"+experiment is {name!r}: {hint}")
+        raise ConfigError(f"+experiment is {name!r}: {hint(name, PRESETS)}")
     if name is None and "parameters" not in values:
         raise ConfigError("parameters is not set: parameters=70e9, or +experiment=NAME")
     if links:
         values.update(settings_of(links, values))
-    try:
+    with refusing(ValueError):
         if name is not None:
             return name, replace(PRESETS[name], **values)  # type: ignore[arg-type]
         return None, Question(**values)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
-def _value(key: str, text: str, kind: object) -> object:
-    try:
+def _value(key: str, text: str, kind: Any) -> object:
+    with suppress(ValueError, OverflowError):
         if kind is str:
             return text
         numbers = [float(part) for part in text.split(",")] if text else []
@@ -135,6 +120,4 @@ def _value(key: str, text: str, kind: object) -> object:
             return number
         if number.is_integer():  # Such as 1e3.
             return int(number)
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"{key} is {text!r}: {WANTED[kind]}")
+    raise ConfigError(f"{key} is {text!r}: {WANTED[get_origin(kind) or kind]}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config.arguments import OneLineParser, limit_threads
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, require
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, refusing, require
 from diloco.config.placing import backup_of, number_of
 from diloco.config.run_dir import existing_run
 from diloco.models.sources import data_of, is_data, past_of
@@ -30,16 +30,15 @@ if TYPE_CHECKING:
     from diloco.syncer.store import RunCard
 
 
-JOURNAL = """\
-diloco journal show RUN_DIR     print every event that changed the syncer's state: time in seconds, event, fields,
-                                digest of its effects; of a run folder, a syncer's data folder or one .log file
-diloco journal verify RUN_DIR   check all stored data of the syncer without changing it: chain and marks of the
-                                journal, snapshots, payloads; names the first damaged one, with exit code 1"""
-
-
 def journal(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("journal", JOURNAL)
+    """Print the syncer's journal, or verify everything that it keeps.
+
+    diloco journal show RUN_DIR     print every event that changed the syncer's state: time in seconds, event, fields,
+                                    digest of its effects; of a run folder, a syncer's data folder or one .log file
+    diloco journal verify RUN_DIR   check all stored data of the syncer without changing it: chain and marks of the
+                                    journal, snapshots, payloads; names the first damaged one, with exit code 1
+    """
+    parser = OneLineParser("journal", journal.__doc__)
     parser.add_argument("what", choices=["show", "verify"])
     parser.add_argument("target", metavar="RUN_DIR|FILE")
     given = parser.parse_args(arguments)
@@ -93,21 +92,21 @@ def data_folder(target: str) -> Path:
 
 # --- ``diloco replay`` -----------------------------------------------------------------------------------------------
 
-REPLAY = """Compute a run's outer steps again from its syncer's data, which it only reads, also while the syncer runs.
-
-  diloco replay runs/nimble-otter                             check every kept version against its digest
-  diloco replay runs/nimble-otter --without site=site-b:versions=17..19 --out without-b
-                                                              compute the state that the same journal gives without
-                                                              those updates, for `diloco restore`
-
-The rounds stay those of the journal: the remaining updates of a round are merged as if it had held only those.  A step
-without any update is skipped and keeps its number."""
 LISTED_MAX = 20
 
 
 def replay(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("replay", REPLAY)
+    """Compute a run's outer steps again from its syncer's data, which it only reads, also while the syncer runs.
+
+      diloco replay runs/nimble-otter                             check every kept version against its digest
+      diloco replay runs/nimble-otter --without site=site-b:versions=17..19 --out without-b
+                                                                  compute the state that the same journal gives without
+                                                                  those updates, for `diloco restore`
+
+    The rounds stay those of the journal: the remaining updates of a round are merged as if it had held only those.  A
+    step without any update is skipped and keeps its number.
+    """
+    parser = OneLineParser("replay", replay.__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, its name below runs/, or its data folder")
     told = "site=NAME:versions=FIRST..LAST (into which they were merged) or :sequences=..., and :fragment=N for one"
     parser.add_argument("--without", action="append", default=[], metavar="UPDATES", help=f"leave out {told}")
@@ -119,10 +118,8 @@ def replay(arguments: Sequence[str]) -> ExitCode:
     given = parser.parse_args(arguments)
     from diloco.sync.rounds import parse_selection
 
-    try:
+    with refusing(ValueError, begin="--without "):
         selections = [parse_selection(text) for text in given.without]
-    except ValueError as error:
-        raise ConfigError(f"--without {error}") from error
     require(given.to is None or given.to >= 0, "--to", given.to, "a version, from 0 on")
     if given.out is not None and given.out.exists():
         raise ConfigError(f"--out is {str(given.out)!r}: it exists already; name a new folder")
@@ -200,26 +197,26 @@ def _lines(rebuilt: ReplayerWithout) -> list[str]:
 
 # --- ``diloco restore`` ----------------------------------------------------------------------------------------------
 
-RESTORE = """Restore a run whose syncer is stopped, so that it can be started again. The restored values become each
-fragment's next version, in a new lineage. Sites come back by themselves, drop what they had in flight,
-and count what is lost.
-
-  diloco restore runs/nimble-otter --from without-b           what `diloco replay --without ... --out without-b` wrote
-  diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a lost data folder
-  diloco restore runs/nimble-otter --list                     list the backups
-  diloco restore runs/nimble-otter --from-site runs/nimble-otter/sites/site-b
-                                                              the published version that a warm site has as its base,
-                                                              without the outer optimizer's momentum
-
-It restores into the run's data folder, which is that of a promoted standby if one took over.  If you name another data
-folder of the run instead, it restores there, and the run continues in that folder."""
 ANSWER_S = 2.0
 """How long a process at the run's address may take to accept a connection."""
 
 
 def restore(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("restore", RESTORE)
+    """Restore a run whose syncer is stopped, so that it can be started again. The restored values become each
+    fragment's next version, in a new lineage. Sites come back by themselves, drop what they had in flight,
+    and count what is lost.
+
+      diloco restore runs/nimble-otter --from without-b           what `diloco replay ... --out without-b` wrote
+      diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a lost data folder
+      diloco restore runs/nimble-otter --list                     list the backups
+      diloco restore runs/nimble-otter --from-site runs/nimble-otter/sites/site-b
+                                                                  the version that a warm site has as its base, without
+                                                                  the outer optimizer's momentum
+
+    It restores into the run's data folder, which is that of a promoted standby if one took over.  If you name another
+    data folder of the run instead, it restores there, and the run continues in that folder.
+    """
+    parser = OneLineParser("restore", restore.__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="the run's folder, its name below runs/, or its data folder")
     parser.add_argument(
         "--from",
@@ -263,10 +260,8 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
 
     card = build_syncer.plan(past.config, build.layout_of(past.config)).card
     with ExitStack() as stack, failing(RestoreError, StoreError, ImageError, BackupError, ColdError):
-        try:
+        with failing(LockedError, end=": stop this run's syncer first"):
             stack.enter_context(locked(past.data))
-        except LockedError as error:
-            raise VerbError(ExitCode.FAILED, f"{error}: stop this run's syncer first") from error
         _take_others(past, stack)
         if given.from_site is not None:
             return _from_site(past, card, given)
@@ -280,10 +275,8 @@ def _take_others(past: Past, stack: ExitStack) -> None:
     from diloco.durable import LockedError, locked
 
     for folder in past.others():
-        try:
+        with failing(LockedError, end=", a syncer or standby of this run: stop it first"):
             stack.enter_context(locked(folder))
-        except LockedError as error:
-            raise VerbError(ExitCode.FAILED, f"{error}, a syncer or standby of this run: stop it first") from error
     path = past.run_dir.address
     address = path.read_text().strip() if path.is_file() else ""
     host, _, port = address.rpartition(":")
@@ -459,25 +452,21 @@ def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[s
 
     if past.data.resolve() != data_of(past.run_dir).resolve():
         past.run_dir.move_to(past.data)
-        said = [*said, f"the run continues in {past.data}"]
+        said.append(f"the run continues in {past.data}")
     if past.config.upstream.site_id:
-        said = [
-            *said,
-            "a region takes the values of the run above: its sites' updates that are not in them are lost",
-        ]
+        said.append("a region takes the values of the run above: its sites' updates that are not in them are lost")
     events = recent_events(past.run_dir.events, "published")[0]
     had = [whole(event, "run_tokens") for event in events if event["what"] == "published"]
     merged, lost = f"{restored.run_tokens:,} tokens are merged", had[-1] - restored.run_tokens if had else 0
     if not had:
-        said = [*said, f"how many tokens it loses is unknown here: {merged}"]
+        said.append(f"how many tokens it loses is unknown here: {merged}")
     elif lost > 0:
-        said = [*said, f"it loses {lost:,} tokens of the {had[-1]:,} that the run had published"]
+        said.append(f"it loses {lost:,} tokens of the {had[-1]:,} that the run had published")
     else:
-        said = [*said, "it loses no tokens that the run had published, as far as its events show"]
+        said.append("it loses no tokens that the run had published, as far as its events show")
     facts = {**asdict(restored), "said": said}
-    log = EventLog(past.run_dir.events, "restore")
-    log.emit("restored", facts)
-    log.close()
+    with closing(EventLog(past.run_dir.events, "restore")) as log:
+        log.emit("restored", facts)
     if given.json:
         print(json.dumps({"run": past.config.run.name, **facts}))
         return

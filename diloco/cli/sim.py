@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.config.arguments import load_config, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, options_of, require
-from diloco.config.keys import nearest
+from diloco.config.errors import ConfigError, ExitCode, options_of, refusing, require
+from diloco.config.keys import hint
 
 if TYPE_CHECKING:
     import argparse
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 SCENARIO = "+scenario="
 SEEDS_MAX = 1000
-DOES = """Simulate the sites, links and rules of a run without tensors, by the state machines of a real run: which site
-trains, waits or is away, and what crosses the links.  Hours pass in seconds.
-
-  diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
-  diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
-  diloco sim --hours 24 --region site-a,site-b --region-interruptions-per-day 2
-  diloco sim --hours 168 --chips 20000 --interruptions-per-chip-year 1 --away-s 900 --seeds 3
-  diloco sim experiment=halos --above outer=halos_global --above codec=fp32 --above network=transatlantic --hours 24
-  diloco sim scenario=demo                        with the faults that diloco up plays
-  diloco sim --like runs/latest                   a finished run and its simulation, side by side
-  diloco sim +scenario=goodput_decoupled          a published table, and the same table simulated
-  diloco sim +scenario=bandwidth_streaming --json
-
-Sites, slowdowns and links come from cluster.sites and network, sizes from model and codec.  The run ends after --hours,
-or else by run.seconds or run.tokens.  Each --above is a setting of a syncer above: its cluster.sites are then regions
-over its network, and each has all the sites of this one.  Model, text, fragments, seed and, unless --above says
-otherwise, the run's length are the same for both."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("sim", DOES)
+    """Simulate the sites, links and rules of a run without tensors, by the state machines of a real run: which site
+    trains, waits or is away, and what crosses the links.  Hours pass in seconds.
+
+      diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
+      diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
+      diloco sim --hours 24 --region site-a,site-b --region-interruptions-per-day 2
+      diloco sim --hours 168 --chips 20000 --interruptions-per-chip-year 1 --away-s 900 --seeds 3
+      diloco sim experiment=halos --above outer=halos_global --above codec=fp32 --above network=transatlantic --hours 24
+      diloco sim scenario=demo                        with the faults that diloco up plays
+      diloco sim --like runs/latest                   a finished run and its simulation, side by side
+      diloco sim +scenario=goodput_decoupled          a published table, and the same table simulated
+      diloco sim +scenario=bandwidth_streaming --json
+
+    Sites, slowdowns and links come from cluster.sites and network, sizes from model and codec.  The run ends after
+    --hours, or else by run.seconds or run.tokens.  Each --above is a setting of a syncer above: its cluster.sites are
+    then regions over its network, and each has all the sites of this one.  Model, text, fragments, seed and, unless
+    --above says otherwise, the run's length are the same for both.
+    """
+    parser = settings_parser("sim", main.__doc__)
     parser.add_argument("--step-s", type=float, default=0.1, help="an inner step of a site without slowdown (0.1)")
     parser.add_argument("--hours", type=float, help="length of the run (default: by run.seconds or run.tokens)")
     parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")
@@ -80,9 +80,7 @@ def _study(name: str, given: argparse.Namespace) -> ExitCode:
     from diloco.plan.studies import STUDIES
 
     if name not in STUDIES:
-        near = nearest(name, list(STUDIES))
-        hint = f"did you mean {near}?" if near else f"one of {', '.join(STUDIES)}"
-        raise ConfigError(f"+scenario is {name!r}: {hint}")
+        raise ConfigError(f"+scenario is {name!r}: {hint(name, STUDIES)}")
     if given.settings:
         raise ConfigError(f"{given.settings[0]}: +scenario={name} is a published table, and takes no settings")
     study, began_s = STUDIES[name], time.monotonic()
@@ -124,8 +122,6 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
 
     seconds = None if given.hours is None else 3600 * given.hours
     told = options_of(Told, given, "sim", seconds=seconds, regions=given.region)
-    if given.like is not None:
-        config.scenario = None  # The run's events have the faults that happened.
     if given.sites is not None:
         config = with_sites(config, given.sites)
     names, above = list(config.cluster.sites), None
@@ -133,20 +129,20 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         above = above_of(config, given.above, given.regions)
     if given.like is None:  # The settings of a finished run are valid.
         build_syncer.check(config)
+    else:
+        config.scenario = None  # The run's events have the faults that happened.
     plan = fleet_of(config, told) if above is None else tree_of(config, above, told)
     made = None if given.like is None else read_made(RunDir(given.like))
     plan = plan if made is None else as_made(plan, names, made)
     began_s = time.monotonic()
-    try:
+    with refusing(EndlessError, end=": this run does not end; --hours sets how much of it to simulate"):
         found = simulate(plan)
         regions = [] if above is None else list(above.cluster.sites)
-        left_out = not_simulated(config) + [
-            f"above: {each}" for each in ([] if above is None else not_simulated(above))
-        ]
+        left_out = not_simulated(config)
+        if above is not None:
+            left_out += [f"above: {each}" for each in not_simulated(above)]
         figures = summary(names, plan, found, time.monotonic() - began_s, regions) | {"not_simulated": left_out}
         others = {seed: simulate(replace(plan, seed=seed)) for seed in range(plan.seed + 1, plan.seed + given.seeds)}
-    except EndlessError as error:
-        raise ConfigError(f"{error}: this run does not end; --hours sets how much of it to simulate") from None
     each = {plan.seed: found, **others}
     figures["goodput_by_seed"] = {str(seed): round(one.goodput, 5) for seed, one in each.items()}
     if made is not None:
@@ -249,28 +245,27 @@ def lines(told: Mapping[str, Any]) -> list[str]:
         f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
         for name, site in regions.items()
     ]
-    ends = (
+    table.append(
         f"goodput {told['goodput']:.1%}; {sum(told['versions']):,} versions, of {told['sites_per_version']} "
         f"{'regions' if regions else 'sites'} each; {told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
-    late = [
+    table += [
         f"{name} made no step: version 0 takes {site['version_0_s']:,.0f} s to arrive"
         for name, site in sites.items()
         if site["version_0_s"] > told["simulated_s"]
     ]
-    late += [
+    table += [
         f"{name} merged nothing: version 0 takes {site['version_0_s']:,.0f} s to arrive from above"
         for name, site in regions.items()
         if site["version_0_s"] > told["simulated_s"]
     ]
-    ends += "".join(f"\n{each}" for each in late)
-    like, left_out = told.get("like"), told["not_simulated"]
-    by_seed = told["goodput_by_seed"]
+    like, left_out, by_seed = told.get("like"), told["not_simulated"], told["goodput_by_seed"]
     if len(by_seed) > 1:
         shares = list(by_seed.values())
-        ends += (
-            f"\ngoodput of seeds {' '.join(by_seed)}: {sum(shares) / len(shares):.1%} on average, "
+        table.append(
+            f"goodput of seeds {' '.join(by_seed)}: {sum(shares) / len(shares):.1%} on average, "
             f"{min(shares):.1%} to {max(shares):.1%}; the table is of the first"
         )
-    ends += f"\nnot simulated: {', '.join(left_out)}" if left_out else ""
-    return [head, *table, ends, *(["", *compared(like)] if like else [])]
+    if left_out:
+        table.append(f"not simulated: {', '.join(left_out)}")
+    return [head, *table, *(["", *compared(like)] if like else [])]

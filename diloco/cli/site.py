@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.arguments import goes_on, limit_threads, load_config, print_if_asked, settings_parser
-from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, require
+from diloco.config.errors import A_NAME, JOIN_CODES, ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import towards
 from diloco.config.run_dir import held, run_dir_of
 from diloco.open_files import raise_limit
@@ -26,7 +26,7 @@ from diloco.runs.site_machines import (
     forget_ending,
     tell_speaker,
 )
-from diloco.runs.site_rank import JOIN_CODES, Place, has_ended, place_from_environment, run_rank
+from diloco.runs.site_rank import Place, has_ended, place_from_environment, run_rank
 
 if TYPE_CHECKING:
     import argparse
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
     from diloco.config.run_dir import SiteDir
     from diloco.config.schema import RunConfig
 
-DOES = """Train at one site on the text here, and exchange updates with the syncer.
-
-  diloco site site.id=fra site.syncer=127.0.0.1:7077
-  diloco site ... site.nodes=2 site.node_rank=K site.rendezvous=HOST:PORT     (on each of its machines, K from 0)
-  torchrun --nproc-per-node 8 -m diloco site --config site.yaml      (a rank reads a resolved file: --print-config)
-
-Settings that the run shares (model, outer rule, codecs, length) come from the syncer; one that contradicts the run is
-refused.  The same command resumes from the newest checkpoint.
-
-Ctrl-C once sends what is unsent and leaves (exit 75, or 0 when the run had finished; under your own torchrun always 0,
-because torchrun takes 75 for a failure); twice stops at once (exit 1)."""
 RANKS_END_S = 30.0
 """How long the other ranks may take to end after rank 0 has recorded its end; a hanging one would take much longer.
 If one of them is lost meanwhile, torchrun starts all ranks again, and the new rank 0 withdraws the record in time."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    given = settings_parser("site", DOES).parse_args(arguments)
+    """Train at one site on the text here, and exchange updates with the syncer.
+
+      diloco site site.id=fra site.syncer=127.0.0.1:7077
+      diloco site ... site.nodes=2 site.node_rank=K site.rendezvous=HOST:PORT     (on each of its machines, K from 0)
+      torchrun --nproc-per-node 8 -m diloco site --config site.yaml      (a rank reads a resolved file: --print-config)
+
+    Settings that the run shares (model, outer rule, codecs, length) come from the syncer; one that contradicts the run
+    is refused.  The same command resumes from the newest checkpoint.
+
+    Ctrl-C once sends what is unsent and leaves (exit 75, or 0 when the run had finished; under your own torchrun always
+    0, because torchrun takes 75 for a failure); twice stops at once (exit 1).
+    """
+    given = settings_parser("site", main.__doc__).parse_args(arguments)
     place = place_from_environment()
     if place is not None and given.config is None:
-        raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco site --config FILE")
+        raise ConfigError("under torchrun, ranks read a resolved file: diloco site --config FILE")
     config = load_config(given, prints=False)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)  # Before torch is imported.
     if given.config is None:
@@ -101,14 +101,16 @@ def _of_the_run(config: RunConfig, given: argparse.Namespace) -> RunConfig:
 
     try:
         return of_site(given.settings, wait=not given.print_config)
-    except (JoinFailed, ConfigError) as error:
-        text = str(error) if isinstance(error, ConfigError) else join_text(config, error.kind, error.text)
-        if given.print_config and getattr(error, "kind", "unreachable") == "unreachable":
-            print(f"note: without the settings that the run shares, since {text}", file=sys.stderr)
-            return config
-        if isinstance(error, ConfigError):
+    except ConfigError as error:
+        if not given.print_config:
             raise
-        raise VerbError(JOIN_CODES[error.kind], text) from error
+        text = str(error)
+    except JoinFailed as error:
+        text = join_text(config, error.kind, error.text)
+        if not given.print_config or error.kind != "unreachable":
+            raise VerbError(JOIN_CODES[error.kind], text) from error
+    print(f"note: without the settings that the run shares, since {text}", file=sys.stderr)
+    return config
 
 
 def check(config: RunConfig) -> None:

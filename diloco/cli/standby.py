@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from diloco.cli.status import asking, leading, syncer_address
 from diloco.cli.syncer import again, said, serve, starting, write_config
-from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
+from diloco.config.arguments import goes_on, limit_threads, load_config, parted, settings_parser
 from diloco.config.compose import check_trackers
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, refusing
 from diloco.config.placing import syncer_dir
 from diloco.observe.console import identity_lines, lines_to, syncer_log
 from diloco.observe.eventlog import EventLog
@@ -29,35 +29,36 @@ if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
     from diloco.syncer.standby import StandingBy, Warm
 
-DOES = """Follow a syncer as its standby, and take over from it.
-
-  diloco syncer         run.name=otter ... cluster.replication.mode=sync
-  diloco standby follow run.name=otter ... cluster.standby.primary=fra:7077 cluster.syncer.listen=iad:7077
-  diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
-  diloco standby status  iad:7077        whether it follows, and how far it is
-  diloco standby promote iad:7077        take over: the first syncer is gone for good, or cut off
-  diloco standby detach  fra:7077        tell the syncer to continue without a standby until one has caught up
-
-With cluster.replication.mode=sync the syncer acknowledges nothing before the standby has it.  While the standby is away
-it acknowledges nothing at all, and says so, until the standby is back or detached.  With async, acknowledgements do not
-wait for the standby, and while it is away nothing waits: then losing the syncer's disk loses what came since.
-
-promote is refused while the syncer is still heard, and where the standby may lack what a site was told (mode async, or
-a detached standby).  --lossy promotes it anyway: it begins a new lineage with what it has, sites move to it, and what
-only the other syncer has is lost.  With cluster.lease the lease says which process has everything.
-
-follow takes the settings of `diloco syncer`. A promoted standby is that syncer, at the same address, with the same
-exit codes. Its epoch is larger, so sites that have joined it never go back to the old one. It needs
-cluster.replication itself, for the next standby, which begins with an empty folder. Ctrl-C while it follows: exit
-75, and the same command resumes. When the run has finished and the syncer has stopped it exits with 0. Where they
-authenticate callers: site.token_file=... site.tls_ca=..."""
 WORDS = ("follow", "promote", "detach", "status")
 WAIT_S = 0.1
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("standby", DOES)
+    """Follow a syncer as its standby, and take over from it.
+
+      diloco syncer         run.name=otter ... cluster.replication.mode=sync
+      diloco standby follow run.name=otter ... cluster.standby.primary=fra:7077 cluster.syncer.listen=iad:7077
+      diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
+      diloco standby status  iad:7077        whether it follows, and how far it is
+      diloco standby promote iad:7077        take over: the first syncer is gone for good, or cut off
+      diloco standby detach  fra:7077        tell the syncer to continue without a standby until one has caught up
+
+    With cluster.replication.mode=sync the syncer acknowledges nothing before the standby has it.  While the standby is
+    away it acknowledges nothing at all, and says so, until the standby is back or detached.  With async,
+    acknowledgements do not wait for the standby, and while it is away nothing waits: then losing the syncer's disk
+    loses what came since.
+
+    promote is refused while the syncer is still heard, and where the standby may lack what a site was told (mode async,
+    or a detached standby).  --lossy promotes it anyway: it begins a new lineage with what it has, sites move to it, and
+    what only the other syncer has is lost.  With cluster.lease the lease says which process has everything.
+
+    follow takes the settings of `diloco syncer`. A promoted standby is that syncer, at the same address, with the same
+    exit codes. Its epoch is larger, so sites that have joined it never go back to the old one. It needs
+    cluster.replication itself, for the next standby, which begins with an empty folder. Ctrl-C while it follows: exit
+    75, and the same command resumes. When the run has finished and the syncer has stopped it exits with 0. Where they
+    authenticate callers: site.token_file=... site.tls_ca=...
+    """
+    parser = settings_parser("standby", main.__doc__)
     parser.usage = "diloco standby follow|promote|detach|status [HOST:PORT] [--lossy] [--json] [key=value ...]"
     parser.add_argument(
         "--lossy",
@@ -66,17 +67,16 @@ def main(arguments: Sequence[str]) -> ExitCode:
     )
     parser.add_argument("--json", action="store_true", help="status: print the standby's answer as JSON")
     given = parser.parse_args(arguments)
-    words = [text for text in given.settings if "=" not in text]
+    words, given.settings = parted(given.settings)
     if not words or words[0] not in WORDS:
-        raise VerbError(ExitCode.USAGE, f"give one of {', '.join(WORDS)}")
+        raise ConfigError(f"give one of {', '.join(WORDS)}")
     what, *targets = words
-    given.settings = [text for text in given.settings if "=" in text]
-    for option in ("lossy", "json"):
-        if getattr(given, option) and what != {"lossy": "promote", "json": "status"}[option]:
-            raise VerbError(ExitCode.USAGE, f"--{option} is not an option of {what}")
+    for option, user in (("lossy", "promote"), ("json", "status")):
+        if getattr(given, option) and what != user:
+            raise ConfigError(f"--{option} is not an option of {what}")
     if len(targets) != (what != "follow"):
         wanted = "no HOST:PORT, but settings" if what == "follow" else "one HOST:PORT"
-        raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
+        raise ConfigError(f"{what} takes {wanted}")
     if what == "follow":
         return _follow(given)
     address, found = leading(syncer_address(targets[0]), given.settings)
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _say(what: str, address: str, given: argparse.Namespace) -> ExitCode:
-    with asking(address, given.settings, "refuses", address) as client:
+    with asking(address, given.settings, address) as client:
         if what == "promote":
             client.promote(lossy=given.lossy)
             print(f"{address} takes over")
@@ -148,11 +148,8 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     from diloco.syncer.server import check_site
     from diloco.syncer.standby import StandbyError
 
-    log = EventLog(
-        run_dir.events,
-        config.cluster.standby.name,
-        also=identity_lines(lines_to(sys.stderr, config.cluster.standby.name)),
-    )
+    primary, name = config.cluster.standby.primary, config.cluster.standby.name
+    log = EventLog(run_dir.events, name, also=identity_lines(lines_to(sys.stderr, name)))
     standing = _standing_by(config, log)
     metrics = StandbyMetrics(config, standing.status)
     try:
@@ -164,7 +161,6 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
         ):
             stopping.ask(lambda: None)
             address = standing.start()
-            primary, name = config.cluster.standby.primary, config.cluster.standby.name
             print(f"standby {name} of run {config.run.name} follows {primary}, and answers at {address}", flush=True)
             print(f"it takes over on the command  diloco standby promote {address}", flush=True)
             if page:
@@ -193,10 +189,8 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
     from diloco.wire.client import FollowClient
 
     primary = config.cluster.standby.primary
-    try:
+    with refusing(ValueError, OSError, begin=f"cluster.standby.primary is {primary!r}: "):
         client = FollowClient(primary, connecting.site_security(config))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"cluster.standby.primary is {primary!r}: {error}") from error
     run_dir, disk = syncer_dir(config), disk_from_environment()
     standby = Standby(
         config.cluster.standby.name,

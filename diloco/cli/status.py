@@ -6,14 +6,14 @@ import io
 import json
 import os
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
 from diloco.config.compose import read, to_yaml
-from diloco.config.errors import ConfigError, ExitCode, VerbError, require
+from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, existing_run
 from diloco.observe.console import SiteLines
@@ -35,14 +35,6 @@ if TYPE_CHECKING:
     Status = Mapping[str, Any]
 
 
-DOES = """Show the state of a running syncer: versions, sites, staleness, tokens, bytes, loss.
-
-  diloco status 127.0.0.1:7077
-  diloco status runs/nimble-otter --watch
-  diloco status 127.0.0.1:7077,127.0.0.1:7078      a syncer and its standby: the one that leads, and what the other is
-  diloco status 127.0.0.1:7077/127.0.0.1:7078      a run with two syncers
-
-Where the syncer authenticates callers: site.token_file=... site.tls_ca=..."""
 EVERY_S = 1.0
 PLAIN_WIDTH = 140
 COLUMNS = (
@@ -63,32 +55,39 @@ COLUMNS = (
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = settings_parser("status", DOES, file=False, shown=False)
+    """Show the state of a running syncer: versions, sites, staleness, tokens, bytes, loss.
+
+      diloco status 127.0.0.1:7077
+      diloco status runs/nimble-otter --watch
+      diloco status 127.0.0.1:7077,127.0.0.1:7078    a syncer and its standby: the one that leads, and what the other is
+      diloco status 127.0.0.1:7077/127.0.0.1:7078    a run with two syncers
+
+    Where the syncer authenticates callers: site.token_file=... site.tls_ca=...
+    """
+    parser = settings_parser("status", main.__doc__, file=False, shown=False)
     parser.add_argument("--json", action="store_true", help="print the syncer's answer as JSON")
     parser.add_argument("--watch", action="store_true", help="repeat every second, until Ctrl-C or the syncer is gone")
     given = parser.parse_args(arguments)
     targets, settings = words_and_settings(given)
     if not targets:
-        raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT (each of several), or one run folder")
+        raise ConfigError("give the syncer's HOST:PORT (each of several), or one run folder")
     addresses = [address for target in targets for address in syncer_addresses(target)]
     with suppress(*([KeyboardInterrupt] if given.watch else [])):
         if given.watch and not given.json and len(addresses) == 1:
             _watch(addresses[0], settings)
         while True:
-            if len(addresses) == 1:
-                _print(status_of(addresses[0], settings), given.json)
-                code = ExitCode.OK
-            else:
-                code = _several(addresses, settings, given.json)
+            code = _show(addresses, settings, given.json)
             if not given.watch:
                 return code
             time.sleep(EVERY_S)
     return ExitCode.OK
 
 
-def _several(addresses: Sequence[str], settings: Sequence[str], as_json: bool) -> ExitCode:
-    """Print the state of the run and of each syncer; return 3 where a syncer does not answer."""
+def _show(addresses: Sequence[str], settings: Sequence[str], as_json: bool) -> ExitCode:
+    """Print the state of the syncer; of several that of the run and of each, and return 3 where one does not answer."""
+    if len(addresses) == 1:
+        _print(status_of(addresses[0], settings), as_json)
+        return ExitCode.OK
     found = asked_all(addresses, settings)
     if as_json:
         print(json.dumps(as_one(found), sort_keys=True), flush=True)
@@ -161,14 +160,12 @@ def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Statu
 
 
 @contextmanager
-def asking(
-    address: str, settings: Sequence[str], refuses: str, called: str = "", token: str = ""
-) -> Iterator[AdminClient]:
+def asking(address: str, settings: Sequence[str], called: str = "", token: str = "") -> Iterator[AdminClient]:
     """Yield a client of the process at ``address``, ``called`` so in messages; ``settings`` say how to reach it.
 
     A ``token``, of a person elsewhere, takes the place of the credentials in ``settings``; a syncer that would let any
-    caller in gets nothing then.  VerbError: exit 3 where it does not answer; exit 1, with the words of ``refuses`` and
-    its reason, where it refuses.
+    caller in gets nothing then.  VerbError: exit 3 where it does not answer; exit 1, with its reason, where it
+    refuses.
     """
     from diloco.config import compose as configs
     from diloco.config import connecting
@@ -180,12 +177,10 @@ def asking(
 
     called = called or f"the syncer at {address}"
     security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
-    try:
+    with refusing(ValueError, OSError, begin=f"syncer {address}: "):
         if token:
             security = replace(security, token=token, token_file="", tls_cert="", tls_key="")
         client = AdminClient(address, security)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"syncer {address}: {error}") from error
     with client:
         try:
             if token:
@@ -199,7 +194,7 @@ def asking(
             why = connecting.unanswered(address, security, error.why)
             raise VerbError(ExitCode.UNREACHABLE, f"{called} does not answer: {why}") from error
         except Refused as error:
-            raise VerbError(ExitCode.FAILED, f"{called} {refuses}: {error.text}") from error
+            raise VerbError(ExitCode.FAILED, f"{called} refuses: {error.text}") from error
 
 
 def commanded(
@@ -214,10 +209,8 @@ def commanded(
     failed: VerbError | None = None
     for address in addresses:
         try:
-            with asking(address, settings, "refuses", token=token) as client:
+            with refusing(MalformedMessage), asking(address, settings, token=token) as client:
                 getattr(client, verb)(*words)
-        except MalformedMessage as error:
-            raise VerbError(ExitCode.USAGE, str(error)) from error
         except VerbError as error:
             failed = error
             continue
@@ -231,7 +224,7 @@ def status_of(address: str, settings: Sequence[str]) -> Status:
     leads, found = leading(address, settings)
     if found and "unreachable" not in (status := found[leads]):
         return {**status, "others": [_beside(status, each, other) for each, other in found.items() if each != leads]}
-    with asking(leads, settings, "refuses") as client:
+    with asking(leads, settings) as client:
         return client.status()
 
 
@@ -346,16 +339,15 @@ def whole_line(found: Mapping[str, Status]) -> str:
 
 # --- ``diloco report RUN_DIR`` ---------------------------------------------------------------------------------------
 
-REPORT = """Write report.html into a run's folder, from its events.jsonl and summary.json, and print the summary.
-For a failed or running run it has what is known by then."""
-
 
 def report(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
+    """Write report.html into a run's folder, from its events.jsonl and summary.json, and print the summary.
+    For a failed or running run it has what is known by then.
+    """
     from diloco.observe.report import rebuild
     from diloco.observe.summary import closing_lines
 
-    parser = OneLineParser("report", REPORT)
+    parser = OneLineParser("report", report.__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
     run_dir = existing_run(parser.parse_args(arguments).run).root
     summary, history = rebuild(run_dir)
@@ -366,30 +358,30 @@ def report(arguments: Sequence[str]) -> ExitCode:
 
 # --- ``diloco dashboard`` ---------------------------------------------------------------------------------------------
 
-DASHBOARD = """Serve a page that follows a run: losses, rounds, sites, where every token is, and what happens.
-
-  diloco dashboard                        the latest run in runs/
-  diloco dashboard nimble-otter           a run on this machine, running or finished
-  diloco dashboard 127.0.0.1:7077         a syncer elsewhere: charts begin with the command
-
-The page asks for no password: from another machine reach it by ssh -L 8070:127.0.0.1:8070 HOST, or give --host an
-address in a private network.  It only reads, until a person gives an operator's token in it: then it has buttons to
-drain the run, to evict sites and to decide on held updates.  The syncer must know tokens, by its
-cluster.syncer.tokens_file.  Ctrl-C ends it."""
 DASHBOARD_PORT = 8070
 ANSWERS_S = 5.0
 """A syncer whose last answer is older than this counts as silent."""
 
 
 def dashboard(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
+    """Serve a page that follows a run: losses, rounds, sites, where every token is, and what happens.
+
+      diloco dashboard                        the latest run in runs/
+      diloco dashboard nimble-otter           a run on this machine, running or finished
+      diloco dashboard 127.0.0.1:7077         a syncer elsewhere: charts begin with the command
+
+    The page asks for no password: from another machine reach it by ssh -L 8070:127.0.0.1:8070 HOST, or give --host an
+    address in a private network.  It only reads, until a person gives an operator's token in it: then it has buttons to
+    drain the run, to evict sites and to decide on held updates.  The syncer must know tokens, by its
+    cluster.syncer.tokens_file.  Ctrl-C ends it.
+    """
     from diloco.config import compose as configs
     from diloco.config import connecting
     from diloco.observe.dashboard import served
     from diloco.runs.up import StatusWatch
     from diloco.wire.options import SecurityOptions
 
-    parser = settings_parser("dashboard", DASHBOARD, file=False, shown=False)
+    parser = settings_parser("dashboard", dashboard.__doc__, file=False, shown=False)
     parser.add_argument("--port", type=int, default=DASHBOARD_PORT, help=f"default: {DASHBOARD_PORT}; 0: a free one")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at; default: this machine only")
     given = parser.parse_args(arguments)
@@ -397,7 +389,7 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
     run_dir = None
     if not targets or not all(is_address(each) for each in targets):
         if len(targets) > 1:
-            raise VerbError(ExitCode.USAGE, "give one run folder, or the HOST:PORT of its syncers")
+            raise ConfigError("give one run folder, or the HOST:PORT of its syncers")
         run_dir = existing_run(targets[0] if targets else LATEST)
     addresses: list[str] = []
     with suppress(VerbError):  # A run that has finished has no syncer, and its page is made of its folder.
@@ -412,10 +404,9 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
         title = run_dir.root.resolve().name if run_dir is not None else ", ".join(addresses)
         operate = lambda order, token: commanded(order["verb"], order["words"], order["syncers"], settings, token)  # noqa: E731
         page = dashboard_of(title, run_dir, config, watches, operate)
-        try:
+        where = f"--host {given.host} --port {given.port}: cannot listen there: "
+        with refusing(OSError, OverflowError, begin=where):
             url = stack.enter_context(served(page, given.host, given.port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"--host {given.host} --port {given.port}: cannot listen there: {error}") from error
         print(f"dashboard of {title} at {url}", flush=True)
         with suppress(KeyboardInterrupt):
             while True:
@@ -453,13 +444,6 @@ def dashboard_of(
 
 # --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------
 
-RUNS = """List the runs in a folder: the state, latest version, tokens and time of the last event of each."""
-LOGS = """Follow the logs of a run's processes on this machine until the run has ended or Ctrl-C.
-
-  diloco logs runs/nimble-otter
-  diloco logs nimble-otter site-b --lines 100
-
-The lines come from events.jsonl in the run's folder, which has every event with its time."""
 FOLLOW_S = 0.3
 QUIET_S = 3.0
 """Silence after the final version, or the end of `diloco up`, that ends ``diloco logs``."""
@@ -468,8 +452,8 @@ FREQUENT = frozenset({"grace", "outer_step_started", "round_closed", "published"
 
 
 def runs(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("runs", RUNS)
+    """List the runs in a folder: the state, latest version, tokens and time of the last event of each."""
+    parser = OneLineParser("runs", runs.__doc__)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="the folder of the runs; default: runs")
     folder = parser.parse_args(arguments).folder
     places = {path.parent for name in ("config.yaml", "events.jsonl") for path in folder.glob(f"*/{name}")}
@@ -505,8 +489,14 @@ def _stands(run_dir: RunDir) -> str:
 
 
 def logs(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    parser = OneLineParser("logs", LOGS)
+    """Follow the logs of a run's processes on this machine until the run has ended or Ctrl-C.
+
+      diloco logs runs/nimble-otter
+      diloco logs nimble-otter site-b --lines 100
+
+    The lines come from events.jsonl in the run's folder, which has every event with its time.
+    """
+    parser = OneLineParser("logs", logs.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("who", metavar="SITE", nargs="?", help="one site, or syncer; default: all")
     parser.add_argument("--lines", type=int, default=20, metavar="N", help="past lines to begin with (default 20)")
@@ -554,14 +544,6 @@ def _has_ended(events: Sequence[Event]) -> bool:
 
 # --- ``diloco track`` and ``run.track`` ------------------------------------------------------------------------------
 
-TRACK = """Send the curves of a run to an experiment tracker, as far as it lacks them.
-
-  diloco track nimble-otter wandb
-  diloco track runs/nimble-otter mlflow --follow
-
-run.track=wandb does this during a run.  Afterwards this command sends what came late: the final version's loss of
-`diloco eval`, or what a tracker that was down has missed.  The same run of the tracker goes on.  Server and credentials
-are those of the tracker's own environment variables, such as WANDB_API_KEY, WANDB_MODE and MLFLOW_TRACKING_URI."""
 TRACK_S = 2.0
 TRACK_AGAIN_S = 20.0
 TRACK_END_S = 30.0
@@ -570,13 +552,22 @@ TRACK_HURRY_S = 2.0
 
 
 def track(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
+    """Send the curves of a run to an experiment tracker, as far as it lacks them.
+
+      diloco track nimble-otter wandb
+      diloco track runs/nimble-otter mlflow --follow
+
+    run.track=wandb does this during a run.  Afterwards this command sends what came late: the final version's loss of
+    `diloco eval`, or what a tracker that was down has missed.  The same run of the tracker goes on.  Server and
+    credentials are those of the tracker's own environment variables, such as WANDB_API_KEY, WANDB_MODE and
+    MLFLOW_TRACKING_URI.
+    """
     from diloco.config.compose import TRACKERS, check_trackers
     from diloco.durable import locked
     from diloco.observe.track import Sender
     from diloco.runs.process import Interrupts
 
-    parser = OneLineParser("track", TRACK)
+    parser = OneLineParser("track", track.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("tracker", choices=TRACKERS, help=f"one of {', '.join(TRACKERS)}")
     parser.add_argument("--follow", action="store_true", help="send what comes, until Ctrl-C")
@@ -643,7 +634,6 @@ def tracked(config: RunConfig, hurries: Callable[[], bool] = lambda: False) -> I
 
 def _note(run_dir: RunDir, why: str) -> None:
     """Log an event about a tracker, and print it."""
-    log = EventLog(run_dir.events, "track")
-    log.emit("note", {"note": "tracker", "why": why})
-    log.close()
+    with closing(EventLog(run_dir.events, "track")) as log:
+        log.emit("note", {"note": "tracker", "why": why})
     print(f"tracker {why}", flush=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.config import compose as configs
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.compose import check_trackers, quorum
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, section, whole_steps
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, require, section, whole_steps
 from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.config.run_dir import RunDir, name_run, run_dir_of
 from diloco.durable import LockedError, write_file
@@ -33,14 +33,6 @@ if TYPE_CHECKING:
     from diloco.syncer.server import Syncer
     from diloco.syncer.standby import Warm
 
-DOES = """Start the syncer of a run: it holds the model, merges the sites' updates and publishes versions.
-
-  diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
-
-It prints the run's name and the line with which a site joins.  The same command with run.name=NAME resumes.
-Ctrl-C once: a last round, then exit 75; twice: stop at once.  SIGHUP: stop in order without a last round, exit 75, so
-that a new process, perhaps of a newer release, can take its place with the same command; the sites train on meanwhile.
-Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
 STOP_S = 2.0
 HAND_OVER_S = 10.0
@@ -49,8 +41,16 @@ FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tl
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    given = settings_parser("syncer", DOES).parse_args(arguments)
+    """Start the syncer of a run: it holds the model, merges the sites' updates and publishes versions.
+
+      diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
+
+    It prints the run's name and the line with which a site joins.  The same command with run.name=NAME resumes. Ctrl-C
+    once: a last round, then exit 75; twice: stop at once.  SIGHUP: stop in order without a last round, exit 75, so that
+    a new process, perhaps of a newer release, can take its place with the same command; the sites train on meanwhile.
+    Exit 0 when the run has reached its tokens or seconds.
+    """
+    given = settings_parser("syncer", main.__doc__).parse_args(arguments)
     config = load_config(given)
     limit_threads(1)  # For one torch operation: a round itself uses several threads, each for a range of values.
     limit_arenas()
@@ -77,21 +77,20 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
-    moved, setting = run_dir.moved_to(), config.cluster.syncer.folder
+    moved, setting, data = run_dir.moved_to(), config.cluster.syncer.folder, _data(config, run_dir)
     if moved is not None and setting and Path(setting).resolve() != moved.resolve():
         raise ConfigError(
             f"cluster.syncer.folder is {setting!r}, but the run was moved to {moved}: leave the "
             f"setting out, or remove {run_dir.moved}, which records the move"
         )
-    there = _data(config, run_dir).is_dir()
-    if config.run.resume == "must" and not there:
-        raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
-    if config.run.resume == "never" and there:
-        raise ConfigError(f"run.resume is 'never': {_data(config, run_dir)} holds a run; take another run.name")
-    if config.run.resume == "auto" and run_dir.has_lost(_data(config, run_dir)):
+    resume, there = config.run.resume, data.is_dir()
+    where = f"there is no run {config.run.name} in {config.run.dir}"
+    require(resume != "must" or there, "run.resume", resume, where)
+    require(resume != "never" or not there, "run.resume", resume, f"{data} holds a run; take another run.name")
+    if resume == "auto" and run_dir.has_lost(data):
         raise VerbError(
             ExitCode.FAILED,
-            f"run {config.run.name} has published versions and {_data(config, run_dir)} is gone: diloco restore "
+            f"run {config.run.name} has published versions and {data} is gone: diloco restore "
             "restores it from a backup or a warm site; run.resume=never starts it over, and its sites will not follow",
         )
 
@@ -185,11 +184,8 @@ def starting(is_locked: str) -> Iterator[None]:
     from diloco.syncer.store import StoreError
 
     try:
-        yield
-    except StoreError as error:
-        raise VerbError(ExitCode.MISMATCH, str(error)) from error
-    except LockedError as error:
-        raise VerbError(ExitCode.FAILED, f"{error}: {is_locked}") from error
+        with failing(StoreError, code=ExitCode.MISMATCH), failing(LockedError, end=f": {is_locked}"):
+            yield
     except ValueError as error:
         # The wire names its own fields; any other error is not about these settings.
         if not str(error).startswith(FROM_SETTINGS):
@@ -274,23 +270,12 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     if config.model.kind == "file":
         where = BETWEEN.join(others)
         return f'diloco.join(model, optimizer, syncer="{where}", site="site-a", tokens_per_step=...)'
-    own = (
-        "run.name=",
-        "run.dir=",
-        "run.resume=",
-        "run.init_from=",
-        "run.track=",
-        "cluster.syncer.",
-        "cluster.syncer=",
-        "cluster.replication",
-        "cluster.lease",
-        "cluster.standby",
-        "upstream.",
-    )
+    own = "run.name= run.dir= run.resume= run.init_from= run.track= upstream. "
+    own += "cluster.syncer cluster.replication cluster.lease cluster.standby"
     words = ["diloco", "site"]
     words += ["--config", shlex.quote(str(file)), f"run.name={config.run.name}"] if file is not None else []
     imported = "model=imported"  # By run.init_from, a setting of the syncer, which sends a site the model's settings.
-    rest = [text for text in settings if not text.lstrip("+").startswith(own) and text != imported]
+    rest = [text for text in settings if not text.lstrip("+").startswith(tuple(own.split())) and text != imported]
     # The syncer sends shared settings, but every site needs its own copy of a tokenizer's file.
     told = [
         configs.SHORT.get(key, key).startswith(configs.SHARED) and not (key == "data.tokenizer" and "/" in value)

@@ -25,25 +25,24 @@ if TYPE_CHECKING:
     from diloco.models.evaluate import Score
     from diloco.runs.process import Stopping
 
-DOES = """Train on all the text, for run.tokens or run.seconds, without a syncer: the baseline of several sites.
-
-  diloco train run.tokens=5e6 run.name=baseline
-  torchrun --nproc-per-node 8 -m diloco train --config train.yaml
-
-The same command (with run.name) resumes from the newest checkpoint; run.init_from takes one as version 0 of a run.
-Ctrl-C once: stop with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: stop at once."""
 WHO = "train"
 TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
 """Settings that a checkpoint was trained with: resuming with other values would mix two trainings."""
-HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every", "run.track")
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    given = settings_parser("train", DOES).parse_args(arguments)
+    """Train on all the text, for run.tokens or run.seconds, without a syncer: the baseline of several sites.
+
+      diloco train run.tokens=5e6 run.name=baseline
+      torchrun --nproc-per-node 8 -m diloco train --config train.yaml
+
+    The same command (with run.name) resumes from the newest checkpoint; run.init_from takes one as version 0 of a run.
+    Ctrl-C once: stop with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: stop at once.
+    """
+    given = settings_parser("train", main.__doc__).parse_args(arguments)
     place = place_from_environment()
     if place is not None and given.config is None:
-        raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco train --config FILE")
+        raise ConfigError("under torchrun, ranks read a resolved file: diloco train --config FILE")
     config = load_config(given)
     for name in ("nproc", "nodes"):
         if (several := getattr(config.site, name)) > 1 and (place is None or name == "nodes"):
@@ -68,11 +67,12 @@ def _take_folder(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> None:
             raise ConfigError(f"run.name is {config.run.name!r}: a run of sites, see {other}; take another run.name")
     stack.enter_context(held(run_dir.root))
     if run_dir.config.is_file() and checkpoint.names(run_dir.train):
-        for key, (was, now) in configs.differences(configs.read(run_dir.config), config).items():
+        before = configs.as_text(configs.read(run_dir.config))
+        for key, (was, now) in configs.differences(before, configs.as_text(config)).items():
             if key.startswith(TRAINED):
                 text = f"{key} is {now} now and {was} in {run_dir.config}: give another run.name"
                 raise VerbError(ExitCode.MISMATCH, text)
-            if key not in HOW_TO_GO_ON:
+            if key not in configs.HOW_TO_GO_ON:
                 print(f"changed: {key} is {now} and was {was}")
     configs.write(config, run_dir.config)
     point_latest(run_dir)
@@ -97,11 +97,10 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
     check_resume(config, run_dir.train)
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping("training stops after this step, with a checkpoint"))
+        emit = silent
         if place.rank == 0:
             _take_folder(config, run_dir, stack)
             stack.enter_context(tracked(config))
-        emit = silent
-        if place.rank == 0:
             emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, stack).emit
         group = join_group(config, place)
         stack.callback(group.close)

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads, load_config, named_keys, settings_parser
 from diloco.config.compose import check_trackers, enough_sites
-from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, advice, require, whole_steps
+from diloco.config.errors import (
+    A_NAME,
+    ConfigError,
+    ExitCode,
+    VerbError,
+    advice,
+    failing,
+    refusing,
+    require,
+    whole_steps,
+)
 from diloco.config.placing import BETWEEN, is_syncer, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.config.schema import SiteSection
@@ -36,19 +46,19 @@ if TYPE_CHECKING:
     from diloco.config.schema import DataSection, RunConfig
 
 
-DOES = """Run everything on this machine: a syncer, sites, emulated WAN links, and the faults of a scenario.
-
-  diloco up
-  diloco up run.seconds=60 scenario=none cluster=local4 network=transatlantic
-
-The same command resumes the latest run if that was drained.  Ctrl-C once: a last round, then everything ends (exit 75);
-twice: stop at once."""
 Keys = frozenset[str] | None
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Run the verb."""
-    given = settings_parser("up", DOES).parse_args(arguments)
+    """Run everything on this machine: a syncer, sites, emulated WAN links, and the faults of a scenario.
+
+      diloco up
+      diloco up run.seconds=60 scenario=none cluster=local4 network=transatlantic
+
+    The same command resumes the latest run if that was drained.  Ctrl-C once: a last round, then everything ends (exit
+    75); twice: stop at once.
+    """
+    given = settings_parser("up", main.__doc__).parse_args(arguments)
     config = load_config(given)
     # Copied first: the children do not get the thread limit of this process.
     environment = child_environment(os.environ)
@@ -82,8 +92,7 @@ def check(config: RunConfig) -> None:
     check_trackers(config.run.track)
     enough_sites(config)
     for name, site in config.cluster.sites.items():
-        if site.nodes != 1:
-            raise ConfigError(f"cluster.sites.{name}.nodes is {site.nodes}: diloco up has one machine; leave it out")
+        require(site.nodes == 1, f"cluster.sites.{name}.nodes", site.nodes, "diloco up has one machine; leave it out")
         if not configs.is_name(name):
             raise ConfigError(f"cluster.sites has {name!r}: {A_NAME}")
         if name in RESERVED or is_syncer(name):
@@ -102,6 +111,8 @@ def check(config: RunConfig) -> None:
 
 
 RESERVED = (SYNCER, EVAL, "up")
+OF_A_SITE = ("slowdown", "nproc", "parallel", "tensor_ranks", "shard_ranks")
+"""What each of ``cluster.sites`` says of the site settings of the same names."""
 
 
 def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -> tuple[RunDir, bool]:
@@ -111,7 +122,7 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
     """
     resume = config.run.resume
     latest = _unfinished_latest(config) if config.run.name is None and resume != "never" else None
-    other = _differences(config, latest, named) if latest is not None else []
+    other = _differences(config, latest, named) if latest is not None else ""
     if latest is not None and not other:
         try:
             stack.enter_context(locked(latest.root))
@@ -119,7 +130,7 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
             return _settled(config, latest, named), True
         except LockedError:
             pass  # Another process runs it: this is a new run.
-    why_not = f"{latest.root} is another run: {_in_words(other)}" if latest is not None and other else ""
+    why_not = f"{latest.root} is another run: {other}" if latest is not None and other else ""
     if resume == "must" and config.run.name is None:
         reason = why_not or f"the latest run in {config.run.dir} cannot be resumed"
         raise ConfigError(f"run.resume is 'must': {reason}")
@@ -140,13 +151,10 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
         from diloco.config import build
 
         build.check_version_zero(config)
-    try:
+    with failing(LockedError, end=": it is running already"):
         stack.enter_context(locked(run_dir.root))
-    except LockedError as error:
-        raise VerbError(ExitCode.FAILED, f"{error}: it is running already") from error
-    anew = _differences(config, run_dir, named) if there else []
-    if anew:
-        print(f"changed: {_in_words(anew)}", flush=True)
+    if there and (anew := _differences(config, run_dir, named)):
+        print(f"changed: {anew}", flush=True)
     return _settled(config, run_dir, named), there
 
 
@@ -191,14 +199,17 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
     return run_dir if any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in dirs) else None
 
 
-def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
+def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> str:
     """Return in words the settings that differ from the run's folder, except those that only say how to resume."""
-    changed = configs.differences(configs.read(run_dir.config), _as_in(config, run_dir, named)[0])
-    return [
+    before, after = configs.read(run_dir.config), _as_in(config, run_dir, named)[0]
+    changed = configs.differences(configs.as_text(before), configs.as_text(after))
+    found = [
         f"{key} is {now or 'not set'} now and was {was or 'not set'}"
         for key, (was, now) in changed.items()
-        if key not in ("run.name", "run.resume", "run.log_every", "run.dir", "run.track")
+        if key not in configs.HOW_TO_GO_ON
     ]
+    more = [f"and {len(found) - NAMED_MAX} more"] if len(found) > NAMED_MAX else []
+    return "; ".join(found[:NAMED_MAX] + more)
 
 
 def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, list[str]]:
@@ -210,11 +221,6 @@ def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, 
     leased = there.data.leased if config.data.leased is None else config.data.leased
     config = replace(config, data=replace(config.data, leased=leased))
     return (config, []) if named is None else configs.keep_run_settings(config, run_dir.config, named)
-
-
-def _in_words(differences: Sequence[str]) -> str:
-    more = len(differences) - NAMED_MAX
-    return "; ".join([*differences[:NAMED_MAX], *([f"and {more} more"] if more > 0 else [])])
 
 
 NAMED_MAX = 3
@@ -232,13 +238,11 @@ def _run(
 
     if not Path(config.data.cache).is_dir():
         print("preparing the text, once for all runs", flush=True)
-    try:
+    with refusing(DataError, begin="data: "):
         build.corpus(config)
         references = reference_bits(config.data)
-    except DataError as error:
-        raise ConfigError(f"data: {error}") from error
     history = RunHistory()
-    outcome, failed = Outcome(), None
+    failed = None
     with ExitStack() as stack:
         stack.enter_context(tracked(config, lambda: interrupts.count > 1))
         log = EventLog(run_dir.events, "up")
@@ -261,7 +265,9 @@ def _run(
         except VerbError as error:
             outcome, failed = up.outcome, error
             outcome.wrong.append(str(error))
-        outcome.wrong += missed(history, up)
+        left = [f"{step.do} {step.target}" for step in up.schedule.waiting]
+        if left and history.ending == "finished":  # A drained run can go on.
+            outcome.wrong.append(f"the run ended before: {', '.join(left)}")
         summary = summarize(history, outcome.status, asdict(config), outcome.wrong)
         log.emit("run", {"state": "ended", "status": summary["status"]})
     write_summary(run_dir.summary, summary)
@@ -270,12 +276,6 @@ def _run(
         raise failed
     print("\n".join(["", *closing_lines(summary, history, run_dir.root)]), flush=True)
     return exit_code(history, outcome, str(summary["status"]))
-
-
-def missed(history: RunHistory, up: Up) -> list[str]:
-    """Return the complaint that a finished run ended before the whole scenario was played; a drained run can go on."""
-    left = [f"{step.do} {step.target}" for step in up.schedule.waiting]
-    return [f"the run ended before: {', '.join(left)}"] if left and history.ending == "finished" else []
 
 
 def exit_code(history: RunHistory, outcome: Outcome, status: str) -> ExitCode:
@@ -307,9 +307,8 @@ def up_options(
             links[own] = {key: float(value) for key, value in asdict(link).items()}
             dials.append(relay.add(own, link, syncer.address) if relay is not None else syncer.address)
         # Assigned here for all sites: no two sites may take the same share of the text.
-        place = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
-        settings = {**place, "slowdown": site.slowdown, "nproc": site.nproc, "parallel": site.parallel}
-        settings |= {"tensor_ranks": site.tensor_ranks, "shard_ranks": site.shard_ranks}
+        settings = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
+        settings |= {key: getattr(site, key) for key in OF_A_SITE}
         build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
         sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
     waits = config.outer.final_wait_s + config.cluster.syncer.linger_s + 2 * config.site.finish_timeout_s

@@ -7,13 +7,14 @@ import os
 import re
 import shutil
 import textwrap
+from inspect import cleandoc
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.config import compose as configs
 from diloco.config.compose import choices
-from diloco.config.errors import ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, require
 from diloco.config.keys import default_text, leaves, meanings
 from diloco.config.schema import RunConfig
 
@@ -67,14 +68,14 @@ For ``model=`` it lists only the choices of that group.
 class OneLineParser(argparse.ArgumentParser):
     """A parser for ``diloco VERB``; it reports a usage error in one line, as all verbs do."""
 
-    def __init__(self, verb: str, does: str) -> None:
-        """``does`` is the text of ``--help``, printed line by line."""
+    def __init__(self, verb: str, does: str | None) -> None:
+        """``does`` is the text of ``--help``, printed line by line: the docstring of the verb's function."""
         raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=f"diloco {verb}", description=does, formatter_class=raw)
+        super().__init__(prog=f"diloco {verb}", description=cleandoc(does or ""), formatter_class=raw)
 
     def error(self, message: str) -> NoReturn:
         """End the verb with ``message``."""
-        raise VerbError(ExitCode.USAGE, message)
+        raise ConfigError(message)
 
 
 class _WithSettings(OneLineParser):
@@ -103,7 +104,7 @@ class _WithSettings(OneLineParser):
         return f"{super().format_help()}\n{settings_help(self.own)}\n"
 
 
-def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
+def settings_parser(verb: str, does: str | None, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
     """Return a parser for ``diloco VERB [--config FILE] [--print-config] [key=value ...]``.
 
     ``file`` False leaves out ``--config``; ``shown`` False, for a verb without a configuration of its own, leaves out
@@ -136,12 +137,16 @@ def print_if_asked(config: RunConfig, given: argparse.Namespace) -> None:
         raise SystemExit(ExitCode.OK)
 
 
+def parted(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments that are not settings, and the settings."""
+    return [text for text in texts if "=" not in text], [text for text in texts if "=" in text]
+
+
 def words_and_settings(given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the arguments that are not settings, and the settings.  ``site.syncer=HOST:PORT`` becomes the first of the
-    former, since every verb takes it as the syncer's address."""
-    words = [text for text in given.settings if "=" not in text]
-    named = [text.removeprefix(SYNCER) for text in given.settings if text.startswith(SYNCER)]
-    return [*named, *words], [text for text in given.settings if "=" in text and not text.startswith(SYNCER)]
+    """As ``parted``, but ``site.syncer=HOST:PORT`` becomes the first of the words: the syncer's address."""
+    words, settings = parted(given.settings)
+    named = [text.removeprefix(SYNCER) for text in settings if text.startswith(SYNCER)]
+    return [*named, *words], [text for text in settings if not text.startswith(SYNCER)]
 
 
 def is_address(text: str) -> bool:
@@ -176,8 +181,7 @@ def limit_threads(threads: int, *, deterministic: bool = False) -> None:
     """Set the environment for torch's import: ``threads`` per process (0: torch's choice), ``deterministic`` mode."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if threads < 0:
-        raise VerbError(ExitCode.USAGE, f"threads is {threads}: 0 (torch's own choice) or more")
+    require(threads >= 0, "threads", threads, "0 (torch's own choice) or more")
     if threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
 
@@ -261,6 +265,6 @@ def config(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("word", nargs="?", default="", metavar="WORD", help="what to look for")
     word = str(parser.parse_args(arguments).word).lower()
     if not (found := settings_help(about=word)):
-        raise VerbError(ExitCode.USAGE, f"no setting has {word!r} in its name, its choices or its meaning")
+        raise ConfigError(f"no setting has {word!r} in its name, its choices or its meaning")
     print(found)
     return ExitCode.OK

@@ -16,7 +16,7 @@ import torch
 from diloco.codec.registry import make_codec, usual_feedback
 from diloco.config import connecting
 from diloco.config.compose import quorum, shared_config
-from diloco.config.errors import ConfigError, options_of, require, section
+from diloco.config.errors import ConfigError, options_of, refusing, require, section
 from diloco.config.model_files import file_fragments, file_shapes, is_of_file, load_values
 from diloco.config.placing import has_several, placement_of
 from diloco.config.regional import is_region
@@ -540,14 +540,10 @@ def _overlap(config: RunConfig) -> tuple[int, int]:
     """Return the fewest and the most inner steps that may pass until a version is adopted."""
     least, most, period = config.site.overlap_steps, config.site.overlap_steps_max, config.outer.inner_steps
     require(0 <= least < period, "site.overlap_steps", least, f"from 0 to less than outer.inner_steps={period}")
-    if least and config.outer.lock_step:
-        raise ConfigError(
-            f"site.overlap_steps is {least}: under outer.lock_step no step passes before a version is here"
-        )
-    if most is not None and not config.site.adapt:
-        raise ConfigError(
-            f"site.overlap_steps_max is {most}: only under site.adapt=true; without it overlap_steps counts"
-        )
+    wanted = "under outer.lock_step no step passes before a version is here"
+    require(not (least and config.outer.lock_step), "site.overlap_steps", least, wanted)
+    wanted = "only under site.adapt=true; without it overlap_steps counts"
+    require(most is None or config.site.adapt, "site.overlap_steps_max", most, wanted)
     if most is None:
         most = max(least, period // DEFAULT_PART)
     wanted = f"from site.overlap_steps={least} to less than outer.inner_steps={period}"
@@ -606,20 +602,15 @@ def check_kernels(config: RunConfig) -> None:
     if config.inner.kernels == "torch":
         return
     where = device(config)
-    try:
+    with refusing(KernelsError, begin=f"inner.kernels is {config.inner.kernels!r}: "):
         kernels_of(config.inner.kernels, where)
-    except KernelsError as error:
-        raise ConfigError(f"inner.kernels is {config.inner.kernels!r}: {error}") from error
 
 
 def spread(config: RunConfig, model: Transformer, group: SiteGroup) -> Spread:
     """Distribute ``model``, in place, over the ranks of this site, to be computed with the settings of ``inner``."""
-    try:
+    kernels = f"inner.kernels is {config.inner.kernels!r}: "
+    with refusing(KernelsError, begin=kernels), refusing(CompileError, begin="inner.compile is true: "):
         prepare(model, options_of(ComputeOptions, config.inner, "inner"), group.device)
-    except KernelsError as error:
-        raise ConfigError(f"inner.kernels is {config.inner.kernels!r}: {error}") from error
-    except CompileError as error:
-        raise ConfigError(f"inner.compile is true: {error}") from error
     with section("site"):
         return Spread(model, group, _parallel_options(config.site))
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_origin
 
 from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, require, section
-from diloco.config.keys import nearest, plain_type, type_of, wanted
+from diloco.config.keys import hint, plain_type, type_of, wanted
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
@@ -51,6 +51,8 @@ SHARED = (
     *("data.tokenizer", "data.end_of_file", "data.leased", "data.unit_"),
 )
 """Prefixes of the settings that a run may share: a site takes nothing else, such as a path, from a syncer."""
+HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every", "run.track")
+"""Settings that only say how to resume a run on one machine: they may differ from those in its folder."""
 SHARED_SECTIONS = ("model", "outer", "codec")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 LISTS = frozenset({"outer.publish", "site.syncer", "upstream.endpoint", "run.track"})
@@ -105,7 +107,7 @@ def _composed(chosen: Sequence[str], values: Sequence[tuple[str, object]]) -> Ru
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return _with(_of_groups(tuple(chosen)), values)
+        return _with(tuple(chosen), values)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
 
@@ -121,7 +123,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         key, told = _parse_as_yaml(text, path)
         values += _checked(key, told)
     try:
-        return settle(_with(_defaults(), values))
+        return settle(_with(None, values))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join([str(path), *overrides])}: {first_line(error)}") from error
 
@@ -172,7 +174,7 @@ def write(config: RunConfig, path: Path) -> None:
 def of_values(values: Mapping[str, object]) -> RunConfig:
     """Return the defaults with ``values``, by dotted name, on top, not yet settled; raise a one-line ConfigError."""
     checked = [pair for key, value in values.items() for pair in _checked(key, value)]
-    return _with(_defaults(), checked)
+    return _with(None, checked)
 
 
 def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig:
@@ -183,13 +185,9 @@ def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig
     """
     values = {key: _value(key, text) for key, text in told.items()}
     config = of_values({**values, **own})
-    here = shared_config(config)
-    for key in sorted(told.keys() | here.keys()):
-        if told.get(key) != here.get(key):
-            raise ConfigError(
-                f"{key} is {told.get(key, 'not set')} at the syncer, and this release reads {here.get(key, 'nothing')}"
-                ": install the syncer's release"
-            )
+    for key, (there, here) in differences(told, shared_config(config)).items():
+        text = f"{key} is {there or 'not set'} at the syncer, and this release reads {here or 'nothing'}"
+        raise ConfigError(f"{text}: install the syncer's release")
     return config
 
 
@@ -223,20 +221,17 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
 def _fill_in_model(config: RunConfig) -> None:
     """Fill in the model's null settings from the folder ``run.init_from``; ConfigError where that has none."""
     missing = [item.name for item in fields(config.model) if getattr(config.model, item.name) is None]
+    needed = [name for name in missing if name != "vocab_size"]  # The tokenizer has that.
+    if not needed:
+        return
     source = config.run.init_from
     if source is None or not (Path(source) / "config.json").is_file():
-        for name in missing:
-            if name != "vocab_size":
-                raise ConfigError(
-                    f"model.{name} is null: a value, or run.init_from=FOLDER with a config.json that has it"
-                )
-        return
-    if missing and missing != ["vocab_size"]:
-        from diloco.config.model_files import read_options
+        raise ConfigError(f"model.{needed[0]} is null: a value, or run.init_from=FOLDER with a config.json that has it")
+    from diloco.config.model_files import read_options
 
-        told = read_options(source)
-        for name in missing:
-            setattr(config.model, name, getattr(told, name))
+    told = read_options(source)
+    for name in missing:
+        setattr(config.model, name, getattr(told, name))
 
 
 def shared_config(config: RunConfig) -> dict[str, str]:
@@ -274,7 +269,7 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
     there, changed = read(path), []
     before, now = shared_config(there), shared_config(config)
     fixed = set(ALWAYS_SHARED.split()) - MAY_CHANGE
-    if any(before.get(key) != now.get(key) for key in fixed):
+    if differences(before, now).keys() & fixed:
         return config, []
     for part, names in {"outer": None, "codec": None, "upstream": ("counted_from",)}.items():
         now, before = getattr(config, part), getattr(there, part)
@@ -292,11 +287,11 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
 def require_same(config: RunConfig, path: Path) -> None:
     """Raise VerbError where ``config`` describes another run than the file ``path``; ``MAY_CHANGE`` may differ."""
     there = read(path)
-    before, now, known = shared_config(there), shared_config(config), as_text(there)
-    for key in sorted((before.keys() | now.keys()) - MAY_CHANGE):
-        if before.get(key) != now.get(key):
+    known = as_text(there)
+    for key, (before, now) in differences(shared_config(there), shared_config(config)).items():
+        if key not in MAY_CHANGE:
             go_on = f"give {key}={known[key]} to resume, or " if key in known else ""
-            differ = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
+            differ = f"{key} is {now or 'not set'} now and {before or 'not set'} in {path}"
             # A run cannot be extended: users who want that begin another one with its final version.
             final = RunDir(path.parent).final_model
             whole = key in ("run.tokens", "run.seconds") and config.outer.num_syncers == 1 and final.exists()
@@ -316,13 +311,12 @@ def shared_digest(config: RunConfig, *, earlier: bool = False) -> str:
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
-def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[str, str]]:
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the settings that differ, by dotted name, as (text before, text now); "" where not set."""
-    old, new = as_text(before), as_text(now)
     return {
-        key: (old.get(key, ""), new.get(key, ""))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        key: (before.get(key, ""), now.get(key, ""))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
     }
 
 
@@ -397,9 +391,7 @@ def _choice(group: str, value: object) -> str:
     name = "null" if value is None else str(value)
     if name in there or (group == "experiment" and name == "null"):
         return name
-    near = nearest(name, there)
-    hint = f"did you mean {group}={near}?" if near else f"one of {', '.join(there)}"
-    raise ConfigError(f"unknown choice {group}={name}: {hint}")
+    raise ConfigError(f"unknown choice {group}={name}: {hint(name, there, f'{group}=')}")
 
 
 def _checked(key: str, value: object) -> list[tuple[str, object]]:
@@ -417,43 +409,38 @@ def _checked(key: str, value: object) -> list[tuple[str, object]]:
 
 
 @cache
-def _of_groups(chosen: tuple[str, ...]) -> bytes:
-    """Return the groups' files as composed by Hydra.  Cached for each choice: it takes a tenth of a second or more."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
+def _base(chosen: tuple[str, ...] | None) -> bytes:
+    """Return what Hydra composes of the ``chosen`` groups' files, or for None the schema's defaults, pickled.
 
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    with initialize_config_dir(str(folder()), version_base="1.3"):
-        return _opened(compose("config", list(chosen)))
-
-
-@cache
-def _defaults() -> bytes:
-    """Return the schema's defaults.  Cached: building them costs more than reading a whole file."""
+    Cached, because making it takes a tenth of a second or more.  Pickled, because unpickling takes a sixth of the time
+    of OmegaConf's own copy.
+    """
     from omegaconf import OmegaConf
 
-    return _opened(OmegaConf.structured(RunConfig))
+    if chosen is None:
+        config: Any = OmegaConf.structured(RunConfig)
+    else:
+        from hydra import compose, initialize_config_dir
+        from hydra.core.config_store import ConfigStore
 
-
-def _opened(config: Any) -> bytes:
-    """Return ``config`` pickled: unpickling takes a sixth of the time of OmegaConf's own copy."""
-    from omegaconf import OmegaConf
-
+        ConfigStore.instance().store(name="schema", node=RunConfig)
+        with initialize_config_dir(str(folder()), version_base="1.3"):
+            config = compose("config", list(chosen))
     OmegaConf.set_struct(config, False)  # Hydra closes dicts with free names too; keys were checked before
     return pickle.dumps(config)
 
 
-def _with(pickled: bytes, values: Sequence[tuple[str, object]]) -> RunConfig:
-    """Return the ``pickled`` configuration with ``values`` on top; ConfigError names the first invalid value."""
+def _with(chosen: tuple[str, ...] | None, values: Sequence[tuple[str, object]]) -> RunConfig:
+    """Return ``_base(chosen)`` with ``values`` on top; ConfigError names the first invalid value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = OmegaConf.unsafe_merge(pickle.loads(pickled), _nested(values))
+        config = OmegaConf.unsafe_merge(pickle.loads(_base(chosen)), _nested(values))
     except OmegaConfBaseException:
         for key, value in values:  # Find the bad value, only on failure.
             try:
-                OmegaConf.unsafe_merge(pickle.loads(_defaults()), _nested([(key, value)]))
+                OmegaConf.unsafe_merge(pickle.loads(_base(None)), _nested([(key, value)]))
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{key} is {_shown(value)}: {wanted(key)}") from error
         raise

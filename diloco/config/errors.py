@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import IntEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from _typeshed import DataclassInstance
 
@@ -31,6 +32,12 @@ class ExitCode(IntEnum):
     """Stopped on request with everything saved: the same command resumes (EX_TEMPFAIL)."""
 
 
+JOIN_CODES: Mapping[str, ExitCode] = MappingProxyType(
+    {"unreachable": ExitCode.UNREACHABLE, "mismatch": ExitCode.MISMATCH, "refused": ExitCode.FAILED}
+)
+"""How a verb ends whose process could not join, by ``JoinFailed.kind``."""
+
+
 class VerbError(Exception):
     """Ends the verb with exit code ``code``, and with ``text`` as the only line on stderr."""
 
@@ -48,7 +55,9 @@ A_NAME = "letters, digits, '.', '_' and '-', at most 64"
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or invalid; the text names it and its value, if it has one."""
+    """A setting, option or argument is unknown or invalid; the text names it and its value, if it has one."""
+
+    code = ExitCode.USAGE
 
 
 def require(holds: bool, name: str, value: object, wanted: str) -> None:
@@ -75,12 +84,23 @@ def section(name: str, **called: str) -> Iterator[None]:
 
 
 @contextmanager
-def failing(*kinds: type[Exception], code: ExitCode = ExitCode.FAILED) -> Iterator[None]:
-    """End the verb with ``code`` for an error of one of ``kinds``, whose text is the line on stderr."""
+def failing(
+    *kinds: type[Exception], code: ExitCode = ExitCode.FAILED, begin: str = "", end: str = ""
+) -> Iterator[None]:
+    """End the verb with ``code`` for an error of one of ``kinds``, its text between ``begin`` and ``end`` on stderr."""
     try:
         yield
     except kinds as error:
-        raise VerbError(code, str(error)) from error
+        raise VerbError(code, f"{begin}{error}{end}") from error
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], begin: str = "", end: str = "") -> Iterator[None]:
+    """Turn an error of one of ``kinds`` into a ConfigError with its text between ``begin`` and ``end``."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{begin}{error}{end}") from error
 
 
 def options_of(kind: type[Options], settings: object, name: str, /, **others: Any) -> Options:

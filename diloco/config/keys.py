@@ -14,7 +14,7 @@ from diloco.config import schema
 from diloco.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from types import ModuleType
 
 ANY_NAME = "<name>"
@@ -24,6 +24,7 @@ WANTED: Mapping[type, str] = {
     bool: "true or false",
     str: "text",
     list: "numbers in [ ]",
+    tuple: "numbers with commas between",
 }
 
 
@@ -89,6 +90,12 @@ def nearest(word: str, words: list[str]) -> str:
     lasts = {name.rpartition(".")[2]: name for name in reversed(words)}
     found = difflib.get_close_matches(word.rpartition(".")[2], list(lasts), n=1, cutoff=0.75)
     return lasts[found[0]] if found else ""
+
+
+def hint(word: str, words: Collection[str], begin: str = "") -> str:
+    """Return what to give in place of ``word``: the nearest of ``words``, behind ``begin``, or any of them."""
+    near = nearest(word, list(words))
+    return f"did you mean {begin}{near}?" if near else f"one of {', '.join(words)}"
 
 
 def wanted(key: str) -> str:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from diloco.codec.base import digest_of
-from diloco.config.errors import ConfigError, require
+from diloco.config.errors import ConfigError, refusing, require
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
 from diloco.inner.dcp import DCP, dcp_tensors, save_dcp
@@ -76,7 +76,7 @@ def values_in(source: str, called: str, *, shapes_only: bool = False) -> Mapping
     """
     path = Path(source)
     values: Mapping[str, Tensor] = {}
-    try:
+    with refusing(SafetensorError, checkpoint.CheckpointError, OSError, begin=f"{called}: it cannot be read: "):
         if path.is_dir():
             read = checkpoint.load if (path / "manifest.json").is_file() else checkpoint.latest
             if (found := read(path, verify=not shapes_only)) is not None:
@@ -86,8 +86,6 @@ def values_in(source: str, called: str, *, shapes_only: bool = False) -> Mapping
                     values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         elif path.is_file():
             values = shapes_in(path) if shapes_only else safetensors.torch.load_file(path)
-    except (SafetensorError, checkpoint.CheckpointError, OSError) as error:
-        raise ConfigError(f"{called}: it cannot be read: {error}") from error
     if not values:
         kinds = f"a .safetensors file nor a folder with a checkpoint, a {CONFIG} or a {DCP}"
         raise ConfigError(f"{called}: neither {kinds}")
@@ -226,11 +224,9 @@ def _opened(config: RunConfig) -> Iterator[Any]:
         raise ConfigError(f"run.init_from is null: model.kind=file is the model of a .safetensors file; {WRITTEN_BY}")
     if Path(source).is_dir():
         raise ConfigError(f"run.init_from is {source!r}: a folder, and model.kind=file takes a file; {WRITTEN_BY}")
-    try:
-        with safe_open(source, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"run.init_from is {source!r}: it cannot be read: {error}") from error
+    unreadable = f"run.init_from is {source!r}: it cannot be read: "
+    with refusing(SafetensorError, OSError, begin=unreadable), safe_open(source, framework="pt") as file:
+        yield file
 
 
 # --- Write and read a model as a folder, its values in Hugging Face's files or in those of torch's DCP ---------------
@@ -316,10 +312,9 @@ def _save_shards(values: Mapping[str, Tensor], folder: Path, dtype: torch.dtype,
 
 def read_options(folder: str) -> ModelOptions:
     """Return the options of the model in ``folder``; ConfigError names an unsupported field of its ``config.json``."""
-    try:
-        return options_of(_read_json(Path(folder) / CONFIG))
-    except ValueError as error:
-        raise ConfigError(f"{Path(folder) / CONFIG}: {error}") from error
+    path = Path(folder) / CONFIG
+    with refusing(ValueError, begin=f"{path}: "):
+        return options_of(_read_json(path))
 
 
 def read_values(
@@ -330,15 +325,14 @@ def read_values(
     ``called`` is how the error calls the folder.  With ``shapes_only`` the tensors have no values.
     """
     path = Path(folder)
-    try:
-        if (path / CONFIG).is_file() and (other := difference(_read_json(path / CONFIG), options)):
-            raise ConfigError(f"{path / CONFIG}: {other}; model=imported takes all of it from there")
-        read = dcp_tensors if (path / DCP).is_file() else _tensors
+    unreadable = f"{called or repr(folder)}: it cannot be read: "
+    with refusing(SafetensorError, OSError, ValueError, begin=unreadable):
+        other = difference(_read_json(path / CONFIG), options) if (path / CONFIG).is_file() else ""
+    if other:
+        raise ConfigError(f"{path / CONFIG}: {other}; model=imported takes all of it from there")
+    read = dcp_tensors if (path / DCP).is_file() else _tensors
+    with refusing(SafetensorError, OSError, ValueError, begin=unreadable):
         return from_llama(read(path, shapes_only=shapes_only), options)
-    except ConfigError:
-        raise
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{called or repr(folder)}: it cannot be read: {error}") from error
 
 
 def _tensors(folder: Path, *, shapes_only: bool) -> dict[str, Tensor]:
@@ -367,10 +361,8 @@ def _write_json(path: Path, told: Mapping[str, Any]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > JSON_BYTES_MAX:
         raise ValueError(f"{path} has {path.stat().st_size} bytes: at most {JSON_BYTES_MAX}")
-    try:
+    with refusing(ValueError, begin=f"{path} is no JSON: "):
         told = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(told, dict):
         raise ValueError(f"{path} is no JSON object")
     return told

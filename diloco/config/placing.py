@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diloco.config.errors import ConfigError, require
+from diloco.config.errors import ConfigError, refusing, require
 from diloco.config.run_dir import RunDir, run_dir_of
 
 if TYPE_CHECKING:
@@ -50,11 +50,9 @@ def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...
 
     if not has_several(config):
         return (tuple(range(len(whole.fragments))),)
-    try:
-        numels = [fragment.numel for fragment in whole.fragments]
-        return place(numels, config.outer.syncer_mbps or [1.0] * config.outer.num_syncers)
-    except ValueError as error:
-        raise ConfigError(f"outer.syncer_mbps is {config.outer.syncer_mbps}: {error}") from error
+    numels, rates = [fragment.numel for fragment in whole.fragments], config.outer.syncer_mbps
+    with refusing(ValueError, begin=f"outer.syncer_mbps is {rates}: "):
+        return place(numels, rates or [1.0] * config.outer.num_syncers)
 
 
 def at(config: RunConfig, index: int) -> RunConfig:
@@ -99,8 +97,7 @@ def is_syncer(name: str) -> bool:
 
 def syncer_dir(config: RunConfig) -> RunDir:
     """Return the configured syncer's run folder: the run's own or, with several syncers, one below it."""
-    run_dir = run_dir_of(config)
-    return below(run_dir, config.cluster.syncer.index) if has_several(config) else run_dir
+    return syncer_dirs(config, run_dir_of(config))[config.cluster.syncer.index]
 
 
 def syncer_dirs(config: RunConfig, run_dir: RunDir) -> list[RunDir]:

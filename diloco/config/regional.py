@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import usual_feedback
 from diloco.config import compose as configs
 from diloco.config import connecting
-from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, options_of, require, section
+from diloco.config.errors import (
+    A_NAME,
+    JOIN_CODES,
+    ConfigError,
+    ExitCode,
+    VerbError,
+    failing,
+    options_of,
+    require,
+    section,
+)
 from diloco.config.placing import BY_PART, address_of_each
 from diloco.config.syncer_settings import OF_THE_MODEL
 from diloco.durable import PLAIN_DISK, write_file
@@ -36,9 +45,6 @@ FOLDER = "above"
 """In the syncer's data folder: the settings of the run above, and the updates for it."""
 COUNTED_FROM = ("start", "blend")
 AVERAGED = ("schedule_free", "gpa")
-CODES = MappingProxyType(
-    {"unreachable": ExitCode.UNREACHABLE, "mismatch": ExitCode.MISMATCH, "refused": ExitCode.FAILED}
-)
 
 
 def is_region(config: RunConfig) -> bool:
@@ -112,10 +118,8 @@ def run_above(config: RunConfig, data: Path) -> tuple[Told, RunConfig]:
     """
     path = data / FOLDER / "run.json"
     told = _told(config, path)
-    try:
+    with failing(ConfigError, code=ExitCode.MISMATCH, begin="the run above: "):
         theirs = configs.from_shared(told.shared, {"run.name": told.run_id})
-    except ConfigError as error:
-        raise VerbError(ExitCode.MISMATCH, f"the run above: {error}") from error
     # Settings of these that are not shared are at their defaults.
     ours = configs.as_text(config) | configs.shared_config(config)
     others = configs.as_text(theirs) | dict(told.shared)
@@ -155,7 +159,7 @@ def _told(config: RunConfig, path: Path) -> Told:
             told = ask(endpoint, connecting.site_security(config), config.site.join_timeout_s)
     except JoinFailed as error:
         where = f"the syncer above, upstream.endpoint={endpoint}"
-        raise VerbError(CODES[error.kind], f"{where}, did not send its run's settings: {error.text}") from error
+        raise VerbError(JOIN_CODES[error.kind], f"{where}, did not send its run's settings: {error.text}") from error
     if known is not None and known["run"] != told.run_id:
         text = f"upstream.endpoint={endpoint} is of run {told.run_id}, and this is a region of run {known['run']}"
         raise VerbError(ExitCode.MISMATCH, f"{text}: take another run.name")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config import connecting
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, section
 from diloco.config.placing import BETWEEN, BY_PART
 from diloco.config.schema import RunConfig
 from diloco.learner.transfer import SILENT_S, JoinFailed
@@ -129,11 +129,11 @@ def _as_told(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = 
     """As ``fill_in``; VerbError where ``settings`` contradict the run."""
     config, decided = fill_in(settings, told, only), configs.said(settings)
     ours, here = configs.shared_config(config), configs.as_text(config)
-    for key in sorted((ours.keys() | told.shared.keys()) - OF_THE_SYNCER):
-        if key.startswith(only) and told.shared.get(key) != ours.get(key):
-            theirs = told.shared.get(key, "not set")
+    for key, (theirs, own) in configs.differences(told.shared, ours).items():
+        if key.startswith(only) and key not in OF_THE_SYNCER:
             what = "leave that setting out" if key in decided else "install the syncer's release"
-            text = f"{key} is {theirs} in run {told.run_id} and {ours.get(key, here.get(key, 'unknown'))} here: {what}"
+            own = own or here.get(key, "unknown")
+            text = f"{key} is {theirs or 'not set'} in run {told.run_id} and {own} here: {what}"
             raise VerbError(ExitCode.MISMATCH, text)
     return config
 
@@ -176,7 +176,8 @@ def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
     known = before is not None and given.run.name is not None
     timeout_s = given.site.join_timeout_s if wait and not known else 0.0
     try:
-        told = ask(given.site.syncer, connecting.site_security(given), timeout_s)
+        with section("site", address="syncer"), refusing(OSError, begin="site: "):
+            told = ask(given.site.syncer, connecting.site_security(given), timeout_s)
     except EarlierRelease:
         if given.run.name is None:
             raise
@@ -185,8 +186,6 @@ def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
         if before is None or error.kind != "unreachable":
             raise
         told = before
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"site.{str(error).replace('address is', 'syncer is', 1)}") from error
     if given.site.token_file and not told.identity:
         text = "the syncer has no cluster.syncer.tokens_file"
         print(f"note: site.token_file={given.site.token_file} is not used: {text}", file=sys.stderr)

@@ -91,10 +91,7 @@ def memory_cleared(config: RunConfig) -> Iterator[None]:
     refused = False
     try:
         yield
-    except ConfigError:
-        refused = True
-        raise
-    except VerbError as error:
+    except (VerbError, ConfigError) as error:
         refused = error.code in REFUSED
         raise
     finally:

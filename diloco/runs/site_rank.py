@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.codec import kernel_library
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads
-from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError
+from diloco.config.errors import JOIN_CODES, ConfigError, ExitCode, RankLost, VerbError
 from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
 from diloco.observe.console import SiteLines, lines_to, missing_lines, send_traces
@@ -30,7 +30,7 @@ from diloco.runs.memory_folder import memory_folder
 from diloco.runs.process import Stopping, die_with_parent, disk_from_environment, end_process, keep_what_is_loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from diloco.config.run_dir import SiteDir
     from diloco.config.schema import RunConfig
@@ -44,11 +44,6 @@ if TYPE_CHECKING:
 
 Emit = Any
 RANKS_WAIT_S = 120.0
-JOIN_CODES: Mapping[str, ExitCode] = {
-    "unreachable": ExitCode.UNREACHABLE,
-    "mismatch": ExitCode.MISMATCH,
-    "refused": ExitCode.FAILED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,10 +357,8 @@ def main(arguments: list[str]) -> int:
             code, text = run_rank(config, place)
     except RankLost as error:
         text, lost = str(error), True
-    except VerbError as error:
+    except (VerbError, ConfigError) as error:
         code, text = error.code, str(error)
-    except ConfigError as error:
-        code, text = ExitCode.USAGE, str(error)
     again = bool(text) and end_word(folder, place, code, text, lost=lost)
     if code not in (ExitCode.OK, ExitCode.DRAINED):
         print(text, file=sys.stderr)

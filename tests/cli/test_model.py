@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -78,6 +79,8 @@ def test_a_version_is_sent_to_a_url_whole_or_not_at_all(
     with monkeypatch.context() as patched:
         patched.setattr(files, "put_file", put)
         refused(1, f"--to is {url!r}: the store is full", *asked, url)
+        patched.setattr(files, "put_file", Mock(side_effect=TimeoutError))
+        refused(1, f"--to is {url!r}: TimeoutError", *asked, url)
     assert len(sent) > 4
     assert files.find(root) == []
     assert main([*asked, url]) == 0

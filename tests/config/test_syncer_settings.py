@@ -206,6 +206,13 @@ def test_a_tokenizer_of_a_file_must_be_here_too(tmp_path: Path) -> None:
         hand.stop()
 
 
+def test_a_file_that_is_not_there_is_named_by_its_setting() -> None:
+    with pytest.raises(ConfigError, match=r"^site\.token_file is '/nowhere'"):
+        of_site(["site.token_file=/nowhere"], wait=False)
+    with pytest.raises(ConfigError, match=r"^site\.syncer is 'here:99999'"):
+        of_site(["site.syncer=here:99999"], wait=False)
+
+
 def test_an_earlier_release_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkup, "probe", Mock(side_effect=Refused(Status.UNIMPLEMENTED, "Method not found!")))
     with pytest.raises(ConfigError, match=r"run\.name is null"):
