@@ -34,14 +34,13 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     precision: str = "auto",
-    device: torch.device | None = None,
     together: Spread | None = None,
 ) -> float:
     """Return the mean loss of ``model`` over all tokens of ``batches``, nats per token; ValueError without a batch.
 
     With ``together`` (required for a sharded model) it is a collective: ranks share the batches, and all get the mean.
     """
-    where = device or (together.group.device if together else next(model.parameters()).device)
+    where = together.group.device if together else next(model.parameters()).device
     dtype = autocast_dtype(precision, where, together.group if together else None)
     was_training, every = model.training, list(batches)
     model.eval()

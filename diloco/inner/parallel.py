@@ -265,15 +265,15 @@ class SiteGroup:
             if on_device.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(on_device)
 
-    def broadcast_small(self, values: Sequence[int], src: int = 0) -> list[int]:
-        """Return the integers (int64, at most 63) of rank ``src`` on every rank; ``values`` of others are ignored."""
+    def broadcast_small(self, values: Sequence[int]) -> list[int]:
+        """Return the integers (int64, at most 63) of rank 0 on every rank; ``values`` of others are ignored."""
         if self.world == 1:
             return list(values)
         packed = torch.zeros(SMALL_MAX + 1, dtype=torch.int64)
-        if self.rank == src:
+        if self.is_first:
             require(len(values) <= SMALL_MAX, "values", len(values), f"at most {SMALL_MAX} of them")
             packed[: len(values) + 1] = torch.tensor([len(values), *values], dtype=torch.int64)
-        self.broadcast_(packed, src)
+        self.broadcast_(packed)
         told: list[int] = packed.tolist()
         return told[1 : told[0] + 1]
 
