@@ -319,9 +319,10 @@ def latest(root: Path, *, verify: bool = True, group: SiteGroup | None = None) -
     and all are damaged: starting from nothing would be a silent loss.
     """
     rank, world = (group.rank, group.world) if group is not None else (0, 1)
+    said: Callable[[str], list[str]] = group.all_gather_json if group is not None else lambda text: [text]
     left = names(root) if rank == 0 else []
     skipped: list[str] = []
-    while name := said(group, left.pop() if left else "")[0]:
+    while name := said(left.pop() if left else "")[0]:
         why, found = "", None
         try:
             found = Checkpoint(root / name, tuple(skipped))
@@ -330,20 +331,13 @@ def latest(root: Path, *, verify: bool = True, group: SiteGroup | None = None) -
                 assert found.entries is not None
         except CheckpointError as error:
             why = str(error)
-        whys = [each for each in said(group, why) if each]
+        whys = [each for each in said(why) if each]
         if found is not None and not whys:
             return found
         skipped.append(whys[0])
     if skipped:
         raise CheckpointError(f"no checkpoint in {root} is valid: {'; '.join(skipped)}")
     return None
-
-
-def said(group: SiteGroup | None, text: str) -> list[str]:
-    """Return the ``text`` of every rank in rank order; without ``group``, only this one.  A collective."""
-    if group is None:
-        return [text]
-    return [each[1:].decode() for each in group.all_gather_bytes(b" " + text.encode())]
 
 
 def _write_tensors(file: Path, tensors: dict[str, Tensor], disk: Disk) -> str:
