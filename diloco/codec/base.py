@@ -249,8 +249,20 @@ MALFORMED: Mapping[Status, str] = MappingProxyType(
 )
 
 
-def refuse(status: Status, name: str, kind: Kind | None) -> None:
-    """Raise the ``DecodeError`` of the plain version of decoding for ``status``; do nothing for ``DONE``."""
+def require_finite(finite: bool, name: str) -> None:
+    """Raise the ``NonFiniteError`` of the codec ``name`` unless all values to encode were ``finite``."""
+    if not finite:
+        raise NonFiniteError(f"{name} was to encode a NaN or an infinity")
+
+
+def refuse_where(wrong: Tensor, status: Status, name: str) -> None:
+    """Raise the ``DecodeError`` of ``status`` if any value of the mask ``wrong`` is true."""
+    if bool(wrong.any()):
+        refuse(status, name)
+
+
+def refuse(status: Status, name: str, kind: Kind | None = None) -> None:
+    """Raise the ``DecodeError`` of ``status`` for a payload of the codec ``name``; do nothing for ``DONE``."""
     if status is Status.DONE:
         return
     if status is Status.NOT_FINITE:
@@ -442,8 +454,7 @@ class PlainCodec(Codec):
                 pointer(decoded),
                 0.0 if carry is None else carry.beta,
             )
-            if fast.run(job) is not Status.DONE:
-                raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+            require_finite(fast.run(job) is Status.DONE, self.name)
 
     def encode_plain(
         self,
@@ -634,8 +645,7 @@ def unpack(packed: Tensor, numel: int, bits: int, name: str, filling: int = 0) -
     for place in range(1, per_byte):
         found = found | (words << (place * (8 - bits)))
     fields: Tensor = found.view(torch.uint8) & (2**bits - 1)
-    if bool((fields[numel:] != filling).any()):
-        raise DecodeError(f"{name} payload holds something behind its last value")
+    refuse_where(fields[numel:] != filling, Status.BEHIND, name)
     return fields[:numel]
 
 
@@ -652,8 +662,7 @@ SCALE_MAX_BITS = 0x7F7F
 def magnitudes(values: Tensor, name: str) -> Tensor:
     """Return the bits of |x| as int32, which sort like |x|; ``NonFiniteError`` for a NaN or an infinity."""
     found = values.view(torch.int32) & MAGNITUDE_BITS
-    if found.numel() and int(found.max()) >= INFINITY_BITS:
-        raise NonFiniteError(f"{name} was to encode a NaN or an infinity")
+    require_finite(not found.numel() or int(found.max()) < INFINITY_BITS, name)
     return found
 
 
@@ -688,8 +697,7 @@ def scale_values(scale_bits: Tensor) -> Tensor:
 def check_scales(scale_bits: Tensor, name: str) -> None:
     """Refuse scales that ``mean_scale`` never makes: NaN, infinity, negatives (with -0) and subnormals."""
     legal = (scale_bits == 0) | ((scale_bits >= SCALE_MIN_BITS) & (scale_bits <= SCALE_MAX_BITS))
-    if not bool(legal.all()):
-        raise DecodeError(f"{name} payload holds a scale that is negative, subnormal or not finite")
+    refuse_where(~legal, Status.BAD_SCALE, name)
 
 
 FIELD_BITS = 2
@@ -719,10 +727,8 @@ def check_levels(levels: Tensor, fields: Tensor, name: str) -> None:
     is_big = (fields & BIG) > 0
     num_big = is_big.sum(dim=1)
     two = (high > low) & (num_big > 0) & (num_big < fields.shape[1])
-    if not bool((two | ((high == 0) & (num_big == 0))).all()):
-        raise DecodeError(f"{name} payload holds levels that are not those of its values")
-    if bool(((fields == NEGATIVE) & (low == 0)[:, None]).any()):
-        raise DecodeError(f"{name} payload holds a sign without a value")
+    refuse_where(~(two | ((high == 0) & (num_big == 0))), Status.BAD_LEVELS, name)
+    refuse_where((fields == NEGATIVE) & (low == 0)[:, None], Status.BAD_SIGN, name)
 
 
 def level_values(levels: Tensor, fields: Tensor) -> Tensor:

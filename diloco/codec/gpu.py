@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from diloco.codec.base import FIELD_BITS, NonFiniteError, pack
+from diloco.codec.base import FIELD_BITS, pack, require_finite
 from diloco.codec.blocks import BlockCodec, IntCodec
 from diloco.codec.kernel_library import Kind
 from diloco.codec.topk import INDEX_BITS, TopKCodec, pack_indices
@@ -68,8 +68,7 @@ class DevicePasses(ABC):
 
     def check(self, found: int) -> None:
         """Raise ``NonFiniteError`` if ``found``, the value of a ``fault``, is not 0."""
-        if found:
-            raise NonFiniteError(f"{self.codec.name} was to encode a NaN or an infinity")
+        require_finite(not found, self.codec.name)
 
     def encode(self, terms: Sequence[Tensor], payload: Tensor, fault: Tensor, decoded: Tensor | None = None) -> None:
         """Encode the first of ``terms`` minus the others, with the bits of ``outer.pseudo_gradient``.

@@ -53,6 +53,7 @@ from diloco.codec.base import (
     kernels,
     pointer,
     refuse,
+    require_finite,
     tile,
 )
 from diloco.codec.blocks import Fp32Codec
@@ -516,9 +517,9 @@ class _Work:
             if job.culprit >= 0:
                 codec = self.codecs[1 + job.culprit]
                 refuse(status, codec.name, codec.kind)
-            if status is not Status.DONE:
-                other = f"{self.codec.name} was to encode a NaN or an infinity"
-                raise NonFiniteError(REFUSED.get(status, other))
+            if status in REFUSED:
+                raise NonFiniteError(REFUSED[status])
+            require_finite(status is Status.DONE, self.codec.name)
             found.append(float(job.squares))
         return found
 

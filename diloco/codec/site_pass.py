@@ -27,7 +27,6 @@ from diloco.codec.base import (
     Add,
     DecodeError,
     Hasher,
-    NonFiniteError,
     address,
     bytes_of,
     check_values,
@@ -35,6 +34,7 @@ from diloco.codec.base import (
     kernels,
     pointers,
     refuse,
+    require_finite,
     tile,
 )
 from diloco.codec.entropy import stage_of
@@ -93,8 +93,7 @@ def seal_pieces(
         made.address,
     )
     status = fast.run(job)
-    if status is Status.NOT_FINITE:
-        raise NonFiniteError(f"{codec.name} was to encode a NaN or an infinity")
+    require_finite(status is not Status.NOT_FINITE, codec.name)
     _check(status, sent)
     return Measured(made.text(), sqrt(job.squares))
 
