@@ -322,19 +322,3 @@ class UnitPlaces:
         places, within = np.divmod(drawn, unit)
         found: NDArray[np.int64] = np.array(units, dtype=np.int64)[places - first] * unit + within
         return found
-
-
-class LeasedSamples:
-    """Indices of a user's own ``samples``, in the order in which units of them are leased.
-
-    The seed decides the order, equal at all sites; each epoch of it is a permutation of all ``samples``.
-    """
-
-    def __init__(self, samples: int, unit_samples: int, source: UnitSource, group: SiteGroup, seed: int = 0) -> None:
-        require(samples >= 1, "samples", samples, "at least 1")
-        self._samples, self._seed = samples, seed
-        self._places = UnitPlaces(unit_samples, source, group)
-
-    def indices(self, cursor: int, stop: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sample indices at the cursors ``drawn``; a collective, like ``UnitPlaces.numbers``."""
-        return in_epochs(self._places.numbers(cursor, stop, drawn), self._samples, f"{self._seed}/samples")
