@@ -274,18 +274,6 @@ def refuse(status: Status, name: str, kind: Kind | None = None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
-    """``out <- out + x``: a further update of the same site, or a version added to the previous one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Towards:
-    """``out <- out - share (out - x)``, three roundings: a further site in the running mean of ``merge_mean``."""
-
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
 class Carry:
     """Error feedback: encoding adds ``fp32(beta residual)`` to the values; ``residual`` becomes the rounding error."""
 
@@ -490,29 +478,27 @@ class PlainCodec(Codec):
         numel: int,
         out: Tensor,
         start: int = 0,
-        accumulate: Add | Towards | None = None,
+        fold: Fold = Fold.WRITE,
+        share: float = 0.0,
     ) -> None:
         """Decode the values from ``start``, as many as ``out`` has, of a payload of ``numel`` into ``out``.
 
-        With ``accumulate`` they are added to ``out``, or the mean in ``out`` moves towards them.  It refuses what
-        ``decode`` refuses, but checks only the bytes of the range; after an error the contents of ``out`` are
-        undefined.
+        ``fold`` says how they are combined with ``out``; ``share`` is that of ``TOWARDS``.  It refuses what ``decode``
+        refuses, but checks only the bytes of the range; after an error the contents of ``out`` are undefined.
         """
         self.opened(payload, numel)  # Refuses another length.
         check_values(out)
         self.check_place(out.numel(), start, numel)
         fast = kernels(self)
         if fast is None:
-            self.decode_plain(payload, numel, out, start, accumulate)
+            self.decode_plain(payload, numel, out, start, fold, share)
         elif out.numel():
-            fold = Fold.WRITE if accumulate is None else Fold.ADD if isinstance(accumulate, Add) else Fold.TOWARDS
-            share = accumulate.share if isinstance(accumulate, Towards) else 0.0
             at = pointer(out)
             job = DecodeJob(self.format(numel), start, out.numel(), address(payload), at, at, fold, share)
             refuse(fast.run(job), self.name, self.kind)
 
     def decode_plain(
-        self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, accumulate: Add | Towards | None
+        self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, fold: Fold, share: float
     ) -> None:
         """Compute :meth:`decode_into` in torch: its definition."""
         view = memoryview(payload)
@@ -520,7 +506,7 @@ class PlainCodec(Codec):
             sections = self.sections(numel, start + first, start + last)
             pieces = [torch.frombuffer(bytearray(view[at : at + size]), dtype=torch.uint8) for at, size in sections]
             codes = self.unpack(pieces, *self._rows(out[first:last]).shape)
-            accumulate_into(out[first:last], self.decode_rows(*codes).view(-1), accumulate)
+            fold_into(out[first:last], self.decode_rows(*codes).view(-1), fold, share)
 
     def check_place(self, count: int, start: int, numel: int) -> None:
         """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole blocks."""
@@ -551,15 +537,15 @@ def check_values(values: Tensor) -> None:
     assert values.device.type == "cpu", f"values are on {values.device}"
 
 
-def accumulate_into(out: Tensor, values: Tensor, accumulate: Add | Towards | None) -> None:
-    """Write ``values`` to ``out``, or combine them with it as ``accumulate`` says."""
-    if accumulate is None:
+def fold_into(out: Tensor, values: Tensor, fold: Fold, share: float = 0.0) -> None:
+    """Combine ``values`` with those of ``out`` as ``fold`` says."""
+    if fold is Fold.WRITE:
         out.copy_(values)
-    elif isinstance(accumulate, Add):
+    elif fold is Fold.ADD:
         out.add_(values)
     else:
         # Subtract rather than add, to keep the sign of a zero too: -0 - 0 is -0, but -0 + 0 is +0.
-        out.sub_(torch.sub(out, values).mul_(accumulate.share))
+        out.sub_(torch.sub(out, values).mul_(share))
 
 
 def bytes_of(values: Tensor) -> memoryview:

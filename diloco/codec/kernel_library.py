@@ -63,11 +63,13 @@ class Status(IntEnum):
 
 
 class Fold(IntEnum):
-    """How decoded values are combined with the output."""
+    """How decoded values x are combined with the values that ``out`` holds."""
 
     WRITE = 0
     ADD = 1
+    """``out <- out + x``: a further update of the same site, or a version added to the previous one."""
     TOWARDS = 2
+    """``out <- out - share (out - x)``, three roundings: a further site in the running mean of ``merge_mean``."""
 
 
 class Place(IntFlag):

@@ -37,18 +37,16 @@ from torch import Tensor
 
 from diloco.codec.base import (
     CHUNK_VALUES,
-    Add,
     Buffers,
     Codec,
     Hasher,
     Kernels,
     NonFiniteError,
     PlainCodec,
-    Towards,
-    accumulate_into,
     address,
     bytes_of,
     check_values,
+    fold_into,
     hashing_kernels,
     kernels,
     pointer,
@@ -57,7 +55,7 @@ from diloco.codec.base import (
     tile,
 )
 from diloco.codec.blocks import Fp32Codec
-from diloco.codec.kernel_library import LANES, SUM_BLOCK, MeasureJob, OuterJob, Place, Rule, Status, Update
+from diloco.codec.kernel_library import LANES, SUM_BLOCK, Fold, MeasureJob, OuterJob, Place, Rule, Status, Update
 from diloco.outer.merge import (
     PAIRWISE,
     UNCORRECTED,
@@ -161,7 +159,7 @@ def decoded(updates: Sequence[tuple[PlainCodec, bytes | memoryview]], numel: int
     """Return a range of one site's contribution: its updates added up in their order."""
     contribution = torch.empty(bounds[1] - bounds[0])
     for index, (codec, payload) in enumerate(updates):
-        codec.decode_into(payload, numel, contribution, bounds[0], Add() if index else None)
+        codec.decode_into(payload, numel, contribution, bounds[0], Fold.ADD if index else Fold.WRITE)
     return contribution
 
 
@@ -290,10 +288,10 @@ class _Merge:
                 trimmed_mean(list(zip(weights, mine, strict=True)), options.trim_share, here)
                 continue
             changed, scale = blends[block.segment]
-            first = True
+            fold = Fold.WRITE
             for share, (each,) in shares([(weight, (each,)) for weight, each in zip(changed, mine, strict=True)]):
-                accumulate_into(here, each, None if first else Towards(share))
-                first = False
+                fold_into(here, each, fold, share)
+                fold = Fold.TOWARDS
             here.mul_(scale)
         if not is_finite(out):
             raise NonFiniteError("the merged values are not finite")
@@ -466,9 +464,9 @@ class _Work:
         for share, updates in others:
             if len(updates) == 1:
                 [(codec, payload)] = updates
-                codec.decode_into(payload, numel, mean, bounds[0], Towards(share))
+                codec.decode_into(payload, numel, mean, bounds[0], Fold.TOWARDS, share)
             else:
-                accumulate_into(mean, decoded(updates, numel, bounds), Towards(share))
+                fold_into(mean, decoded(updates, numel, bounds), Fold.TOWARDS, share)
         return mean
 
     def native_updates(self) -> ctypes.Array[Update]:

@@ -11,15 +11,13 @@ import torch
 from diloco.codec import kernel_library
 from diloco.codec.base import (
     BYTES_MIN,
-    Add,
     Carry,
-    Towards,
     bytes_of,
     digest_of,
     hashing_kernels,
     kernels,
 )
-from diloco.codec.kernel_library import SUM_BLOCK
+from diloco.codec.kernel_library import SUM_BLOCK, Fold
 from diloco.codec.merging import sum_of_products, sum_plain, torch_fuses
 from diloco.codec.registry import make_codec
 from tests.codec.values import NATIVE, drawn, running, same, samples
@@ -74,14 +72,14 @@ def test_encoding_and_decoding(name: str) -> None:
                 codec.encode_into(terms, found)
                 assert torch.equal(plain, found), (kind, level)
         held = drawn(numel, numel)
-        for accumulate in (None, Add(), Towards(0.3)):
+        for fold in Fold:
             expected = held.clone()
-            codec.decode_plain(bytes_of(plain), numel, expected, 0, accumulate)
+            codec.decode_plain(bytes_of(plain), numel, expected, 0, fold, 0.3)
             for level in NATIVE:
                 out = held.clone()
                 with running(level):
-                    codec.decode_into(bytes_of(plain), numel, out, accumulate=accumulate)
-                assert same(out, expected), (kind, accumulate, level)
+                    codec.decode_into(bytes_of(plain), numel, out, fold=fold, share=0.3)
+                assert same(out, expected), (kind, fold, level)
 
 
 @every_level
