@@ -142,8 +142,9 @@ BYTES_MIN = 241
 class KernelDigest:
     """The digest of ``total`` bytes, which kernels add in order; all parts but the last are whole ``SUM_BLOCK``s."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, kernels: Kernels, total: int) -> None:
         assert total >= BYTES_MIN, total
+        self.kernels = kernels
         self._state = DigestState(total)
         self.address = ctypes.addressof(self._state)
         """The address of the state, for a job of the kernels."""
@@ -198,13 +199,11 @@ def kernels(*codecs: PlainCodec, step: int = 1) -> Kernels | None:
     return Kernels(chosen.library, chosen.level) if tile(step, *(each.block for each in codecs)) else None
 
 
-def hashing_kernels(total: int, like: str, *codecs: PlainCodec) -> tuple[Kernels, KernelDigest] | None:
-    """Return the kernels, and a digest of ``total`` bytes in the form of ``like`` for them to compute in their pass.
-
-    None where torch makes the pass and a ``Hasher`` the digest.
-    """
+def hashing(total: int, like: str, *codecs: PlainCodec) -> KernelDigest | Hasher:
+    """Return a digest of ``total`` bytes in the form of ``like``, for the kernels to compute in a pass over payloads of
+    ``codecs``; a ``Hasher`` where torch makes the pass."""
     fast = kernels(*codecs, step=SUM_BLOCK)
-    return None if fast is None or total < BYTES_MIN or is_sha256(like) else (fast, KernelDigest(total))
+    return Hasher(like) if fast is None or total < BYTES_MIN or is_sha256(like) else KernelDigest(fast, total)
 
 
 def digest(values: Tensor, like: str = "") -> str:

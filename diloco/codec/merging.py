@@ -47,7 +47,7 @@ from diloco.codec.base import (
     bytes_of,
     check_values,
     fold_into,
-    hashing_kernels,
+    hashing,
     kernels,
     pointer,
     refuse,
@@ -533,29 +533,27 @@ class Reading:
         """The digest of the values gets the form of ``like``."""
         self._codec = codec
         self._numel = numel
-        self._hashing = hashing_kernels(4 * numel, like, codec)
-        self._hasher = Hasher(like)
+        self._digest = hashing(4 * numel, like, codec)
 
     def ranges(self) -> list[Range]:
         """Return the ranges in which :meth:`read` must be called."""
-        return ranges(self._numel, [self._codec], None if self._hashing is None else READ_VALUES)
+        return ranges(self._numel, [self._codec], None if isinstance(self._digest, Hasher) else READ_VALUES)
 
     def read(
         self, payload: bytes | memoryview, numel: int, start: int, count: int, against: Tensor | None = None
     ) -> Sums:
         """Read the next ``count`` values, from ``start`` of a ``payload`` of ``numel``; return their sums."""
-        codec = self._codec
-        if self._hashing is None:
+        codec, made = self._codec, self._digest
+        if isinstance(made, Hasher):
             values = torch.empty(count)
             codec.decode_into(payload, numel, values, start)
-            self._hasher.update(bytes_of(values))
+            made.update(bytes_of(values))
             return sums_of(values, against)
         codec.opened(payload, numel)  # Refuses another length.
         codec.check_place(count, start, numel)
         if against is not None:
             check_values(against)
             assert against.shape == (count,), (against.shape, count)
-        fast, made = self._hashing
         job = MeasureJob(
             codec.format(numel),
             start,
@@ -565,9 +563,9 @@ class Reading:
             pointer(against),
             digest=made.address,
         )
-        refuse(fast.run(job), codec.name, codec.kind)
+        refuse(made.kernels.run(job), codec.name, codec.kind)
         return Sums(job.largest, job.squares, job.products, job.against_squares)
 
     def digest(self) -> str:
         """Return the digest of the values, once all are read."""
-        return (self._hasher if self._hashing is None else self._hashing[1]).text()
+        return self._digest.text()

@@ -26,10 +26,11 @@ import torch
 from diloco.codec.base import (
     DecodeError,
     Hasher,
+    KernelDigest,
     address,
     bytes_of,
     check_values,
-    hashing_kernels,
+    hashing,
     kernels,
     pointers,
     refuse,
@@ -68,17 +69,15 @@ def seal_pieces(
     numel = _checked(pieces, base, sent)
     assert payload.numel() == codec.payload_bytes(numel), (payload.numel(), numel)
     codecs = codec, *(each.codec for each in sent)
-    hashing = hashing_kernels(4 * numel, "", *codecs)
-    if hashing is None:  # Each range is hashed and measured while it is in the cache.
-        found, squares = Hasher(), 0.0
+    made, squares = hashing(4 * numel, "", *codecs), 0.0
+    if isinstance(made, Hasher):  # Each range is hashed and measured while it is in the cache.
         for start, stop in ranges(numel, codecs):
             local = torch.cat(_parts(pieces, start, stop))
             in_flight = [decoded([(each.codec, each.payload)], numel, (start, stop)) for each in sent]
             codec.encode_into((base[start:stop], local, *in_flight), payload, local, start=start, numel=numel)
-            found.update(bytes_of(local))
+            made.update(bytes_of(local))
             squares += sum_of_products(local, local)
-        return Measured(found.text(), sqrt(squares))
-    fast, made = hashing
+        return Measured(made.text(), sqrt(squares))
     job = SealJob(
         codec.format(numel),
         0,
@@ -91,7 +90,7 @@ def seal_pieces(
         payload.data_ptr(),
         made.address,
     )
-    status = fast.run(job)
+    status = made.kernels.run(job)
     require_finite(status is not Status.NOT_FINITE, codec.name)
     _check(status, sent)
     return Measured(made.text(), sqrt(job.squares))
@@ -212,8 +211,7 @@ class Following:
         self._opened: list[tuple[PlainCodec, memoryview]] = []
         """The payloads without the entropy stage; bytes of ranges not reached yet may still change."""
         self._at = 0
-        self._hashing = hashing_kernels(4 * self._numel, like, codec.plain)
-        self._hasher = Hasher(like)
+        self._digest = hashing(4 * self._numel, like, codec.plain)
         self._ranges: list[tuple[int, int]] = []
         """Pairs (bytes needed, stop of the values that can then be computed), in reverse order."""
         self._failed: DecodeError | None = None
@@ -249,7 +247,7 @@ class Following:
             if not self._opened:
                 self._open()
             self.go_on(self._numel)
-            return (self._hasher if self._hashing is None else self._hashing[1]).text()
+            return self._digest.text()
         finally:
             self._failed = DecodeError("these payloads were followed before")
             self._payloads, self._opened = [], []
@@ -259,14 +257,13 @@ class Following:
 
     def go_on(self, stop: int) -> None:
         """Continue up to value ``stop``, a range's border or the end; ``DecodeError`` for a malformed payload."""
-        codec, plain, begin = self._codec, self._codec.plain, self._at
-        if self._hashing is not None:
-            fast, made = self._hashing
+        codec, plain, begin, made = self._codec, self._codec.plain, self._at, self._digest
+        if isinstance(made, KernelDigest):
             size = tile(SUM_BLOCK, plain.block)
             parts = updates([Coded(plain, payload, self._numel) for plain, payload in self._opened])
             places = (self.held.data_ptr(), parts, len(self._opened))
             job = FollowJob(begin, stop, size, *places, self.out.data_ptr(), made.address, codec.lossless)
-            refuse(fast.run(job), codec.name, plain.kind)
+            refuse(made.kernels.run(job), codec.name, plain.kind)
         else:
             for start, end in ranges(stop - begin, [plain]):
                 part = self.out[begin + start : begin + end]
@@ -275,5 +272,5 @@ class Following:
                 fold = Fold.WRITE if codec.lossless else Fold.ADD
                 for each, payload in self._opened:
                     each.decode_into(payload, self._numel, part, begin + start, fold)
-                self._hasher.update(bytes_of(part))
+                made.update(bytes_of(part))
         self._at = stop

@@ -109,13 +109,6 @@ class CorpusManifest:
         require(name in SPLITS, "split", name, f"one of {', '.join(SPLITS)}")
         return self.train if name == "train" else self.validation
 
-    def verify(self) -> None:
-        """Read every shard and compare its sha256; DataError names the first that differs."""
-        for shard in (*self.train.shards, *self.validation.shards):
-            with (self.folder / shard.file).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                    raise DataError(f"{self.folder / shard.file} is damaged (its sha256 differs from the manifest)")
-
     def to_json(self) -> str:
         """Return the text of ``manifest.json``."""
         usual = {"directory": self.directory, "dtype": "", "source": ""}  # Earlier releases know only the other fields.

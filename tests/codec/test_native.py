@@ -12,9 +12,11 @@ from diloco.codec import kernel_library
 from diloco.codec.base import (
     BYTES_MIN,
     Carry,
+    Hasher,
+    KernelDigest,
     bytes_of,
     digest_of,
-    hashing_kernels,
+    hashing,
     kernels,
 )
 from diloco.codec.kernel_library import SUM_BLOCK, Fold
@@ -114,9 +116,9 @@ def test_sums_and_digests(level: str) -> None:
         with running(level):
             assert sum_of_products(values, against) == sum_plain(values, against)
             for part in (SUM_BLOCK, 2048, 100 * SUM_BLOCK):
-                hashing = hashing_kernels(4 * numel, "")
-                assert hashing is not None
-                fast, made = hashing
+                made = hashing(4 * numel, "")
+                assert isinstance(made, KernelDigest)
+                fast = made.kernels
                 for piece in values.split(part):
                     pointers = (ctypes.c_void_p(made.address), ctypes.c_void_p(piece.data_ptr()))
                     fast.library.diloco_digest(fast.level, *pointers, ctypes.c_int64(4 * piece.numel()))
@@ -124,10 +126,10 @@ def test_sums_and_digests(level: str) -> None:
 
 
 def test_kernels_hash_only_where_the_kernels_have_its_form() -> None:
-    assert hashing_kernels(BYTES_MIN, "") is not None
-    assert hashing_kernels(BYTES_MIN - 1, "") is None
-    assert hashing_kernels(BYTES_MIN, "xxh3:" + "0" * 32) is not None
-    assert hashing_kernels(BYTES_MIN, "0" * 64) is None, "SHA-256 is what is asked for"
+    assert isinstance(hashing(BYTES_MIN, ""), KernelDigest)
+    assert isinstance(hashing(BYTES_MIN - 1, ""), Hasher)
+    assert isinstance(hashing(BYTES_MIN, "xxh3:" + "0" * 32), KernelDigest)
+    assert isinstance(hashing(BYTES_MIN, "0" * 64), Hasher), "SHA-256 is what is asked for"
 
 
 def test_the_kernels_round_as_torch_does() -> None:

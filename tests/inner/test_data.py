@@ -36,9 +36,6 @@ def test_damage_is_told_by_file(tmp_path: Path) -> None:
     wanted = options(write_text(tmp_path / "text", 6))
     made = prepare_corpus(wanted, tmp_path / "cache")
     shard, manifest = made.directory / "train-00000.bin", made.directory / "manifest.json"
-    damage(shard)
-    with pytest.raises(DataError, match=r"train-00000\.bin is damaged"):
-        made.verify()
     damage(shard, "cut")
     with pytest.raises(DataError, match=r"train-00000\.bin has \d+ bytes and the manifest says"):
         prepare_corpus(wanted, tmp_path / "cache")
