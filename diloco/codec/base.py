@@ -63,7 +63,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from ctypes import byref, c_void_p
+from ctypes import c_void_p
 from dataclasses import dataclass
 from math import lcm
 from types import MappingProxyType
@@ -83,7 +83,7 @@ from diloco.codec.kernel_library import (
     EncodeJob,
     Fold,
     Format,
-    Job,
+    Kernels,
     Kind,
     Status,
     choice,
@@ -155,18 +155,6 @@ class KernelDigest:
         return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The library at one instruction level."""
-
-    library: ctypes.CDLL
-    level: int
-
-    def run(self, job: Job) -> Status:
-        """Carry out ``job``, a pass over memory; ``kernels.cpp`` documents it at the job's structure."""
-        return Status(getattr(self.library, job.function)(self.level, byref(job)))
-
-
 def tile(*blocks: int) -> int:
     """Return how many values the kernels handle at a time, in whole blocks of all sizes; 0 where that is impossible."""
     step = lcm(*blocks)
@@ -193,10 +181,9 @@ def kernels(*codecs: PlainCodec, step: int = 1) -> Kernels | None:
 
     None where this process runs plain torch, where a codec has no kernel, and where no tile holds whole blocks of all.
     """
-    chosen = choice()
-    if chosen.library is None or any(each.kind is None for each in codecs):
+    if any(each.kind is None for each in codecs) or not tile(step, *(each.block for each in codecs)):
         return None
-    return Kernels(chosen.library, chosen.level) if tile(step, *(each.block for each in codecs)) else None
+    return choice().kernels
 
 
 def hashing(total: int, like: str, *codecs: PlainCodec) -> KernelDigest | Hasher:

@@ -40,7 +40,6 @@ from diloco.codec.base import (
     Buffers,
     Codec,
     Hasher,
-    Kernels,
     NonFiniteError,
     PlainCodec,
     address,
@@ -55,7 +54,18 @@ from diloco.codec.base import (
     tile,
 )
 from diloco.codec.blocks import Fp32Codec
-from diloco.codec.kernel_library import LANES, SUM_BLOCK, Fold, MeasureJob, OuterJob, Place, Rule, Status, Update
+from diloco.codec.kernel_library import (
+    LANES,
+    SUM_BLOCK,
+    Fold,
+    Kernels,
+    MeasureJob,
+    OuterJob,
+    Place,
+    Rule,
+    Status,
+    Update,
+)
 from diloco.outer.merge import (
     PAIRWISE,
     UNCORRECTED,

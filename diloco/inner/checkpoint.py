@@ -73,11 +73,11 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
 
-def write_sealed(path: Path, told: Mapping[str, Any], disk: Disk, step: Step) -> None:
+def write_sealed(path: Path, told: Mapping[str, Any], disk: Disk) -> None:
     """Write ``told`` and its sha256 to ``path`` and fsync the file; its name is durable once its folder is synced."""
     text = json.dumps({**told, "sha256": _digest(told)}, indent=1, allow_nan=False)
-    disk.make(path, lambda file: file.write_text(text), step)
-    disk.sync_file(path, step)
+    disk.make(path, lambda file: file.write_text(text), Step.CHECKPOINT_FILE)
+    disk.sync_file(path, Step.CHECKPOINT_FILE)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def save(
                 digest = _write_tensors(file, named, disk)
                 files[part] = {"bytes": file.stat().st_size, "sha256": digest}
             told = {"format": WHOLE, "files": files, "meta": dict(meta)}
-            write_sealed(temporary / MANIFEST, told, disk, Step.CHECKPOINT_FILE)
+            write_sealed(temporary / MANIFEST, told, disk)
             publish(root, name, keep, disk)
     except CheckpointError:
         with contextlib.suppress(OSError):  # So failed attempts do not fill a full disk further.
@@ -427,7 +427,7 @@ def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk
         disk.make_folder(folder, Step.CHECKPOINT_BEGIN)
         digest = _write_tensors(file, {key: part.values for key, part in parts.items()}, disk)
         told = {"format": PARTS, "sha256_of_file": digest, "tensors": boxes}
-        write_sealed(file.with_suffix(".json"), told, disk, Step.CHECKPOINT_FILE)
+        write_sealed(file.with_suffix(".json"), told, disk)
         disk.sync_folder(folder, Step.CHECKPOINT_FOLDER)
 
 
@@ -448,7 +448,7 @@ def publish_parts(
 ) -> None:
     """Write the manifest with the ``digests`` of the ranks' own manifests, by rank name, and publish the checkpoint."""
     told = {"format": PARTS, "ranks": digests, "meta": dict(meta)}
-    write_sealed(root / f"{TEMPORARY}{name}" / MANIFEST, told, disk, Step.CHECKPOINT_FILE)
+    write_sealed(root / f"{TEMPORARY}{name}" / MANIFEST, told, disk)
     publish(root, name, keep, disk)
 
 

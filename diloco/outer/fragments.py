@@ -239,14 +239,9 @@ def _balanced(sizes: Sequence[int], costs: Sequence[int | Fraction]) -> list[lis
     return [sorted(indices) for indices in placed]
 
 
-def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-    """Copy the fragment's values out of ``parameters`` (any dtype and device) into one flat fp32 CPU tensor.
-
-    ``out``, if given, fp32 of shape (``fragment.numel``,) on any device, is filled and returned.
-    """
-    values = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
-    assert values.shape == (fragment.numel,), f"out has shape {tuple(values.shape)}, fragment has {fragment.numel}"
-    assert values.dtype == torch.float32
+def gather(fragment: Fragment, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Copy the fragment's values out of ``parameters`` (any dtype and device) into one flat fp32 CPU tensor."""
+    values = torch.empty(fragment.numel, dtype=torch.float32)
     parts = torch.split(values, [piece.stop - piece.start for piece in fragment.pieces])
     for piece, part in zip(fragment.pieces, parts, strict=True):
         part.copy_(parameters[piece.name].detach().reshape(-1)[piece.start : piece.stop])
