@@ -516,7 +516,7 @@ class PartWriter:
 
     def heard(self, words: Sequence[float]) -> str:
         """Take the sums of all ranks' ``words``; publish once all parts are done.  Return why a part failed, if any."""
-        done, failed, *_ = words
+        done, failed = words
         if not self._name or done + failed < self._group.world:
             return ""
         name, self._name = self._name, ""

@@ -230,17 +230,6 @@ class MemoryWriter(PartWriter):
         if any(self._group.all_reduce_sum([float(bool(why))])):
             raise CheckpointError(why or f"a machine of this site can keep no checkpoint in memory, in {self._root}")
 
-    def words(self) -> list[float]:
-        """Return ``PartWriter.words`` and the bytes of this rank's part, 0 until it is done."""
-        done, failed = super().words()
-        return [done, failed, done * self._bytes]
-
-    def heard(self, words: Sequence[float]) -> str:
-        """Do as ``PartWriter.heard``, and record the bytes of a completed checkpoint for ``fresh``."""
-        why = super().heard(words)
-        self._fresh = int(words[2]) if words[0] == self._group.world else self._fresh
-        return why
-
     def end(self) -> None:
         """Remove the folder, which a run does not need after its orderly end.  A collective."""
         with contextlib.suppress(CheckpointError):  # A checkpoint that failed is removed as well.
@@ -279,11 +268,12 @@ class MemoryWriter(PartWriter):
             raise why
 
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
-        mine = {"digest": self._digest, "meta": meta if self._group.is_first else {}}
+        mine = {"digest": self._digest, "bytes": self._bytes, "meta": meta if self._group.is_first else {}}
         told = self._group.all_gather_json(mine)
         ranks = {rank_name(rank): each["digest"] for rank, each in enumerate(told)}
         if self._tidies:
             self.writer.start(lambda: self._publish(name, ranks, told[0]["meta"]))
+        self._fresh = sum(each["bytes"] for each in told)
 
     def _publish(self, name: str, ranks: Mapping[str, str], meta: Mapping[str, Any]) -> None:
         """Publish this machine's parts of ``name``; remove them if that fails."""
