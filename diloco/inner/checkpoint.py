@@ -26,6 +26,8 @@ import json
 import math
 import threading
 from collections.abc import Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -356,19 +358,17 @@ class AsyncWriter:
 
     def __init__(self, root: Path, synchronous: bool) -> None:
         self.root, self._synchronous = root, synchronous
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._written: Future[object] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a write is under way; raises the error of the last one if it failed."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread.join()
-            self._thread = None
-        if self._thread is None and self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return self._thread is not None
+        written = self._written
+        if written is None or not written.done():
+            return written is not None
+        self._written = None
+        written.result()
+        return False
 
     def start(self, write: Callable[[], object]) -> None:
         """Start ``write``; must not be called while ``busy``."""
@@ -377,22 +377,24 @@ class AsyncWriter:
         if self._synchronous:
             write()
             return
+        self._written = Future()
         # A daemon, so that a disk that hangs cannot keep a dying process alive; wait() is the orderly end.
-        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        work = (self._written, write)
+        threading.Thread(target=self._write, args=work, name="checkpoint-writer", daemon=True).start()
 
     def wait(self, bound_s: float) -> None:
         """Wait for the write under way; CheckpointError after ``bound_s`` seconds or if the write failed."""
-        if self._thread is not None:
-            self._thread.join(bound_s)
+        if self._written is not None:
+            futures.wait([self._written], bound_s)
         if self.busy:
             raise CheckpointError(f"a checkpoint in {self.root} is still being written after {bound_s:g} s")
 
-    def _write(self, write: Callable[[], object]) -> None:
+    @staticmethod
+    def _write(written: Future[object], write: Callable[[], object]) -> None:
         try:
-            write()
+            written.set_result(write())
         except Exception as error:  # of any kind: it is raised in the caller's thread later
-            self._error = error
+            written.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
