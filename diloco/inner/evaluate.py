@@ -213,20 +213,16 @@ def generate(
     require(max(prompt) < vocab_size, "prompt", max(prompt), f"tokens below the model's {vocab_size}")
     generator = torch.Generator().manual_seed(options.seed)
     reader, text = Reader(model), list(prompt)
-    logits = reader.read(text if len(text) <= reader.room else text[-half:])
-    for made in range(1, options.tokens + 1):
-        token = draw(logits, options, generator)
+    unread = text if len(text) <= reader.room else text[-half:]
+    for _ in range(options.tokens):
+        token = draw(reader.read(unread), options, generator)
         if token == end_of_file:
             return
         yield token
         text.append(token)
-        if made == options.tokens:
-            return
-        if reader.room:
-            logits = reader.read([token])
-        else:
-            reader.length = 0
-            logits = reader.read(text[-half:])
+        unread = [token]
+        if not reader.room:
+            reader.length, unread = 0, text[-half:]
 
 
 def draw(logits: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
