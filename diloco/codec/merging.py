@@ -78,7 +78,7 @@ from diloco.outer.merge import (
     shares,
     trimmed_mean,
 )
-from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions, OuterState, linear_part, outer_step
+from diloco.outer.optimizer import LINEAR, TENSORS_KEPT, OuterOptimizerOptions, OuterState, linear_part, outer_step
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -327,8 +327,6 @@ PUBLISHED = "the values to publish are not finite"
 REFUSED = MappingProxyType({Status.THETA_NOT_FINITE: THETA, Status.PUBLISHED_NOT_FINITE: PUBLISHED})
 RULES = MappingProxyType({"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV})
 """The outer optimizers with a kernel for a whole step."""
-LINEAR = ("heavy_ball", "nesterov", "nesterov_ema")
-"""The outer optimizers, beside sgd, with a kernel for a part of a step."""
 
 
 @dataclass(frozen=True, slots=True)

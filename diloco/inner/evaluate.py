@@ -173,9 +173,9 @@ class Reader:
         end = begin + len(tokens)
         x = model.embedding(torch.tensor([list(tokens)], device=model.cosines.device))
         cosines, sines = model.cosines[begin:end], model.sines[begin:end]
-        for block, kept in zip(model.blocks, self._kept, strict=True):
-            x = x + self._attend(block.attention, block.attention_norm(x), kept, cosines, sines)  # type: ignore[arg-type, operator]
-            x = x + block.feed_forward(block.feed_forward_norm(x))  # type: ignore[operator]
+        for block, kept in zip(model.layers, self._kept, strict=True):
+            x = x + self._attend(block.attention, block.attention_norm(x), kept, cosines, sines)
+            x = x + block.feed_forward(block.feed_forward_norm(x))
         self.length = end
         logits: Tensor = model.head(model.norm(x[0, -1]))
         return logits
