@@ -27,7 +27,8 @@ import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.codec import kernel_library
-from diloco.codec.base import Buffers, Carry, Towards, bytes_of
+from diloco.codec.base import Buffers, Carry, bytes_of
+from diloco.codec.kernel_library import Fold
 from diloco.codec.registry import make_codec
 
 if TYPE_CHECKING:
@@ -61,10 +62,10 @@ class Bench:
         self.codec.plain.encode_into((self.base, self.local), self.payload, carry=carry)
         return self.codec.closed(self.payload)
 
-    def decode(self, accumulate: Towards | None = None) -> None:
+    def decode(self, fold: Fold = Fold.WRITE) -> None:
         """Decode the payload into ``out``."""
         plain, raw = self.codec.opened(self.sent, self.base.numel())
-        plain.decode_into(raw, self.base.numel(), self.out, 0, accumulate)
+        plain.decode_into(raw, self.base.numel(), self.out, 0, fold, 0.5)
 
     def check(self) -> float:
         """Compare with the plain version and return the relative L2 error."""
@@ -87,7 +88,7 @@ class Bench:
             "encode": self.encode,
             "ef_encode": lambda: self.encode(self.carry),
             "decode": self.decode,
-            "accumulate": lambda: self.decode(Towards(0.5)),
+            "accumulate": lambda: self.decode(Fold.TOWARDS),
         }
 
 

@@ -94,8 +94,8 @@ def levels() -> tuple[list[Level], dict[str, str]]:
     there, left_out = [reduced("plain", PLAIN)], {}
     kernel_library.force("")
     chosen = kernel_library.choice()
-    own = "baseline" if chosen.library is None else kernel_library.LEVELS[chosen.level]
-    if chosen.library is None:
+    own = "baseline" if chosen.kernels is None else kernel_library.LEVELS[chosen.kernels.level]
+    if chosen.kernels is None:
         left_out["baseline"] = f"no compiled kernels: {chosen.why}"
     else:
         there.append(reduced("baseline", "baseline", KERNELS))

@@ -63,7 +63,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from ctypes import byref, c_void_p
+from ctypes import c_void_p
 from dataclasses import dataclass
 from math import lcm
 from types import MappingProxyType
@@ -83,7 +83,7 @@ from diloco.codec.kernel_library import (
     EncodeJob,
     Fold,
     Format,
-    Job,
+    Kernels,
     Kind,
     Status,
     choice,
@@ -142,8 +142,9 @@ BYTES_MIN = 241
 class KernelDigest:
     """The digest of ``total`` bytes, which kernels add in order; all parts but the last are whole ``SUM_BLOCK``s."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, kernels: Kernels, total: int) -> None:
         assert total >= BYTES_MIN, total
+        self.kernels = kernels
         self._state = DigestState(total)
         self.address = ctypes.addressof(self._state)
         """The address of the state, for a job of the kernels."""
@@ -152,18 +153,6 @@ class KernelDigest:
         """Return the digest in its written form, once all bytes are in."""
         assert self._state.done == self._state.total, (self._state.done, self._state.total)
         return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The library at one instruction level."""
-
-    library: ctypes.CDLL
-    level: int
-
-    def run(self, job: Job) -> Status:
-        """Carry out ``job``, a pass over memory; ``kernels.cpp`` documents it at the job's structure."""
-        return Status(getattr(self.library, job.function)(self.level, byref(job)))
 
 
 def tile(*blocks: int) -> int:
@@ -192,19 +181,16 @@ def kernels(*codecs: PlainCodec, step: int = 1) -> Kernels | None:
 
     None where this process runs plain torch, where a codec has no kernel, and where no tile holds whole blocks of all.
     """
-    chosen = choice()
-    if chosen.library is None or any(each.kind is None for each in codecs):
+    if any(each.kind is None for each in codecs) or not tile(step, *(each.block for each in codecs)):
         return None
-    return Kernels(chosen.library, chosen.level) if tile(step, *(each.block for each in codecs)) else None
+    return choice().kernels
 
 
-def hashing_kernels(total: int, like: str, *codecs: PlainCodec) -> tuple[Kernels, KernelDigest] | None:
-    """Return the kernels, and a digest of ``total`` bytes in the form of ``like`` for them to compute in their pass.
-
-    None where torch makes the pass and a ``Hasher`` the digest.
-    """
+def hashing(total: int, like: str, *codecs: PlainCodec) -> KernelDigest | Hasher:
+    """Return a digest of ``total`` bytes in the form of ``like``, for the kernels to compute in a pass over payloads of
+    ``codecs``; a ``Hasher`` where torch makes the pass."""
     fast = kernels(*codecs, step=SUM_BLOCK)
-    return None if fast is None or total < BYTES_MIN or is_sha256(like) else (fast, KernelDigest(total))
+    return Hasher(like) if fast is None or total < BYTES_MIN or is_sha256(like) else KernelDigest(fast, total)
 
 
 def digest(values: Tensor, like: str = "") -> str:
@@ -249,8 +235,20 @@ MALFORMED: Mapping[Status, str] = MappingProxyType(
 )
 
 
-def refuse(status: Status, name: str, kind: Kind | None) -> None:
-    """Raise the ``DecodeError`` of the plain version of decoding for ``status``; do nothing for ``DONE``."""
+def require_finite(finite: bool, name: str) -> None:
+    """Raise the ``NonFiniteError`` of the codec ``name`` unless all values to encode were ``finite``."""
+    if not finite:
+        raise NonFiniteError(f"{name} was to encode a NaN or an infinity")
+
+
+def refuse_where(wrong: Tensor, status: Status, name: str) -> None:
+    """Raise the ``DecodeError`` of ``status`` if any value of the mask ``wrong`` is true."""
+    if bool(wrong.any()):
+        refuse(status, name)
+
+
+def refuse(status: Status, name: str, kind: Kind | None = None) -> None:
+    """Raise the ``DecodeError`` of ``status`` for a payload of the codec ``name``; do nothing for ``DONE``."""
     if status is Status.DONE:
         return
     if status is Status.NOT_FINITE:
@@ -259,18 +257,6 @@ def refuse(status: Status, name: str, kind: Kind | None) -> None:
     if status is Status.BAD_CODE:
         what += " -127" if kind is Kind.INT8 else " -7"
     raise DecodeError(f"{name} payload {what}")
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """``out <- out + x``: a further update of the same site, or a version added to the previous one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Towards:
-    """``out <- out - share (out - x)``, three roundings: a further site in the running mean of ``merge_mean``."""
-
-    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,8 +428,7 @@ class PlainCodec(Codec):
                 pointer(decoded),
                 0.0 if carry is None else carry.beta,
             )
-            if fast.run(job) is not Status.DONE:
-                raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+            require_finite(fast.run(job) is Status.DONE, self.name)
 
     def encode_plain(
         self,
@@ -479,29 +464,27 @@ class PlainCodec(Codec):
         numel: int,
         out: Tensor,
         start: int = 0,
-        accumulate: Add | Towards | None = None,
+        fold: Fold = Fold.WRITE,
+        share: float = 0.0,
     ) -> None:
         """Decode the values from ``start``, as many as ``out`` has, of a payload of ``numel`` into ``out``.
 
-        With ``accumulate`` they are added to ``out``, or the mean in ``out`` moves towards them.  It refuses what
-        ``decode`` refuses, but checks only the bytes of the range; after an error the contents of ``out`` are
-        undefined.
+        ``fold`` says how they are combined with ``out``; ``share`` is that of ``TOWARDS``.  It refuses what ``decode``
+        refuses, but checks only the bytes of the range; after an error the contents of ``out`` are undefined.
         """
         self.opened(payload, numel)  # Refuses another length.
         check_values(out)
         self.check_place(out.numel(), start, numel)
         fast = kernels(self)
         if fast is None:
-            self.decode_plain(payload, numel, out, start, accumulate)
+            self.decode_plain(payload, numel, out, start, fold, share)
         elif out.numel():
-            fold = Fold.WRITE if accumulate is None else Fold.ADD if isinstance(accumulate, Add) else Fold.TOWARDS
-            share = accumulate.share if isinstance(accumulate, Towards) else 0.0
             at = pointer(out)
             job = DecodeJob(self.format(numel), start, out.numel(), address(payload), at, at, fold, share)
             refuse(fast.run(job), self.name, self.kind)
 
     def decode_plain(
-        self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, accumulate: Add | Towards | None
+        self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, fold: Fold, share: float
     ) -> None:
         """Compute :meth:`decode_into` in torch: its definition."""
         view = memoryview(payload)
@@ -509,7 +492,7 @@ class PlainCodec(Codec):
             sections = self.sections(numel, start + first, start + last)
             pieces = [torch.frombuffer(bytearray(view[at : at + size]), dtype=torch.uint8) for at, size in sections]
             codes = self.unpack(pieces, *self._rows(out[first:last]).shape)
-            accumulate_into(out[first:last], self.decode_rows(*codes).view(-1), accumulate)
+            fold_into(out[first:last], self.decode_rows(*codes).view(-1), fold, share)
 
     def check_place(self, count: int, start: int, numel: int) -> None:
         """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole blocks."""
@@ -540,15 +523,15 @@ def check_values(values: Tensor) -> None:
     assert values.device.type == "cpu", f"values are on {values.device}"
 
 
-def accumulate_into(out: Tensor, values: Tensor, accumulate: Add | Towards | None) -> None:
-    """Write ``values`` to ``out``, or combine them with it as ``accumulate`` says."""
-    if accumulate is None:
+def fold_into(out: Tensor, values: Tensor, fold: Fold, share: float = 0.0) -> None:
+    """Combine ``values`` with those of ``out`` as ``fold`` says."""
+    if fold is Fold.WRITE:
         out.copy_(values)
-    elif isinstance(accumulate, Add):
+    elif fold is Fold.ADD:
         out.add_(values)
     else:
         # Subtract rather than add, to keep the sign of a zero too: -0 - 0 is -0, but -0 + 0 is +0.
-        out.sub_(torch.sub(out, values).mul_(accumulate.share))
+        out.sub_(torch.sub(out, values).mul_(share))
 
 
 def bytes_of(values: Tensor) -> memoryview:
@@ -634,8 +617,7 @@ def unpack(packed: Tensor, numel: int, bits: int, name: str, filling: int = 0) -
     for place in range(1, per_byte):
         found = found | (words << (place * (8 - bits)))
     fields: Tensor = found.view(torch.uint8) & (2**bits - 1)
-    if bool((fields[numel:] != filling).any()):
-        raise DecodeError(f"{name} payload holds something behind its last value")
+    refuse_where(fields[numel:] != filling, Status.BEHIND, name)
     return fields[:numel]
 
 
@@ -652,8 +634,7 @@ SCALE_MAX_BITS = 0x7F7F
 def magnitudes(values: Tensor, name: str) -> Tensor:
     """Return the bits of |x| as int32, which sort like |x|; ``NonFiniteError`` for a NaN or an infinity."""
     found = values.view(torch.int32) & MAGNITUDE_BITS
-    if found.numel() and int(found.max()) >= INFINITY_BITS:
-        raise NonFiniteError(f"{name} was to encode a NaN or an infinity")
+    require_finite(not found.numel() or int(found.max()) < INFINITY_BITS, name)
     return found
 
 
@@ -688,8 +669,7 @@ def scale_values(scale_bits: Tensor) -> Tensor:
 def check_scales(scale_bits: Tensor, name: str) -> None:
     """Refuse scales that ``mean_scale`` never makes: NaN, infinity, negatives (with -0) and subnormals."""
     legal = (scale_bits == 0) | ((scale_bits >= SCALE_MIN_BITS) & (scale_bits <= SCALE_MAX_BITS))
-    if not bool(legal.all()):
-        raise DecodeError(f"{name} payload holds a scale that is negative, subnormal or not finite")
+    refuse_where(~legal, Status.BAD_SCALE, name)
 
 
 FIELD_BITS = 2
@@ -719,10 +699,8 @@ def check_levels(levels: Tensor, fields: Tensor, name: str) -> None:
     is_big = (fields & BIG) > 0
     num_big = is_big.sum(dim=1)
     two = (high > low) & (num_big > 0) & (num_big < fields.shape[1])
-    if not bool((two | ((high == 0) & (num_big == 0))).all()):
-        raise DecodeError(f"{name} payload holds levels that are not those of its values")
-    if bool(((fields == NEGATIVE) & (low == 0)[:, None]).any()):
-        raise DecodeError(f"{name} payload holds a sign without a value")
+    refuse_where(~(two | ((high == 0) & (num_big == 0))), Status.BAD_LEVELS, name)
+    refuse_where((fields == NEGATIVE) & (low == 0)[:, None], Status.BAD_SIGN, name)
 
 
 def level_values(levels: Tensor, fields: Tensor) -> Tensor:

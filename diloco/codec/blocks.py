@@ -90,8 +90,6 @@ from diloco.codec.base import (
     FIELD_BITS,
     SCALE_MIN_BITS,
     DecodeError,
-    NonFiniteError,
-    NonFinitePayload,
     PlainCodec,
     check_levels,
     check_scales,
@@ -101,12 +99,15 @@ from diloco.codec.base import (
     mean_scale,
     pack,
     packed_bytes,
+    refuse,
+    refuse_where,
+    require_finite,
     scale_values,
     two_levels,
     units,
     unpack,
 )
-from diloco.codec.kernel_library import Kind
+from diloco.codec.kernel_library import Kind, Status
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -180,8 +181,7 @@ class IntCodec(BlockCodec):
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """See :class:`BlockCodec`."""
         peaks = torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())  # both propagate NaN
-        if not is_finite(peaks):
-            raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+        require_finite(is_finite(peaks), self.name)
         rounded_up = ((peaks / self.code_max).view(torch.int32) + 0xFFFF) >> 16
         scale_bits = torch.where(peaks > 0, rounded_up.clamp_(min=SCALE_MIN_BITS), 0)[:, None]
         scales = scale_values(scale_bits)
@@ -204,7 +204,7 @@ class IntCodec(BlockCodec):
         scales = scale_values(codes[0])
         values = self._codes(codes[1]).to(torch.float32).mul_(scales)
         if bool(torch.isinf(scales * self.code_max).any()) and not is_finite(values):
-            raise DecodeError(f"{self.name} payload holds a value beyond fp32")
+            refuse(Status.BEYOND, self.name)
         return values
 
     def _codes(self, fields: Tensor) -> Tensor:
@@ -245,16 +245,12 @@ class E3m0Codec(BlockCodec):
     def check(self, scales: Tensor, fields: Tensor) -> None:
         """See :class:`BlockCodec`."""
         name, top = self.name, scales[:, 0]
-        if bool((top > EXPONENT_MAX).any()):
-            raise DecodeError(f"{name} payload holds a scale of 255")
-        if bool((fields == SIGN_FIELD).any()):
-            raise DecodeError(f"{name} payload holds a sign without a code")
+        refuse_where(top > EXPONENT_MAX, Status.BAD_TOP, name)
+        refuse_where(fields == SIGN_FIELD, Status.SIGN_ALONE, name)
         codes = fields & CODE_MAX
-        if not torch.equal(codes.amax(dim=1), torch.where(top > 0, CODE_MAX, 0).to(torch.uint8)):
-            raise DecodeError(f"{name} payload holds a scale that is not that of its block's largest code")
+        refuse_where(codes.amax(dim=1) != torch.where(top > 0, CODE_MAX, 0), Status.OTHER_TOP, name)
         lowest = torch.where(codes > 0, codes, CODE_MAX).amin(dim=1)
-        if bool(((top > 0) & (top - CODE_MAX + lowest < 1)).any()):
-            raise DecodeError(f"{name} payload holds a code below 2**-126")
+        refuse_where((top > 0) & (top - CODE_MAX + lowest < 1), Status.TOO_SMALL, name)
 
     def decode_rows(self, *codes: Tensor) -> Tensor:
         """See :class:`~diloco.codec.base.PlainCodec`."""
@@ -302,8 +298,7 @@ class SignCodec(BlockCodec):
     def check(self, scales: Tensor, fields: Tensor) -> None:
         """See :class:`BlockCodec`."""
         check_scales(scales, self.name)
-        if bool(((scales == 0) & (fields > 0)).any()):
-            raise DecodeError(f"{self.name} payload holds a sign in a block of scale 0")
+        refuse_where((scales == 0) & (fields > 0), Status.SIGN_OF_ZERO, self.name)
 
     def decode_rows(self, *codes: Tensor) -> Tensor:
         """See :class:`~diloco.codec.base.PlainCodec`."""
@@ -334,8 +329,7 @@ class Fp32Codec(PlainCodec):
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the rows in the stored dtype."""
-        if not is_finite(rows):
-            raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+        require_finite(is_finite(rows), self.name)
         return (rows,)
 
     def decode_rows(self, *codes: Tensor) -> Tensor:
@@ -350,7 +344,7 @@ class Fp32Codec(PlainCodec):
         """See :class:`~diloco.codec.base.PlainCodec`."""
         values = pieces[0].view(self.stored).view(rows, width)
         if not is_finite(values):
-            raise NonFinitePayload(f"{self.name} payload holds a NaN or an infinity")
+            refuse(Status.NOT_FINITE, self.name)
         return (values,)
 
 

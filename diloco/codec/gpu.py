@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from diloco.codec.base import FIELD_BITS, NonFiniteError, pack
+from diloco.codec.base import FIELD_BITS, pack, require_finite
 from diloco.codec.blocks import BlockCodec, IntCodec
 from diloco.codec.kernel_library import Kind
 from diloco.codec.topk import INDEX_BITS, TopKCodec, pack_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from diloco.codec.base import Codec
 
@@ -68,8 +68,7 @@ class DevicePasses(ABC):
 
     def check(self, found: int) -> None:
         """Raise ``NonFiniteError`` if ``found``, the value of a ``fault``, is not 0."""
-        if found:
-            raise NonFiniteError(f"{self.codec.name} was to encode a NaN or an infinity")
+        require_finite(not found, self.codec.name)
 
     def encode(self, terms: Sequence[Tensor], payload: Tensor, fault: Tensor, decoded: Tensor | None = None) -> None:
         """Encode the first of ``terms`` minus the others, with the bits of ``outer.pseudo_gradient``.
@@ -104,6 +103,13 @@ class DevicePasses(ABC):
     def _run(self, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]) -> None:
         """Enqueue the kernel; ``told`` are its outputs for the decoded values and the fault."""
 
+    def _launch(self, kernel: Any, tensors: Sequence[Tensor], constants: Mapping[str, Any]) -> None:
+        """Enqueue ``kernel`` over all values of the first of ``tensors``."""
+        numel, block, rows = tensors[0].numel(), constants["block"], constants["rows"]
+        with on_device(tensors[0].device):
+            for programs, first, masked in launches(numel, block, constants.get("width", block), rows):
+                kernel[(programs,)](*tensors, numel, first, masked=masked, **constants)
+
 
 class DeviceBlocks(DevicePasses):
     """The passes of a block codec."""
@@ -111,18 +117,13 @@ class DeviceBlocks(DevicePasses):
     __slots__ = ()
 
     def _run(self, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]) -> None:
+        from diloco.codec import gpu_kernels
+
         codec, numel = self.codec, terms[0].numel()
         assert isinstance(codec, BlockCodec)
         (_, front), _ = codec.sections(numel, 0, numel)
         scales, codes = payload[:front].view(codec.scales_type), payload[front:]
-        constants = chosen | self._constants()
-        from diloco.codec import gpu_kernels
-
-        with on_device(terms[0].device):
-            for programs, first, masked in launches(numel, codec.block, constants["width"], constants["rows"]):
-                gpu_kernels.encode_blocks[(programs,)](
-                    *terms, scales, codes, *told, numel, first, masked=masked, **constants
-                )
+        self._launch(gpu_kernels.encode_blocks, [*terms, scales, codes, *told], chosen | self._constants())
 
     def _constants(self) -> dict[str, Any]:
         codec = self.codec
@@ -174,6 +175,8 @@ class DeviceTopK(DevicePasses):
     __slots__ = ()
 
     def _run(self, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]) -> None:
+        from diloco.codec import gpu_kernels
+
         codec, numel = self.codec, terms[0].numel()
         assert isinstance(codec, TopKCodec)
         (at, size), *packed = codec.sections(numel, 0, numel)
@@ -185,13 +188,8 @@ class DeviceTopK(DevicePasses):
         indices = torch.zeros(room, dtype=torch.int16, device=payload.device)
         fields = torch.zeros(room, dtype=torch.uint8, device=payload.device)
         rows = max(1, self.launch.program_values // codec.block)
-        outputs = (levels, indices, fields, *told)
         constants = chosen | {"k": codec.k, "block": codec.block, "rows": rows}
-        from diloco.codec import gpu_kernels
-
-        with on_device(terms[0].device):
-            for programs, first, masked in launches(numel, codec.block, codec.block, rows):
-                gpu_kernels.encode_sparse[(programs,)](*terms, *outputs, numel, first, masked=masked, **constants)
+        self._launch(gpu_kernels.encode_sparse, [*terms, levels, indices, fields, *told], constants)
         pieces = (pack_indices(indices, index_bits), pack(fields, FIELD_BITS))
         for (at, size), piece in zip(packed, pieces, strict=True):
             payload[at : at + size] = piece[:size]

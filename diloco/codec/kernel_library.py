@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from importlib.util import find_spec
@@ -63,11 +63,13 @@ class Status(IntEnum):
 
 
 class Fold(IntEnum):
-    """How decoded values are combined with the output."""
+    """How decoded values x are combined with the values that ``out`` holds."""
 
     WRITE = 0
     ADD = 1
+    """``out <- out + x``: a further update of the same site, or a version added to the previous one."""
     TOWARDS = 2
+    """``out <- out - share (out - x)``, three roundings: a further site in the running mean of ``merge_mean``."""
 
 
 class Place(IntFlag):
@@ -241,12 +243,23 @@ LEVELS = ("baseline", "avx2", "avx512")
 """Level names by the library's numbers.  AArch64 has only the first, which includes NEON."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The library at one instruction level."""
+
+    library: ctypes.CDLL
+    level: int
+
+    def run(self, job: Job) -> Status:
+        """Carry out ``job``, a pass over memory; ``kernels.cpp`` documents it at the job's structure."""
+        return Status(getattr(self.library, job.function)(self.level, byref(job)))
+
+
 @dataclass(slots=True)
 class Choice:
-    """The kernels of this process: the library at one level, or plain torch where ``library`` is None; and why."""
+    """What this process runs: ``kernels``, or plain torch where they are None; and why."""
 
-    library: ctypes.CDLL | None
-    level: int
+    kernels: Kernels | None
     why: str
 
 
@@ -262,14 +275,14 @@ def force(name: str) -> str:
     Plain torch then runs.  Call it before the first kernel: kernels obtained before keep their level.
     """
     chosen, wanted = choice(), _choose(name)
-    chosen.library, chosen.level, chosen.why = wanted.library, wanted.level, wanted.why
-    return "" if wanted.library is not None or name in ("", PLAIN) else f"kernels: {description()}"
+    chosen.kernels, chosen.why = wanted.kernels, wanted.why
+    return "" if wanted.kernels is not None or name in ("", PLAIN) else f"kernels: {description()}"
 
 
 def level_name() -> str:
     """Return the name of the level that runs, or "plain"."""
-    chosen = choice()
-    return PLAIN if chosen.library is None else LEVELS[chosen.level]
+    kernels = choice().kernels
+    return PLAIN if kernels is None else LEVELS[kernels.level]
 
 
 def description() -> str:
@@ -281,17 +294,17 @@ def description() -> str:
 def _choose(name: str) -> Choice:
     found = _loaded()
     if name == PLAIN:
-        return Choice(None, 0, f"forced by {VARIABLE}")
+        return Choice(None, f"forced by {VARIABLE}")
     if isinstance(found, str):
-        return Choice(None, 0, f"{found}; {VARIABLE}={name}" if name else found)
+        return Choice(None, f"{found}; {VARIABLE}={name}" if name else found)
     best: int = found.diloco_level()
     if not name:
-        return Choice(found, best, "the best that this CPU has")
+        return Choice(Kernels(found, best), "the best that this CPU has")
     there = LEVELS[: best + 1]
     if name in there:
-        return Choice(found, there.index(name), f"forced by {VARIABLE}")
+        return Choice(Kernels(found, there.index(name)), f"forced by {VARIABLE}")
     fault = "this CPU lacks it, and has" if name in LEVELS else "no such level; this CPU has"
-    return Choice(None, 0, f"{VARIABLE}={name}: {fault} {', '.join((PLAIN, *there))}")
+    return Choice(None, f"{VARIABLE}={name}: {fault} {', '.join((PLAIN, *there))}")
 
 
 @functools.cache

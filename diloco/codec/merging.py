@@ -37,26 +37,35 @@ from torch import Tensor
 
 from diloco.codec.base import (
     CHUNK_VALUES,
-    Add,
     Buffers,
     Codec,
     Hasher,
-    Kernels,
     NonFiniteError,
     PlainCodec,
-    Towards,
-    accumulate_into,
     address,
     bytes_of,
     check_values,
-    hashing_kernels,
+    fold_into,
+    hashing,
     kernels,
     pointer,
     refuse,
+    require_finite,
     tile,
 )
 from diloco.codec.blocks import Fp32Codec
-from diloco.codec.kernel_library import LANES, SUM_BLOCK, MeasureJob, OuterJob, Place, Rule, Status, Update
+from diloco.codec.kernel_library import (
+    LANES,
+    SUM_BLOCK,
+    Fold,
+    Kernels,
+    MeasureJob,
+    OuterJob,
+    Place,
+    Rule,
+    Status,
+    Update,
+)
 from diloco.outer.merge import (
     PAIRWISE,
     UNCORRECTED,
@@ -69,7 +78,7 @@ from diloco.outer.merge import (
     shares,
     trimmed_mean,
 )
-from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions, OuterState, linear_part, outer_step
+from diloco.outer.optimizer import LINEAR, TENSORS_KEPT, OuterOptimizerOptions, OuterState, linear_part, outer_step
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -160,7 +169,7 @@ def decoded(updates: Sequence[tuple[PlainCodec, bytes | memoryview]], numel: int
     """Return a range of one site's contribution: its updates added up in their order."""
     contribution = torch.empty(bounds[1] - bounds[0])
     for index, (codec, payload) in enumerate(updates):
-        codec.decode_into(payload, numel, contribution, bounds[0], Add() if index else None)
+        codec.decode_into(payload, numel, contribution, bounds[0], Fold.ADD if index else Fold.WRITE)
     return contribution
 
 
@@ -289,10 +298,10 @@ class _Merge:
                 trimmed_mean(list(zip(weights, mine, strict=True)), options.trim_share, here)
                 continue
             changed, scale = blends[block.segment]
-            first = True
+            fold = Fold.WRITE
             for share, (each,) in shares([(weight, (each,)) for weight, each in zip(changed, mine, strict=True)]):
-                accumulate_into(here, each, None if first else Towards(share))
-                first = False
+                fold_into(here, each, fold, share)
+                fold = Fold.TOWARDS
             here.mul_(scale)
         if not is_finite(out):
             raise NonFiniteError("the merged values are not finite")
@@ -318,8 +327,6 @@ PUBLISHED = "the values to publish are not finite"
 REFUSED = MappingProxyType({Status.THETA_NOT_FINITE: THETA, Status.PUBLISHED_NOT_FINITE: PUBLISHED})
 RULES = MappingProxyType({"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV})
 """The outer optimizers with a kernel for a whole step."""
-LINEAR = ("heavy_ball", "nesterov", "nesterov_ema")
-"""The outer optimizers, beside sgd, with a kernel for a part of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,9 +472,9 @@ class _Work:
         for share, updates in others:
             if len(updates) == 1:
                 [(codec, payload)] = updates
-                codec.decode_into(payload, numel, mean, bounds[0], Towards(share))
+                codec.decode_into(payload, numel, mean, bounds[0], Fold.TOWARDS, share)
             else:
-                accumulate_into(mean, decoded(updates, numel, bounds), Towards(share))
+                fold_into(mean, decoded(updates, numel, bounds), Fold.TOWARDS, share)
         return mean
 
     def native_updates(self) -> ctypes.Array[Update]:
@@ -516,9 +523,9 @@ class _Work:
             if job.culprit >= 0:
                 codec = self.codecs[1 + job.culprit]
                 refuse(status, codec.name, codec.kind)
-            if status is not Status.DONE:
-                other = f"{self.codec.name} was to encode a NaN or an infinity"
-                raise NonFiniteError(REFUSED.get(status, other))
+            if status in REFUSED:
+                raise NonFiniteError(REFUSED[status])
+            require_finite(status is Status.DONE, self.codec.name)
             found.append(float(job.squares))
         return found
 
@@ -534,29 +541,27 @@ class Reading:
         """The digest of the values gets the form of ``like``."""
         self._codec = codec
         self._numel = numel
-        self._hashing = hashing_kernels(4 * numel, like, codec)
-        self._hasher = Hasher(like)
+        self._digest = hashing(4 * numel, like, codec)
 
     def ranges(self) -> list[Range]:
         """Return the ranges in which :meth:`read` must be called."""
-        return ranges(self._numel, [self._codec], None if self._hashing is None else READ_VALUES)
+        return ranges(self._numel, [self._codec], None if isinstance(self._digest, Hasher) else READ_VALUES)
 
     def read(
         self, payload: bytes | memoryview, numel: int, start: int, count: int, against: Tensor | None = None
     ) -> Sums:
         """Read the next ``count`` values, from ``start`` of a ``payload`` of ``numel``; return their sums."""
-        codec = self._codec
-        if self._hashing is None:
+        codec, made = self._codec, self._digest
+        if isinstance(made, Hasher):
             values = torch.empty(count)
             codec.decode_into(payload, numel, values, start)
-            self._hasher.update(bytes_of(values))
+            made.update(bytes_of(values))
             return sums_of(values, against)
         codec.opened(payload, numel)  # Refuses another length.
         codec.check_place(count, start, numel)
         if against is not None:
             check_values(against)
             assert against.shape == (count,), (against.shape, count)
-        fast, made = self._hashing
         job = MeasureJob(
             codec.format(numel),
             start,
@@ -566,9 +571,9 @@ class Reading:
             pointer(against),
             digest=made.address,
         )
-        refuse(fast.run(job), codec.name, codec.kind)
+        refuse(made.kernels.run(job), codec.name, codec.kind)
         return Sums(job.largest, job.squares, job.products, job.against_squares)
 
     def digest(self) -> str:
         """Return the digest of the values, once all are read."""
-        return (self._hasher if self._hashing is None else self._hashing[1]).text()
+        return self._digest.text()

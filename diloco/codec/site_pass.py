@@ -9,7 +9,7 @@ difference from that to its theta, sends it, and adds the decoded difference; ev
 the same bits, and the rounding error of one version is part of the next difference and never accumulates.  All tensors
 are flat fp32 of the fragment's size; results are new tensors.
 
-Arriving.  :class:`Arriving` follows a down-link while its bytes arrive: it decodes, adds and hashes what has arrived.
+Arriving.  :class:`Following` follows a down-link while its bytes arrive: it decodes, adds and hashes what has arrived.
 So after the last byte of a version from a far link little work is left, and not a pass over the whole fragment.
 """
 
@@ -24,21 +24,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from diloco.codec.base import (
-    Add,
     DecodeError,
     Hasher,
-    NonFiniteError,
+    KernelDigest,
     address,
     bytes_of,
     check_values,
-    hashing_kernels,
+    hashing,
     kernels,
     pointers,
     refuse,
+    require_finite,
     tile,
 )
 from diloco.codec.entropy import stage_of
-from diloco.codec.kernel_library import SUM_BLOCK, FollowJob, Pieces, SealJob, Status, TakeJob, Update
+from diloco.codec.kernel_library import SUM_BLOCK, Fold, FollowJob, Pieces, SealJob, Status, TakeJob, Update
 from diloco.codec.merging import RANGE_VALUES, decoded, ranges, sum_of_products
 from diloco.codec.registry import Coded
 from diloco.outer.pseudo_gradient import rebase
@@ -69,17 +69,15 @@ def seal_pieces(
     numel = _checked(pieces, base, sent)
     assert payload.numel() == codec.payload_bytes(numel), (payload.numel(), numel)
     codecs = codec, *(each.codec for each in sent)
-    hashing = hashing_kernels(4 * numel, "", *codecs)
-    if hashing is None:  # Each range is hashed and measured while it is in the cache.
-        found, squares = Hasher(), 0.0
+    made, squares = hashing(4 * numel, "", *codecs), 0.0
+    if isinstance(made, Hasher):  # Each range is hashed and measured while it is in the cache.
         for start, stop in ranges(numel, codecs):
             local = torch.cat(_parts(pieces, start, stop))
             in_flight = [decoded([(each.codec, each.payload)], numel, (start, stop)) for each in sent]
             codec.encode_into((base[start:stop], local, *in_flight), payload, local, start=start, numel=numel)
-            found.update(bytes_of(local))
+            made.update(bytes_of(local))
             squares += sum_of_products(local, local)
-        return Measured(found.text(), sqrt(squares))
-    fast, made = hashing
+        return Measured(made.text(), sqrt(squares))
     job = SealJob(
         codec.format(numel),
         0,
@@ -92,9 +90,8 @@ def seal_pieces(
         payload.data_ptr(),
         made.address,
     )
-    status = fast.run(job)
-    if status is Status.NOT_FINITE:
-        raise NonFiniteError(f"{codec.name} was to encode a NaN or an infinity")
+    status = made.kernels.run(job)
+    require_finite(status is not Status.NOT_FINITE, codec.name)
     _check(status, sent)
     return Measured(made.text(), sqrt(job.squares))
 
@@ -129,10 +126,8 @@ def rebase_pieces(pieces: Sequence[Tensor], old_base: Tensor, new_base: Tensor, 
 
 def updates(held: Sequence[Coded]) -> object:
     """Return the payloads in the form of the kernels; the payloads must outlive the result."""
-    found = (Update * max(1, len(held)))()
-    for update, each in zip(found, held, strict=False):
-        update.format, update.payload = each.codec.format(each.numel), address(each.payload)
-    return found
+    found = [Update(each.codec.format(each.numel), address(each.payload)) for each in held]
+    return (Update * max(1, len(held)))(*found)
 
 
 def _checked(pieces: Sequence[Tensor], base: Tensor, held: Sequence[Coded]) -> int:
@@ -189,122 +184,93 @@ def follow(published: Tensor, payload: bytes | memoryview, codec: Codec) -> Tens
     return decoded if codec.lossless else decoded.add_(published)
 
 
-def follow_into(
-    published: Tensor, payloads: Sequence[bytes | memoryview], codec: Codec, out: Tensor, like: str = ""
-) -> str:
-    """Write the result of :func:`follow` for ``payloads``, one after the other, to ``out``, and return its digest.
-
-    It is one pass by ranges, which are hashed while they are in the cache, in the form of ``like``.  ``out`` must not
-    be another argument; after an error its contents are undefined.
-    """
-    numel = published.numel()
-    following = Following(published, [codec.opened(payload, numel) for payload in payloads], codec, out, like)
-    following.go_on(numel)
-    return following.digest()
-
-
-class Following:
-    """Does the work of :func:`follow_into` range by range."""
-
-    def __init__(
-        self,
-        published: Tensor,
-        opened: Sequence[tuple[PlainCodec, memoryview]],
-        codec: Codec,
-        out: Tensor,
-        like: str = "",
-    ) -> None:
-        """``opened`` are the payloads without the entropy stage; bytes of ranges not reached yet may still change."""
-        self._published, self._opened, self._codec, self._out = published, opened, codec, out
-        self._numel = numel = published.numel()
-        for each in (published, out):
-            check_values(each)
-            assert each.shape == (numel,), (each.shape, numel)
-        self._at = 0
-        self._hashing = hashing_kernels(4 * numel, like, codec.plain)
-        self._hasher = Hasher(like)
-
-    def go_on(self, stop: int) -> None:
-        """Continue up to value ``stop``, a range's border or the end; ``DecodeError`` for a malformed payload."""
-        codec, plain, begin = self._codec, self._codec.plain, self._at
-        if self._hashing is not None:
-            fast, made = self._hashing
-            size = tile(SUM_BLOCK, plain.block)
-            parts = updates([Coded(plain, payload, self._numel) for plain, payload in self._opened])
-            places = (self._published.data_ptr(), parts, len(self._opened))
-            job = FollowJob(begin, stop, size, *places, self._out.data_ptr(), made.address, codec.lossless)
-            refuse(fast.run(job), codec.name, plain.kind)
-        else:
-            for start, end in ranges(stop - begin, [plain]):
-                part = self._out[begin + start : begin + end]
-                if not (codec.lossless and self._opened):
-                    part.copy_(self._published[begin + start : begin + end])
-                for each, payload in self._opened:
-                    each.decode_into(payload, self._numel, part, begin + start, None if codec.lossless else Add())
-                self._hasher.update(bytes_of(part))
-        self._at = stop
-
-    def digest(self) -> str:
-        """Return the digest of all values, once they are complete."""
-        assert self._at == self._numel, (self._at, self._numel)
-        return (self._hasher if self._hashing is None else self._hashing[1]).text()
-
-
 AT_ONCE = 4 * RANGE_VALUES
 RANGES_MAX = 16
 """Most ranges in one call of ``come``: the caller has more bytes to receive, and must not be blocked for long."""
 
 
-class Arriving:
-    """Follows one payload while it arrives, from the values ``held`` to ``out``; see :func:`follow_into`.
+class Following:
+    """Does the work of :func:`follow` for ``payloads``, one after the other, from the values ``held`` to ``out``.
 
-    ``payload`` has its full length from the start and is filled from its first byte.  A compressed payload can only be
-    decoded at its end.  One thread at a time.
+    It is one pass by ranges, which are hashed while they are in the cache.  ``out`` must not be another argument; after
+    an error its contents are undefined.
+
+    A single payload may be followed while it arrives (:meth:`come`): it has its full length from the start and is
+    filled from its first byte.  A compressed payload can only be decoded at its end.  One thread at a time.
     """
 
-    def __init__(self, held: Tensor, payload: memoryview, codec: Codec, out: Tensor, like: str = "") -> None:
+    def __init__(
+        self, held: Tensor, payloads: Sequence[bytes | memoryview], codec: Codec, out: Tensor, like: str = ""
+    ) -> None:
+        """The digest has the form of ``like``."""
         self.held, self.out = held, out
-        self._payload, self._codec, self._like = payload, codec, like
-        self._following: Following | None = None
+        self._payloads, self._codec, self._numel = payloads, codec, held.numel()
+        for each in (held, out):
+            check_values(each)
+            assert each.shape == (self._numel,), (each.shape, self._numel)
+        self._opened: list[tuple[PlainCodec, memoryview]] = []
+        """The payloads without the entropy stage; bytes of ranges not reached yet may still change."""
+        self._at = 0
+        self._digest = hashing(4 * self._numel, like, codec.plain)
         self._ranges: list[tuple[int, int]] = []
         """Pairs (bytes needed, stop of the values that can then be computed), in reverse order."""
         self._failed: DecodeError | None = None
 
     def come(self, count: int) -> None:
         """Handle all ranges that need only the first ``count`` bytes, which are final; ``finish`` raises any error."""
-        if self._failed is not None or not count or stage_of(self._codec, self._payload) == "zstd":
+        if self._failed is not None or not count or stage_of(self._codec, self._payloads[0]) == "zstd":
             return
         try:
-            if self._following is None:
-                self._following = self._begun()
+            if not self._opened:
+                self._open()
+                [(plain, payload)] = self._opened
+                ahead = len(self._payloads[0]) - len(payload)
+                for start, stop in ranges(self._numel, [plain], AT_ONCE):
+                    ends = [offset + length for offset, length in plain.sections(self._numel, start, stop)]
+                    self._ranges.append((ahead + max(ends), stop))
+                self._ranges.reverse()
             for _ in range(RANGES_MAX):
                 if not self._ranges or self._ranges[-1][0] > count:
                     return
-                self._following.go_on(self._ranges.pop()[1])
+                self.go_on(self._ranges.pop()[1])
         except DecodeError as error:
             self._failed = error
 
     def finish(self) -> str:
-        """Handle the rest once all bytes are here; return the digest of ``out``.  ``DecodeError`` as ``follow_into``.
+        """Handle the rest once all bytes are here; return the digest of ``out``.  ``DecodeError`` if one is malformed.
 
-        Afterwards the payload is no longer referenced.
+        Afterwards the payloads are no longer referenced.
         """
-        following, self._following = self._following, None
         try:
             if self._failed is not None:
                 raise self._failed
-            following = following or self._begun()
-            following.go_on(self.held.numel())
-            return following.digest()
+            if not self._opened:
+                self._open()
+            self.go_on(self._numel)
+            return self._digest.text()
         finally:
-            self._failed, self._payload = DecodeError("this payload was followed before"), memoryview(b"")
+            self._failed = DecodeError("these payloads were followed before")
+            self._payloads, self._opened = [], []
 
-    def _begun(self) -> Following:
-        numel = self.held.numel()
-        opened = plain, payload = self._codec.opened(self._payload, numel)
-        ahead = len(self._payload) - len(payload)
-        for start, stop in ranges(numel, [plain], AT_ONCE):
-            ends = [offset + length for offset, length in plain.sections(numel, start, stop)]
-            self._ranges.append((ahead + max(ends), stop))
-        self._ranges.reverse()
-        return Following(self.held, [opened], self._codec, self.out, self._like)
+    def _open(self) -> None:
+        self._opened = [self._codec.opened(payload, self._numel) for payload in self._payloads]
+
+    def go_on(self, stop: int) -> None:
+        """Continue up to value ``stop``, a range's border or the end; ``DecodeError`` for a malformed payload."""
+        codec, plain, begin, made = self._codec, self._codec.plain, self._at, self._digest
+        if isinstance(made, KernelDigest):
+            size = tile(SUM_BLOCK, plain.block)
+            parts = updates([Coded(plain, payload, self._numel) for plain, payload in self._opened])
+            places = (self.held.data_ptr(), parts, len(self._opened))
+            job = FollowJob(begin, stop, size, *places, self.out.data_ptr(), made.address, codec.lossless)
+            refuse(made.kernels.run(job), codec.name, plain.kind)
+        else:
+            for start, end in ranges(stop - begin, [plain]):
+                part = self.out[begin + start : begin + end]
+                if not (codec.lossless and self._opened):
+                    part.copy_(self.held[begin + start : begin + end])
+                fold = Fold.WRITE if codec.lossless else Fold.ADD
+                for each, payload in self._opened:
+                    each.decode_into(payload, self._numel, part, begin + start, fold)
+                made.update(bytes_of(part))
+        self._at = stop

@@ -34,7 +34,6 @@ from diloco.codec.base import (
     BIG,
     FIELD_BITS,
     LEVELS_BYTES,
-    DecodeError,
     PlainCodec,
     check_levels,
     is_negative,
@@ -42,11 +41,12 @@ from diloco.codec.base import (
     magnitudes,
     pack,
     packed_bytes,
+    refuse_where,
     two_levels,
     units,
     unpack,
 )
-from diloco.codec.kernel_library import Kind
+from diloco.codec.kernel_library import Kind, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,11 +124,10 @@ class TopKCodec(PlainCodec):
         indices = _unpack_indices(pieces[1], rows * kept, INDEX_BITS[self.block], self.name).view(-1, kept)
         fields = unpack(pieces[2], rows * kept, FIELD_BITS, self.name).view(-1, kept)
         check_levels(levels, fields, self.name)
-        if not bool((indices[:, 1:] > indices[:, :-1]).all()) or int(indices.max()) >= width:
-            raise DecodeError(f"{self.name} payload holds indices that do not rise or lie outside")
+        refuse_where(indices[:, 1:] <= indices[:, :-1], Status.BAD_INDEX, self.name)
+        refuse_where(indices >= width, Status.BAD_INDEX, self.name)
         nothing = ((fields & BIG) == 0) & (levels[:, :1] == 0)
-        if bool((nothing & (indices != torch.arange(kept))).any()):
-            raise DecodeError(f"{self.name} payload holds a value of 0 that is not the first")
+        refuse_where(nothing & (indices != torch.arange(kept)), Status.NOT_FIRST, self.name)
         return levels, fields, indices, torch.zeros(rows, width)
 
 
@@ -153,6 +152,5 @@ def _unpack_indices(packed: Tensor, count: int, bits: int, name: str) -> Tensor:
     triples = torch.nn.functional.pad(packed, (0, odd)).to(torch.int64).view(-1, 3)
     both = triples[:, 0] | (triples[:, 1] << 8) | (triples[:, 2] << 16)
     indices = torch.stack([both & 4095, both >> 12], dim=1).view(-1)
-    if odd and int(indices[-1]) != 0:
-        raise DecodeError(f"{name} payload holds something behind its last index")
+    refuse_where(indices[count:] != 0, Status.BEHIND_INDEX, name)
     return indices[:count]

@@ -22,7 +22,7 @@ from diloco.config.placing import has_several, placement_of
 from diloco.config.regional import is_region
 from diloco.durable import PLAIN_DISK
 from diloco.inner.corpus import DataOptions, prepare_corpus
-from diloco.inner.data import CorpusManifest, LeasedStream, TokenStream
+from diloco.inner.data import CorpusManifest, TokenStream, UnitPlaces
 from diloco.inner.holding import ParallelOptions, Spread, check_cut
 from diloco.inner.model import (
     CompileError,
@@ -435,10 +435,9 @@ def build_trainer(
     own_order = f"{seed}/{config.site.id}" if has_own_order(config) else seed
     place = (held.data_rank, held.data_world)
     with section("inner"):
-        stream: TokenStream
         if config.data.leased and units is not None:
-            unit = config.data.unit_sequences
-            stream = LeasedStream(text, "train", length, sequences, unit, units, held.group, seed, place)
+            leased = UnitPlaces(config.data.unit_sequences, units, held.group)
+            stream = TokenStream(text, "train", length, sequences, 0, 1, *place, seed, leased)
         else:
             stream = TokenStream(text, "train", length, sequences, *share, *place, own_order)
         precision = resolve_precision(config.inner.precision, group.device, group)

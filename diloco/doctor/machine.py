@@ -111,7 +111,7 @@ def number_format(device: str, precision: str) -> list[Finding]:
 def kernels() -> list[Finding]:
     """Report whether the codecs' compiled kernels are used, and why not."""
     told, asked = kernel_library.description(), os.environ.get(kernel_library.VARIABLE, "")
-    if kernel_library.choice().library is not None:
+    if kernel_library.choice().kernels is not None:
         return [ok("kernels", told)]
     remedy = (
         f"unset {kernel_library.VARIABLE}"

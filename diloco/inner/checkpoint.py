@@ -26,6 +26,8 @@ import json
 import math
 import threading
 from collections.abc import Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -73,11 +75,11 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
 
-def write_sealed(path: Path, told: Mapping[str, Any], disk: Disk, step: Step) -> None:
+def write_sealed(path: Path, told: Mapping[str, Any], disk: Disk) -> None:
     """Write ``told`` and its sha256 to ``path`` and fsync the file; its name is durable once its folder is synced."""
     text = json.dumps({**told, "sha256": _digest(told)}, indent=1, allow_nan=False)
-    disk.make(path, lambda file: file.write_text(text), step)
-    disk.sync_file(path, step)
+    disk.make(path, lambda file: file.write_text(text), Step.CHECKPOINT_FILE)
+    disk.sync_file(path, Step.CHECKPOINT_FILE)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -273,7 +275,7 @@ def save(
                 digest = _write_tensors(file, named, disk)
                 files[part] = {"bytes": file.stat().st_size, "sha256": digest}
             told = {"format": WHOLE, "files": files, "meta": dict(meta)}
-            write_sealed(temporary / MANIFEST, told, disk, Step.CHECKPOINT_FILE)
+            write_sealed(temporary / MANIFEST, told, disk)
             publish(root, name, keep, disk)
     except CheckpointError:
         with contextlib.suppress(OSError):  # So failed attempts do not fill a full disk further.
@@ -319,9 +321,10 @@ def latest(root: Path, *, verify: bool = True, group: SiteGroup | None = None) -
     and all are damaged: starting from nothing would be a silent loss.
     """
     rank, world = (group.rank, group.world) if group is not None else (0, 1)
+    said: Callable[[str], list[str]] = group.all_gather_json if group is not None else lambda text: [text]
     left = names(root) if rank == 0 else []
     skipped: list[str] = []
-    while name := said(group, left.pop() if left else "")[0]:
+    while name := said(left.pop() if left else "")[0]:
         why, found = "", None
         try:
             found = Checkpoint(root / name, tuple(skipped))
@@ -330,20 +333,13 @@ def latest(root: Path, *, verify: bool = True, group: SiteGroup | None = None) -
                 assert found.entries is not None
         except CheckpointError as error:
             why = str(error)
-        whys = [each for each in said(group, why) if each]
+        whys = [each for each in said(why) if each]
         if found is not None and not whys:
             return found
         skipped.append(whys[0])
     if skipped:
         raise CheckpointError(f"no checkpoint in {root} is valid: {'; '.join(skipped)}")
     return None
-
-
-def said(group: SiteGroup | None, text: str) -> list[str]:
-    """Return the ``text`` of every rank in rank order; without ``group``, only this one.  A collective."""
-    if group is None:
-        return [text]
-    return [each[1:].decode() for each in group.all_gather_bytes(b" " + text.encode())]
 
 
 def _write_tensors(file: Path, tensors: dict[str, Tensor], disk: Disk) -> str:
@@ -362,19 +358,17 @@ class AsyncWriter:
 
     def __init__(self, root: Path, synchronous: bool) -> None:
         self.root, self._synchronous = root, synchronous
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._written: Future[object] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a write is under way; raises the error of the last one if it failed."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread.join()
-            self._thread = None
-        if self._thread is None and self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return self._thread is not None
+        written = self._written
+        if written is None or not written.done():
+            return written is not None
+        self._written = None
+        written.result()
+        return False
 
     def start(self, write: Callable[[], object]) -> None:
         """Start ``write``; must not be called while ``busy``."""
@@ -383,22 +377,24 @@ class AsyncWriter:
         if self._synchronous:
             write()
             return
+        self._written = Future()
         # A daemon, so that a disk that hangs cannot keep a dying process alive; wait() is the orderly end.
-        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        work = (self._written, write)
+        threading.Thread(target=self._write, args=work, name="checkpoint-writer", daemon=True).start()
 
     def wait(self, bound_s: float) -> None:
         """Wait for the write under way; CheckpointError after ``bound_s`` seconds or if the write failed."""
-        if self._thread is not None:
-            self._thread.join(bound_s)
+        if self._written is not None:
+            futures.wait([self._written], bound_s)
         if self.busy:
             raise CheckpointError(f"a checkpoint in {self.root} is still being written after {bound_s:g} s")
 
-    def _write(self, write: Callable[[], object]) -> None:
+    @staticmethod
+    def _write(written: Future[object], write: Callable[[], object]) -> None:
         try:
-            write()
+            written.set_result(write())
         except Exception as error:  # of any kind: it is raised in the caller's thread later
-            self._error = error
+            written.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +429,7 @@ def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk
         disk.make_folder(folder, Step.CHECKPOINT_BEGIN)
         digest = _write_tensors(file, {key: part.values for key, part in parts.items()}, disk)
         told = {"format": PARTS, "sha256_of_file": digest, "tensors": boxes}
-        write_sealed(file.with_suffix(".json"), told, disk, Step.CHECKPOINT_FILE)
+        write_sealed(file.with_suffix(".json"), told, disk)
         disk.sync_folder(folder, Step.CHECKPOINT_FOLDER)
 
 
@@ -454,7 +450,7 @@ def publish_parts(
 ) -> None:
     """Write the manifest with the ``digests`` of the ranks' own manifests, by rank name, and publish the checkpoint."""
     told = {"format": PARTS, "ranks": digests, "meta": dict(meta)}
-    write_sealed(root / f"{TEMPORARY}{name}" / MANIFEST, told, disk, Step.CHECKPOINT_FILE)
+    write_sealed(root / f"{TEMPORARY}{name}" / MANIFEST, told, disk)
     publish(root, name, keep, disk)
 
 
@@ -522,7 +518,7 @@ class PartWriter:
 
     def heard(self, words: Sequence[float]) -> str:
         """Take the sums of all ranks' ``words``; publish once all parts are done.  Return why a part failed, if any."""
-        done, failed, *_ = words
+        done, failed = words
         if not self._name or done + failed < self._group.world:
             return ""
         name, self._name = self._name, ""

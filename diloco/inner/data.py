@@ -6,9 +6,10 @@ Rogaway, "Ciphers with arbitrary finite domains", 2002).  It shuffles well and g
 
 Batches.  ``TokenStream`` is a pure function from a cursor to a batch.
 
-Leased units.  ``LeasedStream`` has the same cursor, over a list of units that are leased to the site; other code keeps
-the list.  The text has one endless order, equal at all sites: each epoch is a permutation of all its windows.  A unit
-is a fixed number of consecutive sequences of that order, and a site draws the units of its list in turn.
+Leased units.  With ``UnitPlaces`` the cursor of a stream counts over a list of units that are leased to the site; other
+code keeps the list.  The text has one endless order, equal at all sites: each epoch is a permutation of all its
+windows.  A unit is a fixed number of consecutive sequences of that order, and a site draws the units of its list in
+turn.
 """
 
 from __future__ import annotations
@@ -107,13 +108,6 @@ class CorpusManifest:
         """Return the split called ``name``; ValueError unless it is ``train`` or ``validation``."""
         require(name in SPLITS, "split", name, f"one of {', '.join(SPLITS)}")
         return self.train if name == "train" else self.validation
-
-    def verify(self) -> None:
-        """Read every shard and compare its sha256; DataError names the first that differs."""
-        for shard in (*self.train.shards, *self.validation.shards):
-            with (self.folder / shard.file).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                    raise DataError(f"{self.folder / shard.file} is damaged (its sha256 differs from the manifest)")
 
     def to_json(self) -> str:
         """Return the text of ``manifest.json``."""
@@ -214,6 +208,9 @@ class TokenStream:
     The seed divides all windows of the split into ``num_sites`` fixed, disjoint shares that cover it; each epoch of a
     site is a new permutation of its share.  The **cursor** counts sequences drawn by the whole site, so it keeps its
     meaning if a site resumes with another number of ranks; rank r takes the r-th part of a batch.
+
+    With ``units``, whose list then decides as well, ``batch`` is a collective: all ranks draw the same cursors in the
+    same order.
     """
 
     def __init__(
@@ -227,7 +224,9 @@ class TokenStream:
         rank: int = 0,
         world: int = 1,
         seed: int | str = 0,
+        units: UnitPlaces | None = None,
     ) -> None:
+        """With ``units`` the site draws leased ones of the whole text, and has no share of its own."""
         require(batch_sequences >= 1, "batch_sequences", batch_sequences, "at least 1")
         require(num_sites >= 1, "num_sites", num_sites, "at least 1")
         require(0 <= site_index < num_sites, "site_index", site_index, f"0 to num_sites-1={num_sites - 1}")
@@ -237,7 +236,8 @@ class TokenStream:
         require(
             num_sites <= self._windows.count, "num_sites", num_sites, f"at most the {self._windows.count} sequences"
         )
-        self.identity = f"{manifest.identity}/{split}/{sequence_length}/site-{site_index}-of-{num_sites}/seed-{seed}"
+        drawn = f"site-{site_index}-of-{num_sites}" if units is None else f"units-of-{units.unit_sequences}"
+        self.identity = f"{manifest.identity}/{split}/{sequence_length}/{drawn}/seed-{seed}"
         """Two streams with equal identities have equal sequences at equal cursors."""
         self.sequence_length = sequence_length
         self.batch_sequences = batch_sequences
@@ -247,6 +247,7 @@ class TokenStream:
         """Target tokens of one batch of the whole site."""
         self.sequences_per_epoch = len(range(site_index, self._windows.count, num_sites))
         self._site_index, self._num_sites, self._rank, self._seed = site_index, num_sites, rank, seed
+        self._units = units
 
     def batch(self, cursor: int) -> tuple[Tensor, Tensor]:
         """Return this rank's inputs and targets at ``cursor``, int64 [batch_sequences, sequence_length] each."""
@@ -256,14 +257,12 @@ class TokenStream:
         """Return the windows that ``batch`` reads, int64 [batch_sequences]; ValueError for a negative cursor."""
         require(cursor >= 0, "cursor", cursor, "not negative")
         first = cursor + self._rank * self.batch_sequences
-        drawn = self._places_in_order(cursor, np.arange(first, first + self.batch_sequences, dtype=np.int64))
+        drawn = np.arange(first, first + self.batch_sequences, dtype=np.int64)
+        if self._units is not None:
+            drawn = self._units.numbers(cursor, cursor + self.sequences_per_batch, drawn)
         key = f"{self._seed}/site/{self._site_index}/{self._num_sites}"
         dealt = in_epochs(drawn, self.sequences_per_epoch, key) * self._num_sites + self._site_index
         return permuted(dealt, self._windows.count, f"{self._seed}/deal")
-
-    def _places_in_order(self, cursor: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places, in the endless order, of this rank's sequences ``drawn`` for the batch at ``cursor``."""
-        return drawn
 
 
 def validation_batches(
@@ -294,7 +293,7 @@ class UnitPlaces:
 
     def __init__(self, unit_sequences: int, source: UnitSource, group: SiteGroup) -> None:
         require(unit_sequences >= 1, "unit_sequences", unit_sequences, "at least 1")
-        self._unit, self._source, self._group = unit_sequences, source, group
+        self.unit_sequences, self._source, self._group = unit_sequences, source, group
 
     def numbers(self, cursor: int, stop: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers in the endless order of the sequences at the cursors ``drawn``, int64, same shape.
@@ -302,7 +301,8 @@ class UnitPlaces:
         A collective: all ranks pass the same ``cursor`` and ``stop``, and each its own ``drawn`` between them.
         Every batch asks for its units, without a cache, because the list changes when a run is restored.
         """
-        first, count = cursor // self._unit, (stop - 1) // self._unit + 1 - cursor // self._unit
+        unit = self.unit_sequences
+        first, count = cursor // unit, (stop - 1) // unit + 1 - cursor // unit
         units: list[int] = []
         while len(units) < count:
             told: list[int] = []
@@ -312,51 +312,6 @@ class UnitPlaces:
             told = self._group.broadcast_small(told)
             for start, number in zip(told[::2], told[1::2], strict=True):
                 units += range(start, start + number)
-        places, within = np.divmod(drawn, self._unit)
-        found: NDArray[np.int64] = np.array(units, dtype=np.int64)[places - first] * self._unit + within
+        places, within = np.divmod(drawn, unit)
+        found: NDArray[np.int64] = np.array(units, dtype=np.int64)[places - first] * unit + within
         return found
-
-
-class LeasedSamples:
-    """Indices of a user's own ``samples``, in the order in which units of them are leased.
-
-    The seed decides the order, equal at all sites; each epoch of it is a permutation of all ``samples``.
-    """
-
-    def __init__(self, samples: int, unit_samples: int, source: UnitSource, group: SiteGroup, seed: int = 0) -> None:
-        require(samples >= 1, "samples", samples, "at least 1")
-        self._samples, self._seed = samples, seed
-        self._places = UnitPlaces(unit_samples, source, group)
-
-    def indices(self, cursor: int, stop: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sample indices at the cursors ``drawn``; a collective, like ``UnitPlaces.numbers``."""
-        return in_epochs(self._places.numbers(cursor, stop, drawn), self._samples, f"{self._seed}/samples")
-
-
-class LeasedStream(TokenStream):
-    """A stream over leased units; ``batch`` is a pure function of the seed, the cursor and the site's list of units.
-
-    Rank 0 gets the list from ``source`` and sends the units of each batch to the other ranks.  So ``batch`` is a
-    collective: all ranks draw the same cursors in the same order.
-    """
-
-    def __init__(
-        self,
-        manifest: CorpusManifest,
-        split: str,
-        sequence_length: int,
-        batch_sequences: int,
-        unit_sequences: int,
-        source: UnitSource,
-        group: SiteGroup,
-        seed: int = 0,
-        place: tuple[int, int] | None = None,
-    ) -> None:
-        """``place`` is (index, number) of this rank among those that draw different batches; None: all of ``group``."""
-        rank, world = place if place is not None else (group.rank, group.world)
-        super().__init__(manifest, split, sequence_length, batch_sequences, rank=rank, world=world, seed=seed)
-        self.identity = f"{manifest.identity}/{split}/{sequence_length}/units-of-{unit_sequences}/seed-{seed}"
-        self._places = UnitPlaces(unit_sequences, source, group)
-
-    def _places_in_order(self, cursor: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._places.numbers(cursor, cursor + self.sequences_per_batch, drawn)

@@ -34,14 +34,13 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     precision: str = "auto",
-    device: torch.device | None = None,
     together: Spread | None = None,
 ) -> float:
     """Return the mean loss of ``model`` over all tokens of ``batches``, nats per token; ValueError without a batch.
 
     With ``together`` (required for a sharded model) it is a collective: ranks share the batches, and all get the mean.
     """
-    where = device or (together.group.device if together else next(model.parameters()).device)
+    where = together.group.device if together else next(model.parameters()).device
     dtype = autocast_dtype(precision, where, together.group if together else None)
     was_training, every = model.training, list(batches)
     model.eval()
@@ -174,9 +173,9 @@ class Reader:
         end = begin + len(tokens)
         x = model.embedding(torch.tensor([list(tokens)], device=model.cosines.device))
         cosines, sines = model.cosines[begin:end], model.sines[begin:end]
-        for block, kept in zip(model.blocks, self._kept, strict=True):
-            x = x + self._attend(block.attention, block.attention_norm(x), kept, cosines, sines)  # type: ignore[arg-type, operator]
-            x = x + block.feed_forward(block.feed_forward_norm(x))  # type: ignore[operator]
+        for block, kept in zip(model.layers, self._kept, strict=True):
+            x = x + self._attend(block.attention, block.attention_norm(x), kept, cosines, sines)
+            x = x + block.feed_forward(block.feed_forward_norm(x))
         self.length = end
         logits: Tensor = model.head(model.norm(x[0, -1]))
         return logits
@@ -214,20 +213,16 @@ def generate(
     require(max(prompt) < vocab_size, "prompt", max(prompt), f"tokens below the model's {vocab_size}")
     generator = torch.Generator().manual_seed(options.seed)
     reader, text = Reader(model), list(prompt)
-    logits = reader.read(text if len(text) <= reader.room else text[-half:])
-    for made in range(1, options.tokens + 1):
-        token = draw(logits, options, generator)
+    unread = text if len(text) <= reader.room else text[-half:]
+    for _ in range(options.tokens):
+        token = draw(reader.read(unread), options, generator)
         if token == end_of_file:
             return
         yield token
         text.append(token)
-        if made == options.tokens:
-            return
-        if reader.room:
-            logits = reader.read([token])
-        else:
-            reader.length = 0
-            logits = reader.read(text[-half:])
+        unread = [token]
+        if not reader.room:
+            reader.length, unread = 0, text[-half:]
 
 
 def draw(logits: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -202,20 +201,15 @@ class Holding:
                 part.of(into).copy_(self._held_of(part))
         if not away:
             return
-        sent = [share for share in away if share.ranks[0] == group.rank]
-        message = torch.empty(_numel(sent), device=group.device)
-        for part, values in _cut(message, _parts(sent)):
+        sent = [[share for share in away if share.ranks[0] == rank] for rank in range(group.world)]
+        message = torch.empty(_numel(sent[group.rank]), device=group.device)
+        for part, values in _cut(message, _parts(sent[group.rank])):
             values.copy_(self._held_of(part))
-        sizes = [0] * group.world
-        if group.rank != at:
-            sizes[at] = message.numel()
-            group.all_to_all(message, sizes, [0] * group.world)
-            return
-        assert into is not None
-        by_rank = [[share for share in away if share.ranks[0] == rank] for rank in range(group.world)]
-        come = group.all_to_all(message, sizes, [_numel(shares) for shares in by_rank])
-        for part, values in _cut(come, _parts(itertools.chain(*by_rank))):
-            part.of(into).copy_(values)
+        to = [message.numel() if rank == at else 0 for rank in range(group.world)]
+        come = group.all_to_all(message, to, [0 if into is None else _numel(shares) for shares in sent])
+        if into is not None:
+            for part, values in _cut(come, _parts(itertools.chain(*sent))):
+                part.of(into).copy_(values)
 
     def scatter(self, pieces: Sequence[Piece], values: Tensor | None, of: int = 0, *, own: bool = True) -> None:
         """Write the flat fp32 ``values`` of rank ``of`` into every rank's part of ``pieces``; the others pass None.
@@ -241,18 +235,14 @@ class Holding:
         taken = [[share for share in plan if rank in share.ranks and rank != of] for rank in range(group.world)]
         if not any(taken):
             return
-        sizes = [_numel(shares) for shares in taken]
-        if is_source:
-            assert values is not None
-            message = torch.empty(sum(sizes), device=group.device)
+        to = [0 if values is None else _numel(shares) for shares in taken]
+        message = torch.empty(sum(to), device=group.device)
+        if values is not None:
             for part, room in _cut(message, _parts(itertools.chain(*taken))):
                 room.copy_(part.of(values))
-            group.all_to_all(message, sizes, [0] * group.world)
-            return
-        come_sizes = [0] * group.world
-        come_sizes[of] = sizes[group.rank]
-        come = group.all_to_all(torch.empty(0, device=group.device), [0] * group.world, come_sizes)
-        for part, found in _cut(come, _parts(taken[group.rank])):
+        mine = taken[group.rank]
+        come = group.all_to_all(message, to, [_numel(mine) if rank == of else 0 for rank in range(group.world)])
+        for part, found in _cut(come, _parts(mine)):
             self._held_of(part).copy_(found)
 
     def _held_of(self, part: Part) -> Tensor:
@@ -329,9 +319,9 @@ def _told(group: SiteGroup, parameters: Mapping[str, Tensor]) -> list[dict[str, 
     return [
         {
             name: Told(tuple(shape), Box(tuple(starts), tuple(sizes)), dtype)
-            for name, shape, starts, sizes, dtype in json.loads(each)
+            for name, shape, starts, sizes, dtype in each
         }
-        for each in group.all_gather_bytes(json.dumps(mine).encode())
+        for each in group.all_gather_json(mine)
     ]
 
 

@@ -23,7 +23,6 @@ its own ranks' parts and three times the parts of the ranks that send it their s
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -231,17 +230,6 @@ class MemoryWriter(PartWriter):
         if any(self._group.all_reduce_sum([float(bool(why))])):
             raise CheckpointError(why or f"a machine of this site can keep no checkpoint in memory, in {self._root}")
 
-    def words(self) -> list[float]:
-        """Return ``PartWriter.words`` and the bytes of this rank's part, 0 until it is done."""
-        done, failed = super().words()
-        return [done, failed, done * self._bytes]
-
-    def heard(self, words: Sequence[float]) -> str:
-        """Do as ``PartWriter.heard``, and record the bytes of a completed checkpoint for ``fresh``."""
-        why = super().heard(words)
-        self._fresh = int(words[2]) if words[0] == self._group.world else self._fresh
-        return why
-
     def end(self) -> None:
         """Remove the folder, which a run does not need after its orderly end.  A collective."""
         with contextlib.suppress(CheckpointError):  # A checkpoint that failed is removed as well.
@@ -280,11 +268,12 @@ class MemoryWriter(PartWriter):
             raise why
 
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
-        mine = {"digest": self._digest, "meta": meta if self._group.is_first else {}}
-        told = [json.loads(each) for each in self._group.all_gather_bytes(json.dumps(mine, allow_nan=False).encode())]
+        mine = {"digest": self._digest, "bytes": self._bytes, "meta": meta if self._group.is_first else {}}
+        told = self._group.all_gather_json(mine)
         ranks = {rank_name(rank): each["digest"] for rank, each in enumerate(told)}
         if self._tidies:
             self.writer.start(lambda: self._publish(name, ranks, told[0]["meta"]))
+        self._fresh = sum(each["bytes"] for each in told)
 
     def _publish(self, name: str, ranks: Mapping[str, str], meta: Mapping[str, Any]) -> None:
         """Publish this machine's parts of ``name``; remove them if that fails."""
@@ -302,7 +291,7 @@ class MemoryWriter(PartWriter):
         """Return the newest checkpoint whose every part is valid on some machine, after fetching the files that this
         machine's ranks read; and a message for each newer one that was skipped.  A collective."""
         skipped: list[str] = []
-        told = self._say(_listed(self._root) if self._tidies else {})
+        told = self._group.all_gather_json(_listed(self._root) if self._tidies else {})
         known = {(name, facts["seal"]): facts for each in told for name, facts in each.items()}
         for (name, seal), facts in sorted(known.items(), reverse=True):
             if not seal:  # A machine's manifest is unreadable; another machine may have a valid one.
@@ -333,7 +322,7 @@ class MemoryWriter(PartWriter):
         mine = sorted(held[machines.here] or ())
         among = machines.ranks[machines.here]
         looked_at = mine[among.index(self._group.rank) :: len(among)]
-        said = self._say({part: why for part in looked_at for why in [_wrong(path, part)] if why})
+        said = self._group.all_gather_json({part: why for part in looked_at for why in [_wrong(path, part)] if why})
         whole = [
             {part for part in parts or () if not any(part in said[rank] for rank in machines.ranks[machine])}
             for machine, parts in enumerate(held)
@@ -354,7 +343,7 @@ class MemoryWriter(PartWriter):
             files = reads(Checkpoint(path))
         except CheckpointError as error:
             why = str(error)
-        read = self._say({"why": why, "files": sorted(files)})
+        read = self._group.all_gather_json({"why": why, "files": sorted(files)})
         if whys := [each["why"] for each in read if each["why"]]:
             return str(whys[0])
         wanted = [{file for rank in among for file in read[rank]["files"]} for among in machines.ranks]
@@ -379,12 +368,8 @@ class MemoryWriter(PartWriter):
                 verify_part(path, come.stem)
         except CheckpointError as error:
             why = str(error)
-        whys = [each["why"] for each in self._say({"why": why}) if each["why"]]
+        whys = [each for each in self._group.all_gather_json(why) if each]
         return str(whys[0]) if whys else ""
-
-    def _say(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the value ``mine`` of every rank, in rank order.  A collective."""
-        return [json.loads(each) for each in self._group.all_gather_bytes(json.dumps(mine).encode())]
 
 
 def verify_part(folder: Path, rank: str) -> None:

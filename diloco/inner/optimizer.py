@@ -173,15 +173,13 @@ class InnerOptimizers:
     def __init__(self, parts: Mapping[str, tuple[torch.optim.Optimizer, list[str]]], options: InnerOptions) -> None:
         self.options = options
         self._parts = dict(parts)
-        self._peaks = {
-            name: [float(group["lr"]) for group in optimizer.param_groups] for name, (optimizer, _) in parts.items()
-        }
-        self._parameters = [
-            parameter
-            for optimizer, _ in self._parts.values()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        self._peaks = [float(group["lr"]) for group in self._groups]
+        self._parameters = [parameter for group in self._groups for parameter in group["params"]]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, which are other objects once a state was loaded."""
+        return [group for optimizer, _ in self._parts.values() for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -219,15 +217,13 @@ class InnerOptimizers:
 
     def set_lr_factor(self, factor: float) -> None:
         """Set every learning rate to ``factor`` times its peak."""
-        for name, (optimizer, _) in self._parts.items():
-            for group, peak in zip(optimizer.param_groups, self._peaks[name], strict=True):
-                group["lr"] = peak * factor
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
 
     @property
     def lr(self) -> float:
         """The current learning rate of the first optimizer: Muon's under ``muon``, else AdamW's or SGD's."""
-        first = next(iter(self._parts.values()))[0]
-        return float(first.param_groups[0]["lr"])
+        return float(self._groups[0]["lr"])
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, float | int | bool]]:
         """Return tensors (references, not copies) and plain values, both named ``part/parameter/field``."""

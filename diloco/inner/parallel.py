@@ -12,6 +12,7 @@ cut the same one, one after the other.  A rank holds one ``Box`` of it, which be
 from __future__ import annotations
 
 import inspect
+import json
 import time
 import weakref
 from collections import deque
@@ -265,15 +266,15 @@ class SiteGroup:
             if on_device.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(on_device)
 
-    def broadcast_small(self, values: Sequence[int], src: int = 0) -> list[int]:
-        """Return the integers (int64, at most 63) of rank ``src`` on every rank; ``values`` of others are ignored."""
+    def broadcast_small(self, values: Sequence[int]) -> list[int]:
+        """Return the integers (int64, at most 63) of rank 0 on every rank; ``values`` of others are ignored."""
         if self.world == 1:
             return list(values)
         packed = torch.zeros(SMALL_MAX + 1, dtype=torch.int64)
-        if self.rank == src:
+        if self.is_first:
             require(len(values) <= SMALL_MAX, "values", len(values), f"at most {SMALL_MAX} of them")
             packed[: len(values) + 1] = torch.tensor([len(values), *values], dtype=torch.int64)
-        self.broadcast_(packed, src)
+        self.broadcast_(packed)
         told: list[int] = packed.tolist()
         return told[1 : told[0] + 1]
 
@@ -303,6 +304,10 @@ class SiteGroup:
         if mine:  # torch.frombuffer refuses an empty buffer.
             room[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         return [bytes(part[:size].numpy()) for part, size in zip(self.all_gather(room), sizes, strict=True)]
+
+    def all_gather_json(self, mine: Any) -> list[Any]:
+        """Return every rank's value ``mine``, of types that JSON has, in rank order."""
+        return [json.loads(each) for each in self.all_gather_bytes(json.dumps(mine, allow_nan=False).encode())]
 
     def all_to_all(self, message: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
         """Send ``to[rank]`` values of the flat ``message``, which holds them in rank order, to each rank.

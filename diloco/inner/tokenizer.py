@@ -1,8 +1,8 @@
 """Text to token ids and back, without loss: ``bytes``, ``bpe1024``, whose merges are shipped, or a ``tokenizer.json``.
 
-``bpe1024`` is byte-level BPE (arXiv 1508.07909; the byte alphabet of GPT-2) with 256 bytes, 767 merges learned on the
-training split of the Python standard library, and the end of a file as its last id.  The end of a file is not part of
-the merges, so no text can spell it.
+``bpe1024`` is byte-level BPE (arXiv 1508.07909; the byte alphabet of GPT-2) with 256 bytes, 767 merges that the
+library's ``BpeTrainer`` learned on the training split of the Python standard library, and the end of a file as its last
+id.  The end of a file is not part of the merges, so no text can spell it.
 
 A ``tokenizer.json`` is a file of the library ``tokenizers``, as published with models on the hub.
 
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from diloco.inner import require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -186,21 +186,3 @@ def check_name(name: str) -> None:
     """Raise ValueError unless ``name`` is the name of a tokenizer or the path of a file that may be one."""
     wanted = f"one of {', '.join(TOKENIZERS)}, or the path of a tokenizer.json"
     require(name in TOKENIZERS or name.endswith(".json"), "tokenizer", name, wanted)
-
-
-def train_bpe1024(texts: Iterable[str]) -> str:
-    """Learn the merges on ``texts`` and return the JSON to ship as ``bpe1024.json``; the same texts give the same JSON.
-
-    The last of the 1024 ids stays free for the end of a file.
-    """
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=BPE_VOCAB_SIZE - 1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[],
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return str(bpe.to_str()) + "\n"

@@ -295,7 +295,7 @@ class Saving:
         hot, skipped = memory.newest(reads) if memory is not None else (None, [])
         if hot is not None:
             there = checkpoint.names(self._root)[-1:] if self._root and self._group.is_first else []
-            if hot.path.name >= checkpoint.said(self._group, "".join(there))[0]:
+            if hot.path.name >= self._group.all_gather_json("".join(there))[0]:
                 return hot, skipped
         try:
             found = checkpoint.latest(self._root, group=self._group) if self._root is not None else None

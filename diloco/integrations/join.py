@@ -38,7 +38,7 @@ from diloco.config.schema import SiteSection
 from diloco.durable import PLAIN_DISK
 from diloco.inner import GroupError, require
 from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.data import LeasedSamples
+from diloco.inner.data import UnitPlaces, in_epochs
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import HoldingError, PresentGroup
 from diloco.inner.trainer import Resumed, StepInfo
@@ -97,8 +97,9 @@ class Drawing:
     """A loop's position in its site's list of leased units."""
 
     def __init__(self, data: OwnData, unit_samples: int, source: UnitSource, group: SiteGroup, seed: int) -> None:
-        self._data, self._group = data, group
-        self._samples = LeasedSamples(data.samples, unit_samples, source, group, seed)
+        """Each epoch is a permutation of all samples, by the ``seed``, which is the same at all sites."""
+        self._data, self._group, self._seed = data, group, seed
+        self._places = UnitPlaces(unit_samples, source, group)
         self._drawn = 0
         self.cursor = 0
         """Samples that the site has trained on."""
@@ -130,7 +131,8 @@ class Drawing:
             )
         mine_first = first + mine * count
         drawn = np.arange(mine_first, mine_first + count, dtype=np.int64)
-        found = self._samples.indices(first, stop, drawn)
+        places = self._places.numbers(first, stop, drawn)
+        found = in_epochs(places, self._data.samples, f"{self._seed}/samples")
         self._drawn = stop
         return [int(index) for index in found]
 

@@ -36,7 +36,7 @@ from diloco.codec import kernel_library
 from diloco.codec.base import DecodeError, NonFiniteError
 from diloco.codec.entropy import stage_of
 from diloco.codec.registry import make_codec
-from diloco.codec.site_pass import Arriving, follow_into
+from diloco.codec.site_pass import Following
 from diloco.durable import when_there_is_room, write_file
 from diloco.learner.seal import SealJob, seal
 from diloco.sync.events import (
@@ -213,7 +213,7 @@ class Incoming:
         self.sink = PullSink(begun=self._begun, broken=self._broken)
         self._fragment, self._numel = fragment, tensors.layout.fragments[fragment].numel
         self._tensors = tensors
-        self._arriving: Arriving | None = None
+        self._arriving: Following | None = None
         self._working = threading.Lock()
 
     def _begun(self, header: PullHeader, payload: memoryview) -> Callable[[int], None] | None:
@@ -226,7 +226,7 @@ class Incoming:
         except ValueError:
             return None  # ``values`` reports an unknown codec.
         values = self._tensors.buffers.values(header.numel)
-        arriving = self._arriving = Arriving(held, payload, codec, values, header.digest)
+        arriving = self._arriving = Following(held, [payload], codec, values, header.digest)
 
         def come(count: int) -> None:
             if self._working.acquire(blocking=False):  # Otherwise another stream's thread is decoding already.
@@ -252,7 +252,7 @@ class Incoming:
             elif header.numel == self._numel and (held is not None or header.whole):
                 values = self._tensors.buffers.values(header.numel)
                 before = held if held is not None else values
-                found = follow_into(before, pulled.parts, _codec(header), values, header.digest)
+                found = Following(before, pulled.parts, _codec(header), values, header.digest).finish()
             else:
                 return None
         except DecodeError:

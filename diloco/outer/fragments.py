@@ -210,32 +210,38 @@ def plan_layout(
     canonical = tuple(sorted((name, tuple(shape)) for name, shape in parameters))
     sizes = {name: prod(shape) for name, shape in canonical}
     apart = sorted(sizes.keys() & buffers)
-    trained = sorted(sizes.keys() - buffers, key=lambda name: (-sizes[name], name))
+    trained = sorted(sizes.keys() - buffers)
     if not trained:
         raise ValueError("layout has no parameters")
     if not 1 <= num_fragments <= len(trained):
         raise ValueError(f"num_fragments is {num_fragments!r}: must be from 1 to the {len(trained)} parameters")
-    names: list[list[str]] = [[] for _ in range(num_fragments)]
-    numels = [0] * num_fragments
-    for name in trained:
-        smallest = numels.index(min(numels))
-        names[smallest].append(name)
-        numels[smallest] += sizes[name]
+    placed = _balanced([sizes[name] for name in trained], [1] * num_fragments)
+    names = [[trained[index] for index in indices] for indices in placed]
     if apart:
         names.append(apart)
-        numels.append(sum(sizes[name] for name in apart))
-    pieces = [tuple(Piece(name, 0, sizes[name]) for name in sorted(mine)) for mine in names]
+    pieces = [tuple(Piece(name, 0, sizes[name]) for name in mine) for mine in names]
+    numels = [sum(sizes[name] for name in mine) for mine in names]
     return Layout(canonical, tuple(map(Fragment, range(len(names)), pieces, numels)), frozen, tuple(apart))
 
 
-def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-    """Copy the fragment's values out of ``parameters`` (any dtype and device) into one flat fp32 CPU tensor.
+def _balanced(sizes: Sequence[int], costs: Sequence[int | Fraction]) -> list[list[int]]:
+    """Assign the indices of ``sizes`` from large to small, each to the place that would finish it first.
 
-    ``out``, if given, fp32 of shape (``fragment.numel``,) on any device, is filled and returned.
+    A place takes its cost for each value.  Ties of sizes and of times are broken by index; no time is rounded.  Returns
+    the indices at each place, ascending.
     """
-    values = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
-    assert values.shape == (fragment.numel,), f"out has shape {tuple(values.shape)}, fragment has {fragment.numel}"
-    assert values.dtype == torch.float32
+    loads = [0] * len(costs)
+    placed: list[list[int]] = [[] for _ in costs]
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        _, at = min(((loads[at] + sizes[index]) * cost, at) for at, cost in enumerate(costs))
+        placed[at].append(index)
+        loads[at] += sizes[index]
+    return [sorted(indices) for indices in placed]
+
+
+def gather(fragment: Fragment, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Copy the fragment's values out of ``parameters`` (any dtype and device) into one flat fp32 CPU tensor."""
+    values = torch.empty(fragment.numel, dtype=torch.float32)
     parts = torch.split(values, [piece.stop - piece.start for piece in fragment.pieces])
     for piece, part in zip(fragment.pieces, parts, strict=True):
         part.copy_(parameters[piece.name].detach().reshape(-1)[piece.start : piece.stop])
@@ -293,19 +299,14 @@ def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...
     for rate in rates:
         if not 0 < rate < inf:
             raise ValueError(f"rates has {rate!r}: positive and finite")
-    speeds, loads = [Fraction(rate) for rate in rates], [0] * len(rates)
-    placed: list[list[int]] = [[] for _ in rates]
-    for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
-        _, at = min(((loads[at] + numels[index]) / speed, at) for at, speed in enumerate(speeds))
-        placed[at].append(index)
-        loads[at] += numels[index]
+    placed = _balanced(numels, [1 / Fraction(rate) for rate in rates])
     for at, indices in enumerate(placed):
         if not indices:
             raise ValueError(
                 f"syncer {at} of {len(rates)} would hold none of {len(numels)} fragments, with a rate of {rates[at]:g} "
                 f"among {', '.join(f'{rate:g}' for rate in rates)}"
             )
-    return tuple(tuple(sorted(indices)) for indices in placed)
+    return tuple(map(tuple, placed))
 
 
 def part_of(layout: Layout, indices: Sequence[int]) -> Layout:

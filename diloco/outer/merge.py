@@ -230,12 +230,9 @@ def blend(
     if options.kind == "mean" or (usual == 0 and options.kind != "clamp"):
         return list(weights), 1.0
     scales = [usual / length if length else 1.0 for length in lengths]
-    if options.kind == "clip":
-        scales = [min(1.0, options.norm_ratio_max * scale) for scale in scales]
-    elif options.kind == "clamp":
-        scales = [min(1.0, scale) for scale in scales]
-    else:
-        assert options.kind == "normalise", options.kind
+    if options.kind != "normalise":  # clip and clamp only shorten.
+        most = options.norm_ratio_max if options.kind == "clip" else 1.0
+        scales = [min(1.0, most * scale) for scale in scales]
     changed = [weight * scale for weight, scale in zip(weights, scales, strict=True)]
     return changed, sum(changed) / sum(weights)
 

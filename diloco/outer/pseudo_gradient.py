@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
+from diloco.outer.optimizer import LINEAR, NOTHING, OuterOptimizerOptions, OuterState, outer_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,7 +118,7 @@ def eager(new_base: Tensor, unsent: Tensor, under_way: Sequence[Tensor], share: 
     return reference.sub(unsent), reference
 
 
-ADDITIVE = ("sgd", "heavy_ball", "nesterov", "nesterov_ema")
+ADDITIVE = ("sgd", *LINEAR)
 """The optimizer kinds whose step on a mean is the sum of the steps on each site's part, from any version."""
 
 

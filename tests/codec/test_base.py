@@ -15,7 +15,6 @@ import torch
 
 from diloco.codec.base import (
     ALIGNMENT,
-    Add,
     Buffers,
     Carry,
     Codec,
@@ -23,16 +22,16 @@ from diloco.codec.base import (
     Hasher,
     NonFiniteError,
     PlainCodec,
-    Towards,
-    accumulate_into,
     bytes_of,
     digest,
     digest_of,
     digits,
+    fold_into,
     is_sha256,
     shorter,
 )
 from diloco.codec.kernel_library import PLAIN as PLAIN_TORCH
+from diloco.codec.kernel_library import Fold
 from diloco.codec.registry import make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.values import ALL, NOT_FINITE, drawn, error_bound, running, same, samples
@@ -316,12 +315,12 @@ def test_ranges_are_decoded_and_accumulated_each_from_a_payload_of_its_own(name:
         where, values, held = f"{numel} values, seed {seed}", drawn(numel, numel), drawn(numel, numel + 1)
         payload = codec.encode(values)
         whole, ranges = codec.decode(payload, numel), list(itertools.pairwise(cuts(codec, numel, seed)))
-        for accumulate in (None, Add(), Towards(0.3), Towards(1.0)):
+        for fold, share in ((Fold.WRITE, 0.0), (Fold.ADD, 0.0), (Fold.TOWARDS, 0.3), (Fold.TOWARDS, 1.0)):
             expected, found = held.clone(), held.clone()
-            accumulate_into(expected, whole, accumulate)
+            fold_into(expected, whole, fold, share)
             for start, stop in ranges:
-                codec.decode_into(payload, numel, found[start:stop], start, accumulate)
-            assert same(found, expected), (where, accumulate)
+                codec.decode_into(payload, numel, found[start:stop], start, fold, share)
+            assert same(found, expected), (where, fold, share)
         for start, stop in ranges:
             sections = codec.sections(numel, start, stop)
             joined = b"".join(payload[offset : offset + length] for offset, length in sections)

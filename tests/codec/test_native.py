@@ -11,15 +11,15 @@ import torch
 from diloco.codec import kernel_library
 from diloco.codec.base import (
     BYTES_MIN,
-    Add,
     Carry,
-    Towards,
+    Hasher,
+    KernelDigest,
     bytes_of,
     digest_of,
-    hashing_kernels,
+    hashing,
     kernels,
 )
-from diloco.codec.kernel_library import SUM_BLOCK
+from diloco.codec.kernel_library import SUM_BLOCK, Fold
 from diloco.codec.merging import sum_of_products, sum_plain, torch_fuses
 from diloco.codec.registry import make_codec
 from tests.codec.values import NATIVE, drawn, running, same, samples
@@ -74,14 +74,14 @@ def test_encoding_and_decoding(name: str) -> None:
                 codec.encode_into(terms, found)
                 assert torch.equal(plain, found), (kind, level)
         held = drawn(numel, numel)
-        for accumulate in (None, Add(), Towards(0.3)):
+        for fold in Fold:
             expected = held.clone()
-            codec.decode_plain(bytes_of(plain), numel, expected, 0, accumulate)
+            codec.decode_plain(bytes_of(plain), numel, expected, 0, fold, 0.3)
             for level in NATIVE:
                 out = held.clone()
                 with running(level):
-                    codec.decode_into(bytes_of(plain), numel, out, accumulate=accumulate)
-                assert same(out, expected), (kind, accumulate, level)
+                    codec.decode_into(bytes_of(plain), numel, out, fold=fold, share=0.3)
+                assert same(out, expected), (kind, fold, level)
 
 
 @every_level
@@ -116,9 +116,9 @@ def test_sums_and_digests(level: str) -> None:
         with running(level):
             assert sum_of_products(values, against) == sum_plain(values, against)
             for part in (SUM_BLOCK, 2048, 100 * SUM_BLOCK):
-                hashing = hashing_kernels(4 * numel, "")
-                assert hashing is not None
-                fast, made = hashing
+                made = hashing(4 * numel, "")
+                assert isinstance(made, KernelDigest)
+                fast = made.kernels
                 for piece in values.split(part):
                     pointers = (ctypes.c_void_p(made.address), ctypes.c_void_p(piece.data_ptr()))
                     fast.library.diloco_digest(fast.level, *pointers, ctypes.c_int64(4 * piece.numel()))
@@ -126,10 +126,10 @@ def test_sums_and_digests(level: str) -> None:
 
 
 def test_kernels_hash_only_where_the_kernels_have_its_form() -> None:
-    assert hashing_kernels(BYTES_MIN, "") is not None
-    assert hashing_kernels(BYTES_MIN - 1, "") is None
-    assert hashing_kernels(BYTES_MIN, "xxh3:" + "0" * 32) is not None
-    assert hashing_kernels(BYTES_MIN, "0" * 64) is None, "SHA-256 is what is asked for"
+    assert isinstance(hashing(BYTES_MIN, ""), KernelDigest)
+    assert isinstance(hashing(BYTES_MIN - 1, ""), Hasher)
+    assert isinstance(hashing(BYTES_MIN, "xxh3:" + "0" * 32), KernelDigest)
+    assert isinstance(hashing(BYTES_MIN, "0" * 64), Hasher), "SHA-256 is what is asked for"
 
 
 def test_the_kernels_round_as_torch_does() -> None:

@@ -114,10 +114,10 @@ class Memory:
         memory[:] = np.frombuffer(self.data, dtype=np.uint8)
         words = memory[: len(memory) // 8 * 8].view(np.uint64)
         words[np.array(self.pointers) // 8] += np.uint64(memory.ctypes.data)
-        library = kernel_library.choice().library
-        assert library is not None
+        fast = kernel_library.choice().kernels
+        assert fast is not None
         statuses = [
-            getattr(library, f"diloco_{NAMES[function]}")(level, ctypes.c_void_p(memory.ctypes.data + job))
+            getattr(fast.library, f"diloco_{NAMES[function]}")(level, ctypes.c_void_p(memory.ctypes.data + job))
             for function, job in self.calls
         ]
         words[np.array(self.pointers) // 8] -= np.uint64(memory.ctypes.data)

@@ -15,7 +15,7 @@ from diloco.codec.gpu import accelerated
 from diloco.codec.kernel_library import Kind
 from diloco.codec.merging import Reading, State, outer_pass
 from diloco.codec.registry import BLOCKS, CODEC_NAMES, Coded, make_codec
-from diloco.codec.site_pass import follow_into, rebase_pieces, seal_pieces
+from diloco.codec.site_pass import Following, rebase_pieces, seal_pieces
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import rebase
@@ -130,7 +130,7 @@ def test_a_codec_without_a_kernel_runs_in_plain_torch(monkeypatch: pytest.Monkey
         stepped = outer_pass(round_, State(start, start, NOTHING), optimizer, codec)
         assert same(stepped.state.theta, theta)
         held, local = torch.empty(numel), locals_[0].clone()
-        follow_into(start, [stepped.payload], codec, held)
+        Following(start, [stepped.payload], codec, held).finish()
         assert same(held, version)
         assert same(stepped.state.published, version)
         rebase_pieces([local], start, held, updates[:1])

@@ -10,7 +10,7 @@ import torch
 from diloco.codec.base import DecodeError, NonFiniteError, digest
 from diloco.codec.merging import RANGE_VALUES
 from diloco.codec.registry import Coded, make_codec
-from diloco.codec.site_pass import AT_ONCE, Arriving, follow, follow_into, publish, rebase_pieces, seal_pieces
+from diloco.codec.site_pass import AT_ONCE, Following, follow, publish, rebase_pieces, seal_pieces
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from tests.codec.values import ALL, NOT_FINITE, drawn, error_bound, running, same, samples
 
@@ -107,7 +107,7 @@ def test_followers_hold_what_was_published_bit_for_bit_in_one_pass_or_in_several
     theta = torch.randn(RANGE_VALUES + 1501, generator=generator)
     held = follower = published = theta.clone()
     payloads, out = [], torch.full_like(theta, float("nan"))
-    assert follow_into(held, [], codec, out) == digest(held)
+    assert Following(held, [], codec, out).finish() == digest(held)
     for version in range(6):
         theta = theta - torch.randn(theta.shape, generator=generator) * 0.01
         difference, where = theta - published, f"seed 9, version {version}"
@@ -116,7 +116,7 @@ def test_followers_hold_what_was_published_bit_for_bit_in_one_pass_or_in_several
         follower = follow(follower, payload, codec)
         assert digest(follower) == digest(published), where
         for like in ("", "0" * 64):
-            assert follow_into(held, payloads, codec, out, like) == digest(published, like), where
+            assert Following(held, payloads, codec, out, like).finish() == digest(published, like), where
         assert digest(out) == digest(published), where
         # One step's bound, never a sum of them: the codec's on this difference, and the roundings of the difference
         # and of the sum, each at most half a step of fp32.
@@ -124,7 +124,7 @@ def test_followers_hold_what_was_published_bit_for_bit_in_one_pass_or_in_several
         bound = error_bound(codec, difference) + steps if not codec.lossless else torch.zeros_like(theta)
         assert bool(((theta - published).abs() <= bound).all()), where
     with pytest.raises(DecodeError):
-        follow_into(held, [*payloads, payloads[0][:-1]], codec, out)
+        Following(held, [*payloads, payloads[0][:-1]], codec, out).finish()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_it_gives_the_bits_of_the_whole_payload_at_once(name: str, like: str) ->
     payload, after = publish(drawn(NUMEL, 6), held, make_codec(name))
     for parts in (5, 0):  # Nothing said is all said.
         memory, out, come = bytearray(len(payload)), torch.empty(NUMEL), 0
-        arriving = Arriving(held, memoryview(memory).toreadonly(), make_codec(name), out, like)
+        arriving = Following(held, [memoryview(memory).toreadonly()], make_codec(name), out, like)
         while come < len(payload):
             more = min(len(payload), come + dice.randint(1, len(payload) // 5)) if parts else len(payload)
             memory[come:more] = payload[come:more]
@@ -199,7 +199,7 @@ def test_what_has_come_is_made_before_the_rest_is_here_in_no_more_than_so_many_r
     monkeypatch.setattr("diloco.codec.site_pass.RANGES_MAX", 2)
     held, payload, after = made(name)
     out = torch.full((NUMEL,), float("nan"))
-    arriving = Arriving(held, memoryview(payload), make_codec(name), out)
+    arriving = Following(held, [memoryview(payload)], make_codec(name), out)
     for come, stop in ((len(payload) - 1, 2 * AT_ONCE), (len(payload) - 1, 3 * AT_ONCE), (len(payload), NUMEL)):
         arriving.come(come)
         assert torch.equal(out[:stop], after[:stop])
@@ -216,8 +216,8 @@ def test_what_is_wrong_is_said_at_the_end_as_without_it(name: str, harm: str) ->
         wrong[-NUMEL // 4] = 0x80 if name == "int8" else 0x00
     out = torch.empty(NUMEL)
     with pytest.raises(DecodeError) as plain:
-        follow_into(held, [bytes(wrong)], make_codec(name), out)
-    arriving = Arriving(held, memoryview(wrong), make_codec(name), out)
+        Following(held, [bytes(wrong)], make_codec(name), out).finish()
+    arriving = Following(held, [memoryview(wrong)], make_codec(name), out)
     for count in range(0, len(wrong), len(wrong) // 7):
         arriving.come(count)
     with pytest.raises(DecodeError) as found:

@@ -163,7 +163,8 @@ def scale_of_e3m0(size: Tensor, block: int) -> Tensor:
 
 # --- The kernels' levels of this machine, and plain torch, to run one after the other --------------------------------
 
-NATIVE = [] if choice().library is None else list(kernel_library.LEVELS[: choice().level + 1])
+BEST = choice().kernels
+NATIVE = [] if BEST is None else list(kernel_library.LEVELS[: BEST.level + 1])
 ALL = [PLAIN, *NATIVE]
 
 
@@ -171,9 +172,9 @@ ALL = [PLAIN, *NATIVE]
 def running(name: str) -> Iterator[None]:
     """Run the level ``name``, or plain torch, and then what ran before."""
     chosen = choice()
-    before = chosen.library, chosen.level, chosen.why
+    before = chosen.kernels, chosen.why
     assert force(name) == ""
     try:
         yield
     finally:
-        chosen.library, chosen.level, chosen.why = before
+        chosen.kernels, chosen.why = before

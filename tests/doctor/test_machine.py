@@ -84,7 +84,7 @@ def test_a_tuned_one_or_a_near_syncer_is_fine(tmp_path: Path, values: dict[str, 
 
 def test_plain_kernels_and_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels()[0].says == kernel_library.description()
-    monkeypatch.setattr(kernel_library, "choice", lambda: kernel_library.Choice(None, 0, "no library"))
+    monkeypatch.setattr(kernel_library, "choice", lambda: kernel_library.Choice(None, "no library"))
     monkeypatch.delenv("DILOCO_KERNELS", raising=False)
     line = kernels()[0].line()
     assert line.startswith("warn  kernels     plain (no library) -> install diloco where a C++ compiler is")

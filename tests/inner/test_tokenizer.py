@@ -13,7 +13,7 @@ import tokenizers
 from diloco.inner import tokenizer
 from diloco.inner.corpus import prepare_corpus
 from diloco.inner.data import TokenStream, load_manifest
-from diloco.inner.tokenizer import END, make_tokenizer, train_bpe1024
+from diloco.inner.tokenizer import END, make_tokenizer
 from tests.inner.conftest import options, write_text
 
 TEXTS = [
@@ -44,13 +44,11 @@ def test_sizes_and_ends_of_files() -> None:
     assert make_tokenizer("bpe1024", False).end_of_file is None
 
 
-def test_the_shipped_merges_shorten_python_sources_and_training_gives_the_same_twice() -> None:
+def test_the_shipped_merges_shorten_python_sources() -> None:
     source = "def handle(self, event: Event) -> None:\n    return self.value\n" * 20
     (ids,) = make_tokenizer("bpe1024").encode_batch([source])
     assert len(source) / len(ids) > 2.2
     assert int(ids.max()) < 1023
-    texts = [f"value_{number} = compute(number, {number})\n" * 5 for number in range(300)]
-    assert '"vocab"' in train_bpe1024(texts) == train_bpe1024(texts)
 
 
 def file_of(folder: Path, name: str = "bpe1024", **beside: object) -> str:
@@ -119,7 +117,6 @@ def test_more_ids_than_16_bits_hold_are_kept_in_32(tmp_path: Path) -> None:
     assert int(inputs.min()) >= 69_000
     assert int(inputs.max()) > 1 << 16
     assert bool((targets[:, :-1] == inputs[:, 1:]).all())
-    manifest.verify()
 
 
 def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

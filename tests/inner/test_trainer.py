@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,8 +220,8 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
         return real(root, name, *rest)
 
     def settle(info: StepInfo) -> None:
-        if made.saving.writer is not None and made.saving.writer._thread is not None:
-            made.saving.writer._thread.join(20)
+        if made.saving.writer is not None and made.saving.writer._written is not None:
+            futures.wait([made.saving.writer._written], 20)
 
     monkeypatch.setattr(checkpoint, "save", full)
     facts: Facts = []

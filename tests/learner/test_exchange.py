@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import threading
 import time
@@ -42,8 +43,8 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        return [mine, mine]
+    def all_gather_json(self, mine: Any) -> list[Any]:
+        return [json.loads(json.dumps(mine))] * 2
 
     def broadcast_small(self, words: Sequence[int], src: int = 0) -> list[int]:
         return list(words)

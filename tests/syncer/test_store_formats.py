@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from diloco.codec.base import is_sha256
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import read_sealed, write_sealed
 from diloco.sync.journal import FORMAT, canonical
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_format_1_is_read_and_one_of_a_later_format_refused(tmp_
     found = checkpoint.load(tmp_path / "00000001")
     assert all(bool(torch.isfinite(values).all()) for values in found.part("model").values())
     manifest = tmp_path / "00000001" / "manifest.json"
-    write_sealed(manifest, {**read_sealed(manifest), "format": 3}, PLAIN_DISK, Step.CHECKPOINT_FILE)
+    write_sealed(manifest, {**read_sealed(manifest), "format": 3}, PLAIN_DISK)
     with pytest.raises(checkpoint.CheckpointError, match="has format 3, and this program reads 1 and 2"):
         checkpoint.load(tmp_path / "00000001")
 

@@ -247,7 +247,7 @@ static int decode_tile(const Format *format, const uint8_t *payload, int64_t sta
     }
 }
 
-// `Add` and `Towards` of codec/base.py: out = held + x in one rounding, and held - share (held - x) in three.
+// `ADD` and `TOWARDS` of `Fold`, codec/kernel_library.py: out = held + x in one rounding, and held - share (held - x) in three.
 static inline void add(float *out, const float *held, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] = held[i] + x[i];
 }
