@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.doctor.machine import LinkFigures
+    from diloco.doctor import LinkFigures
     from diloco.doctor.syncer import Visit
     from diloco.wire.options import SecurityOptions
 
@@ -286,7 +286,6 @@ class Examination:
 
     def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Return whether any address answered, and the figures of the link to the first syncer that answered."""
-        from diloco.doctor.machine import LinkFigures
         from diloco.doctor.syncer import own_files
         from diloco.wire.channel import split_addresses
 
@@ -302,10 +301,8 @@ class Examination:
         for address in addresses:
             if len(addresses) > 1 and not self._quiet:
                 print(f"--    {address}", flush=True)
-            heard, visited = self._address(address, security)
-            reached = reached or heard
-            if link is None and visited is not None and visited.answered:
-                link = LinkFigures(visited.rtt_s, visited.up_bytes_per_s, visited.down_bytes_per_s)
+            heard, measured = self._address(address, security)
+            reached, link = reached or heard, link or measured
         return reached, link
 
     def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
@@ -325,8 +322,8 @@ class Examination:
             return None
         return security
 
-    def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
-        """Check one address; return whether it answered, and the results of asking the syncer there."""
+    def _address(self, address: str, security: SecurityOptions) -> tuple[bool, LinkFigures | None]:
+        """Check one address; return whether it answered, and the figures of the link where a syncer did."""
         from diloco.config import build
         from diloco.doctor.machine import proxies
         from diloco.doctor.syncer import Visitor, visit, way_to
@@ -359,7 +356,7 @@ class Examination:
             self._add([visited], address)
             return True, None
         self._add(visited.findings, address)
-        return True, visited
+        return True, visited.link
 
 
 # --- ``diloco canary`` -----------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diloco.config.schema import RunConfig
+    from diloco.doctor import LinkFigures
 
 
 MIB = 1 << 20
@@ -53,15 +54,6 @@ KERNEL_SETTINGS = (
     "ipv4/tcp_slow_start_after_idle",
     "core/somaxconn",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFigures:
-    """A link's measured figures; a rate of 0 was not measured."""
-
-    rtt_s: float
-    up_bytes_per_s: float = 0.0
-    down_bytes_per_s: float = 0.0
 
 
 def software() -> list[Finding]:

@@ -12,7 +12,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from diloco.doctor import Finding, Level, fail, ok, warn
+from diloco.doctor import Finding, Level, LinkFigures, fail, ok, warn
 from diloco.observe.text import size, standby_line
 from diloco.sync.link import megabits
 from diloco.wire.checkup import Greeting, Heard, greet, resolve, speaks_tls
@@ -49,13 +49,10 @@ class Visitor:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The findings; ``answered`` is whether a syncer answered at all.  Rates of 0 were not measured."""
+    """The findings, and the link's figures; None: no syncer answered."""
 
     findings: list[Finding]
-    answered: bool
-    rtt_s: float = 0.0
-    up_bytes_per_s: float = 0.0
-    down_bytes_per_s: float = 0.0
+    link: LinkFigures | None
 
 
 def visit(checkup: Checkup, visitor: Visitor) -> Visit:
@@ -63,9 +60,9 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
     try:
         process = checkup.serving("")
     except Unreachable as error:
-        return Visit([fail("grpc", error.why, "is this the syncer's own port? its log says what it refused")], False)
+        return Visit([fail("grpc", error.why, "is this the syncer's own port? its log says what it refused")], None)
     except Refused as error:
-        return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], False)
+        return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], None)
     findings = [ok("grpc", "it answers")] if process else [warn("grpc", "it shuts down", "ask again when it is back")]
     findings += _asked("run", lambda: [_run(checkup, visitor.ask.run_id)])
     findings += _asked("rtt", lambda: [_round_trip(checkup)])
@@ -76,7 +73,7 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
     figures = {each.check: each.figures for each in findings}
     rtt, rates = figures.get("rtt", {}), figures.get("bandwidth", {})
     up, down = rates.get("up_bytes_per_s", 0.0), rates.get("down_bytes_per_s", 0.0)
-    return Visit(findings, True, rtt.get("median_ms", 0.0) / 1e3, up, down)
+    return Visit(findings, LinkFigures(rtt.get("median_ms", 0.0) / 1e3, up, down))
 
 
 def _asked(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:

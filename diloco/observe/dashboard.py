@@ -448,18 +448,11 @@ class _Server(BoundedServer):
 def served(dashboard: Dashboard, host: str, port: int) -> Iterator[str]:
     """Serve the page at ``host:port`` (0: a free port); yield its URL.  Raises ``OSError`` where it cannot listen."""
     server = _Server(host, port, dashboard)
-    threads = [
-        threading.Thread(target=target, name=name, daemon=True)
-        for name, target in (("dashboard", dashboard.run), ("dashboard-server", server.serve_forever))
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{server.server_address[1]}/"
-    finally:
-        dashboard.end()
-        server.shutdown()
-        server.socket.close()  # Its own ``server_close`` waits for viewers.
-        for thread in threads:
+    thread = threading.Thread(target=dashboard.run, name="dashboard", daemon=True)
+    thread.start()
+    with server.running("dashboard-server") as url:
+        try:
+            yield url
+        finally:
+            dashboard.end()
             thread.join(SEND_S)

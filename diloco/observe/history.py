@@ -221,30 +221,24 @@ class RunHistory:
     def _on_fault(self, who: str, event: Event, now_s: float) -> None:
         fault = Fault(str(event.get("fault")), str(event.get("target")), now_s, number(event, "seconds"))
         self.faults.append(fault)
-        for site in self._hit_by(fault):
-            site.merges_since_fault = 0
-            if fault.target.startswith("link:"):
-                site.cut = fault.what if fault.seconds is not None else site.cut
-            elif fault.what == "stop" and fault.target == site.name:
-                site.frozen = True
+        self._hits(fault)
 
     def _on_healed(self, who: str, event: Event, now_s: float) -> None:
         for fault in self.faults:
-            if (fault.what, fault.target) != (event.get("fault"), event.get("target")) or fault.healed_s is not None:
-                continue
-            fault.healed_s = now_s
-            for site in self._hit_by(fault):
-                site.merges_since_fault = 0
-                if fault.target.startswith("link:"):
-                    site.cut = ""
-                elif fault.target == site.name:
-                    site.frozen = False
+            if (fault.what, fault.target) == (event.get("fault"), event.get("target")) and fault.healed_s is None:
+                fault.healed_s = now_s
+                self._hits(fault)
 
-    def _hit_by(self, fault: Fault) -> list[SiteHistory]:
-        """Return the sites that a fault cuts off, stops or ends: all of them when its target is a syncer."""
-        if is_syncer(fault.target):
-            return list(self.sites.values())
-        return [site for name, site in self.sites.items() if fault.target in (name, f"link:{name}")]
+    def _hits(self, fault: Fault) -> None:
+        """Take a fault's begin or end at the sites that it cuts off, stops or ends: all when its target is a syncer."""
+        begins = fault.healed_s is None
+        for name, site in self.sites.items():
+            if is_syncer(fault.target) or fault.target in (name, f"link:{name}"):
+                site.merges_since_fault = 0
+            if fault.target == f"link:{name}" and (fault.seconds is not None or not begins):
+                site.cut = fault.what if begins else ""
+            elif fault.target == name and (fault.what == "stop" or not begins):
+                site.frozen = begins
 
     def _count_wire(self, now_s: float) -> None:
         """Add a point to the chart of bytes, once a second: a sum over all sites for each event would take too long."""
@@ -302,7 +296,7 @@ class RunHistory:
         done.weights = {name: float(weight) for name, weight in mapping(event, "sites").items()}
         done.staleness = {name: int(value) for name, value in mapping(event, "staleness").items()}
         done.norm, done.seconds = number(event, "norm"), number(event, "seconds")
-        known = self._round(fragment, version)
+        known = self.round(fragment, version)
         if known is None:
             self.rounds.append(done)
             for name in done.weights:
@@ -327,7 +321,7 @@ class RunHistory:
         self._downlinks[fragment] = whole(event, "bytes")
         self.run_tokens = max(self.run_tokens, whole(event, "run_tokens"))
         self.progress = max(self.progress, whole(event, "progress_ppm") / 1e6)
-        round_ = self._round(fragment, version)
+        round_ = self.round(fragment, version)
         if round_ is not None:
             round_.published_s = now_s
 
@@ -344,7 +338,7 @@ class RunHistory:
             self.unmoved_s = max(self.unmoved_s, now_s - (self._moved_s or self.first_step_s))
         self._moved_s = now_s
 
-    def _round(self, fragment: int, version: int) -> Round | None:
+    def round(self, fragment: int, version: int) -> Round | None:
         """Return the round that made this version, if known; an outer step repeated by a restart is the same round."""
         recent = (self.rounds[-1 - back] for back in range(min(len(self.rounds), 256)))
         wanted = (self.lineage, fragment, version)
@@ -525,7 +519,6 @@ class RunHistory:
                 ledger = {name.removeprefix("tokens_"): value for name, value in mapping(event, "ledger").items()}
                 done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
                 self.site(who).done = self.site(who).left_with = done
-                self.site(who).done_reason = str(event.get("reason", ""))
 
 
 def versions_in(event: Mapping[str, object]) -> dict[int, int]:
@@ -697,7 +690,6 @@ class SiteHistory:
     """The ledger of its last process that reported one.
 
     It holds until another process trains, which has joined first, or until the run is restored."""
-    done_reason: str = ""
     left: bool = False
 
     def meter(self, name: str) -> float:

@@ -31,28 +31,33 @@ ENDED: Mapping[str, str] = {
     "half_open": "connected",
     "set": "as before",
 }
-_STANDING: Mapping[str, str] = {
-    "site_silent": "is silent",
-    "site_back": "is back",
-    "site_left": "left",
-    "site_evicted": "was evicted",
+SENTENCES: Mapping[str, str] = {
+    "site_joined": "{site} joined: {why}",
+    "site_silent": "{site} is silent: {why}",
+    "site_back": "{site} is back: {why}",
+    "site_left": "{site} left: {why}",
+    "site_evicted": "{site} was evicted: {why}",
+    "connected": "{site} connected to the syncer",
+    "disconnected": "{site} lost the syncer and trains on: {why}",
+    "refused": "an update of {site} was refused: {why}",
+    "lost": "the syncer's data in {folder} are gone; the sites train on without it",
+    "skipped": "scenario: {fault} {target} skipped: {why}",
+    **dict.fromkeys(("settings_changed", "round_shrunk", "last_round", "outrun", "update_discarded"), "{what}: {why}"),
 }
+"""Of the events that are always shown alike."""
 
 
 def sentence(event: Event) -> str | None:
     """Return the event as a sentence; None for events that are too frequent to show."""
-    what = str(event.get("what", ""))
-    site = str(event.get("site") or event.get("who"))
+    what, who, fault = (str(event.get(field, "")) for field in ("what", "who", "fault"))
+    site, target = str(event.get("site") or event.get("who")), str(event.get("target", ""))
     why = str(event.get("why") or event.get("reason") or "")
+    known = event.get("versions")
+    versions = " ".join(map(str, known)) if isinstance(known, list) else "-"
+    if what in SENTENCES:
+        words = {"site": site, "why": why, "fault": fault, "target": target, "folder": event.get("folder")}
+        return SENTENCES[what].format(what=what.replace("_", " "), **words)
     match what:
-        case "site_joined":
-            return f"{site} joined: {why}"
-        case "site_silent" | "site_back" | "site_left" | "site_evicted":
-            return f"{site} {_STANDING[what]}: {why}"
-        case "connected":
-            return f"{site} connected to the syncer"
-        case "disconnected":
-            return f"{site} lost the syncer and trains on: {why}"
         case "resumed" if "step" not in event:
             return f"the run resumed: {why}"  # The syncer's event; a site's own has a step.
         case "resumed":
@@ -60,25 +65,10 @@ def sentence(event: Event) -> str | None:
             return f"{site} resumed from step {whole(event, 'step')}; {lost:,} tokens lost"
         case "site_done":
             return f"{site} is done: {why or 'the run ended'}"
-        case "refused":
-            return f"an update of {site} was refused: {why}"
         case "note" if event.get("note"):
             return f"{event['note']}: {why}"
         case "standstill":
             return f"no version of fragment {whole(event, 'fragment')} for {whole(event, 'seconds')} s: {why}"
-        case "settings_changed" | "round_shrunk" | "last_round" | "outrun" | "update_discarded":
-            return f"{what.replace('_', ' ')}: {why}"
-    return _of_the_whole(what, event, why)
-
-
-def _of_the_whole(what: str, event: Event, why: str) -> str | None:
-    target = str(event.get("target", ""))
-    fault = str(event.get("fault", ""))
-    known = event.get("versions")
-    versions = " ".join(map(str, known)) if isinstance(known, list) else "-"
-    match what:
-        case "lost":
-            return f"the syncer's data in {event.get('folder')} are gone; the sites train on without it"
         case "restored":
             said = event.get("said")
             source = f": {said[0]}" if isinstance(said, list) and said else ""
@@ -89,27 +79,24 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
         case "canary" if event.get("same"):
             return None  # The usual result.
         case "canary" if event.get("same") is None:
-            return f"{event.get('who')}: its canary could not be run: {event.get('why')}"
+            return f"{who}: its canary could not be run: {event.get('why')}"
         case "canary":
-            steps = whole(event, "steps")
-            return f"{event.get('who')} CORRUPTS DATA: the same {steps} steps did not end in the same bits"
+            return f"{who} CORRUPTS DATA: the same {whole(event, 'steps')} steps did not end in the same bits"
         case "final":
             return f"final versions {versions} ({event.get('ending')})"
         case "evaluating":
             return f"waiting for the final version's loss, for at most {whole(event, 'seconds_max')} s"
         case "eval":
-            bits, loss = event.get("val_bits_per_byte"), event.get("val_loss")
-            if isinstance(bits, int | float):
+            bits, loss = number(event, "val_bits_per_byte"), number(event, "val_loss")
+            if bits is not None:
                 return f"validation {bits:.3f} bits/byte at versions {versions}"
-            return f"validation {loss:.3f} nats/token" if isinstance(loss, int | float) else None
+            return None if loss is None else f"validation {loss:.3f} nats/token"
         case "fault":
-            seconds = event.get("seconds")
-            lasting = f", for {seconds:g} s" if isinstance(seconds, int | float) else ""
+            seconds = number(event, "seconds")
+            lasting = "" if seconds is None else f", for {seconds:g} s"
             return f"FAULT {target} {CAUSED.get(fault, fault)}{lasting}"
         case "healed":
             return f"RECOVERED {target}: {ENDED.get(fault, 'as before')}"
-        case "skipped":
-            return f"scenario: {fault} {target} skipped: {why}"
         case "process" if event.get("state") == "ended" and event.get("unasked"):
             return f"{event.get('name')} ended unexpectedly with exit code {event.get('code')}: {why}"
         case "run" if why:

@@ -91,9 +91,9 @@ class Curves:
         return site.tokens, {f"sites/{name}/{key}": value for key, value in values.items()}
 
     def _of_round(self, fragment: int, version: int) -> dict[str, float | None]:
-        rounds = reversed(self._history.rounds)
-        made = next((each for each in rounds if (each.fragment, each.version) == (fragment, version)), None)
-        if made is None:  # Another of several syncers made it, and its events are elsewhere.
+        if (
+            made := self._history.round(fragment, version)
+        ) is None:  # Another of several syncers made it, and its events are elsewhere.
             return {}
         values: dict[str, float | None] = {
             "version": version,
