@@ -23,14 +23,13 @@ from diloco.config.arguments import OneLineParser, is_address, limit_threads, se
 from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.config.run_dir import LATEST, existing_run
-from diloco.doctor import Finding, Level, bounded, fail
+from diloco.doctor import Finding, Level, LinkFigures, bounded, fail
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.doctor import LinkFigures
     from diloco.doctor.syncer import Visit
     from diloco.wire.options import SecurityOptions
 

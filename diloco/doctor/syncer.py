@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import median
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diloco.doctor import Finding, Level, LinkFigures, fail, ok, warn
@@ -401,13 +400,11 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
 
 # --- `diloco doctor --watch`: what is wrong with a run that is under way ---------------------------------------------
 
-HOLDS_S: Mapping[str, float] = MappingProxyType(
-    {
-        **{"SyncerAway": 120.0, "SiteSilent": 60.0, "SiteStale": 600.0, "LossDiverges": 600.0, "DiskFilling": 300.0},
-        **{"StandbyAway": 60.0, "StandbySlow": 600.0, "NoStandby": 1800.0, "StandbyDoesNotFollow": 120.0},
-        "CertificateExpires": 0.0,
-    }
-)
+HOLDS_S: Mapping[str, float] = {
+    **{"SyncerAway": 120.0, "SiteSilent": 60.0, "SiteStale": 600.0, "LossDiverges": 600.0, "DiskFilling": 300.0},
+    **{"StandbyAway": 60.0, "StandbySlow": 600.0, "NoStandby": 1800.0, "StandbyDoesNotFollow": 120.0},
+    "CertificateExpires": 0.0,
+}
 """How long a condition holds before it is reported.  These names, times and the thresholds below are those of the rules
 in ``configs/monitoring/alerts.yaml``; a certificate has no metric, so no rule."""
 OF_ANY = ("SyncerAway", "StandbyDoesNotFollow", "CertificateExpires")

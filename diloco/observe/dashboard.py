@@ -24,7 +24,6 @@ from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -348,15 +347,13 @@ def policy() -> str:
     )
 
 
-HEADERS = MappingProxyType(
-    {
-        "Cache-Control": "no-store",
-        "Cross-Origin-Resource-Policy": "same-origin",
-        "Referrer-Policy": "no-referrer",
-        "X-Accel-Buffering": "no",  # nginx passes events on as they come.
-        "X-Content-Type-Options": "nosniff",
-    }
-)
+HEADERS: Mapping[str, str] = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Accel-Buffering": "no",  # nginx passes events on as they come.
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class _Handler(BaseHTTPRequestHandler):

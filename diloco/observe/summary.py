@@ -198,11 +198,9 @@ def _site(site: SiteHistory, heard: Mapping[str, Any], history: RunHistory) -> d
 def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, int]:
     """Return the ledger that a site left with, plus what the syncer merged of its updates after that."""
     ledger = {name: int(done.get(name, 0)) for name in ("processed", *LEDGER)}
-    merged = heard.get("tokens_merged")
-    if isinstance(merged, int):
-        late = min(max(merged - ledger["merged"], 0), ledger["in_flight"])
-        ledger["merged"] += late
-        ledger["in_flight"] -= late
+    late = min(max(whole(heard, "tokens_merged") - ledger["merged"], 0), ledger["in_flight"])
+    ledger["merged"] += late
+    ledger["in_flight"] -= late
     return ledger
 
 
@@ -247,15 +245,12 @@ def complaints(value: object, kind: str = "summary", where: str = "summary") -> 
         missing = [f"{where}.{name} is missing" for name in wanted]
         known = [(name, inner) for name, inner in SCHEMA[kind].items() if name in value]
         return missing + [text for name, inner in known for text in complaints(value[name], inner, f"{where}.{name}")]
-    match kind:
-        case "any":
-            return []
-        case "text":
-            fits = isinstance(value, str)
-        case "whole":
-            fits = type(value) is int and value >= 0
-        case _:
-            fits = type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    fits = {
+        "any": True,
+        "text": isinstance(value, str),
+        "whole": type(value) is int and value >= 0,
+        "number": type(value) is int or (isinstance(value, float) and math.isfinite(value)),
+    }[kind]
     return [] if fits else [f"{where} is {value!r}: not {kind}"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diloco.sync.link import megabits
@@ -117,11 +116,15 @@ def whole(event: Mapping[str, object], name: str) -> int:
 
 # --- Where the units of the data are, as text ------------------------------------------------------------------------
 
-COLUMNS = ("merged", "partly", "in_hand", "given_back", "reissued", "repeated")
-WORDS = MappingProxyType(
-    {"partly": "partly merged", "in_hand": "in hand", "given_back": "given back", "reissued": "re-issued"}
-)
-"""The printed words for columns whose names are not plain words."""
+COLUMNS: Mapping[str, str] = {
+    "merged": "merged",
+    "partly": "partly merged",
+    "in_hand": "in hand",
+    "given_back": "given back",
+    "reissued": "re-issued",
+    "repeated": "repeated",
+}
+"""The printed word for each count of the units by their state."""
 
 
 def units_shortly(units: Mapping[str, Any]) -> str:
@@ -131,7 +134,7 @@ def units_shortly(units: Mapping[str, Any]) -> str:
 
 def units_text(units: Mapping[str, Any]) -> str:
     """Return one line: units leased and processed, and then each column that is not 0; merged is always in it."""
-    told = [f"{units[name]:,} {WORDS.get(name, name)}" for name in COLUMNS if units[name] or name == "merged"]
+    told = [f"{units[name]:,} {word}" for name, word in COLUMNS.items() if units[name] or name == "merged"]
     each = f"units of {units['sequences']} sequences"
     return f"{each}: {units['leased']:,} leased, {units['processed']:,} processed, {', '.join(told)}"
 
@@ -243,7 +246,7 @@ def site_cells(status: Mapping[str, Any], name: str) -> dict[str, str]:
         **{"step": "step", "tokens/s": "tokens_per_s", "processed": "tokens_processed", "merged": "tokens_merged"},
         **{"in flight": "tokens_in_flight", "stale": "staleness"},
     }
-    cells = {column: _number(site.get(field)) for column, field in figures.items()}
+    cells = {column: "-" if site.get(field) is None else f"{site[field]:,.0f}" for column, field in figures.items()}
     for way in ("up", "down"):
         carried = site.get(f"bytes_{way}") or site[f"payload_bytes_{way}"]
         mean, rate = site[f"payload_bytes_{way}"] / (seconds or 1), (link or {}).get(f"{way}_bytes_per_s")
@@ -270,10 +273,6 @@ def _link(link: Mapping[str, Any] | None) -> str:
     chosen = f" {link['up_codec']}" if link["why"] else ""
     overlap = f" overlap {link['overlap_steps']}" if link.get("overlap_steps") else ""
     return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)}{chosen}{overlap}"
-
-
-def _number(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
 
 
 ROUND_COLUMNS = ("fragment", "next version", "arrived", "awaited", "open for", "grace left")

@@ -20,7 +20,6 @@ import json
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, isfinite
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.config.errors import ConfigError
@@ -172,52 +171,50 @@ class Question:
         return min(self.up_gbps), min(self.down_gbps or self.up_gbps)
 
 
-PRESETS: Mapping[str, Question] = MappingProxyType(
-    {
-        "100t_20dc": Question(
-            parameters=100e12,
-            active_parameters=5e12,
-            layers=200,
-            step_s=15.0,
-            tokens_per_step=30e6,
-            sites=20,
-            chips=150_000,
-            up_gbps=(400.0,),
-            rtt_ms=60.0,
-            inner_steps=200,
-            fragments=200,
-            overlap_steps=5,
-            syncer="sharded",
-            downlinks_kept=2,
-            host_gb=24_000.0,
-            merge_values_per_s=1e12,
-        ),
-        "gpt3_4dc": Question(
-            parameters=175e9,
-            layers=96,
-            tokens_per_step=3.2e6,
-            flops=4e17,
-            sites=4,
-            chips=1024,
-            inner_steps=100,
-            fragments=24,
-            overlap_steps=2,
-            syncer="sharded",
-        ),
-        "10b_8dc": Question(
-            parameters=10e9,
-            layers=48,
-            step_s=0.8,
-            sites=8,
-            chips=256,
-            up_gbps=(2.0,),
-            inner_steps=100,
-            fragments=16,
-            overlap_steps=5,
-            syncer="sharded",
-        ),
-    }
-)
+PRESETS: Mapping[str, Question] = {
+    "100t_20dc": Question(
+        parameters=100e12,
+        active_parameters=5e12,
+        layers=200,
+        step_s=15.0,
+        tokens_per_step=30e6,
+        sites=20,
+        chips=150_000,
+        up_gbps=(400.0,),
+        rtt_ms=60.0,
+        inner_steps=200,
+        fragments=200,
+        overlap_steps=5,
+        syncer="sharded",
+        downlinks_kept=2,
+        host_gb=24_000.0,
+        merge_values_per_s=1e12,
+    ),
+    "gpt3_4dc": Question(
+        parameters=175e9,
+        layers=96,
+        tokens_per_step=3.2e6,
+        flops=4e17,
+        sites=4,
+        chips=1024,
+        inner_steps=100,
+        fragments=24,
+        overlap_steps=2,
+        syncer="sharded",
+    ),
+    "10b_8dc": Question(
+        parameters=10e9,
+        layers=48,
+        step_s=0.8,
+        sites=8,
+        chips=256,
+        up_gbps=(2.0,),
+        inner_steps=100,
+        fragments=16,
+        overlap_steps=5,
+        syncer="sharded",
+    ),
+}
 """``100t_20dc``: a sparse model of 100T parameters at 20 data centres, each with enough chips (4e14 useful operations a
 second) for a step in 15 s, and machines of 24 TB for the syncer.  ``gpt3_4dc``: GPT-3's size and batch (arXiv
 2005.14165) at each of four sites.  ``10b_8dc``: the 10B model of Streaming DiLoCo (arXiv 2501.18512) at eight sites."""
@@ -363,10 +360,8 @@ def advised(question: Question) -> Question | None:
 
     The inner steps stay as long as a smaller encoding helps; then they double up to ``INNER_STEPS_ADVISED``.
     """
-    for tried in _rhythms(question):
-        if _reached(utilisation_found(tried).simulated, question.utilisation):
-            return tried
-    return None
+    reached = (each for each in _rhythms(question) if _reached(utilisation_found(each).simulated, question.utilisation))
+    return next(reached, None)
 
 
 def _reached(share: float | None, wanted: float) -> bool:
