@@ -57,17 +57,16 @@ class LineWriter:
         self._why = ""
         self._is_cut = False
         self._path, self._file = Path(), -1
-        self._bytes_max = FILE_BYTES_MAX
 
     @classmethod
-    def appending(cls, path: Path, missing: Callable[[int, str], str], bytes_max: int = FILE_BYTES_MAX) -> LineWriter:
+    def appending(cls, path: Path, missing: Callable[[int, str], str]) -> LineWriter:
         """Return a writer that appends to ``path`` until ``close``, on a new line if the last one was cut short.
 
-        A file of ``bytes_max`` is renamed, and a new file begins.
+        A file of ``FILE_BYTES_MAX`` is renamed, and a new file begins.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = cls(lambda data: os.write(lines._file, data), missing)
-        lines._path, lines._bytes_max = path, bytes_max
+        lines._path = path
         lines._open()
         return lines
 
@@ -76,7 +75,7 @@ class LineWriter:
         if self._file >= 0:
             with suppress(OSError):  # A file that cannot be moved or created again keeps growing.
                 here = os.fstat(self._file)
-                if here.st_size >= self._bytes_max:
+                if here.st_size >= FILE_BYTES_MAX:
                     lock(self._file)  # Of the processes that share the file, only one moves it.
                     if _is_at(here, self._path):
                         *before, (number, _) = _files(self._path)

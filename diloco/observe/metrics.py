@@ -139,9 +139,8 @@ def about(config: RunConfig) -> Iterator[Metric]:
     yield InfoMetricFamily("diloco_build", "Version of the program, and the protocol that it speaks.", build)
     model = f"{config.model.layers}x{config.model.dim}"
     run = {"run": config.run.name or "", "model": model, "mode": config.outer.adopt}
-    yield InfoMetricFamily(
-        "diloco_run", "The run: its name, its model's layers x width, how versions are adopted.", run
-    )
+    meaning = "The run: its name, its model's layers x width, how versions are adopted."
+    yield InfoMetricFamily("diloco_run", meaning, run)
 
 
 class _Handler(MetricsHandler):

@@ -228,13 +228,7 @@ def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
     """Return the whole page; ``live`` is the HTML that keeps it up to date."""
     filled = Template(resources.files("diloco.observe").joinpath("report.html").read_text("utf-8"))
     sections = [f'<section id="{name}">{text}</section>' for name, text in blocks.items() if name[1:].isdecimal()]
-    return filled.substitute(
-        title=escape(title),
-        status=blocks["status"],
-        tiles=blocks["tiles"],
-        sections="\n".join(sections),
-        live=live,
-    )
+    return filled.substitute(blocks, title=escape(title), sections="\n".join(sections), live=live)
 
 
 def section(title: str, legend: str, picture: str, note: str, none: str = "Nothing was recorded.") -> str:

@@ -88,8 +88,8 @@ SINCE = frozenset({"summary.units", "site.tokens_per_second", "site.products"})
 
 def summarize(
     history: RunHistory,
-    status: Mapping[str, object] | None,
-    config: Mapping[str, object],
+    status: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
     wrong: Sequence[str] = (),
 ) -> dict[str, object]:
     """Return the summary of a run.
@@ -98,19 +98,16 @@ def summarize(
     answered: then published versions are counted.  ``config`` is the resolved configuration as plain values.  ``wrong``
     are errors that the history does not show; with those found here they become the summary's status.
     """
-    run = config.get("run")
-    standings = (status or {}).get("sites")
-    said = standings if isinstance(standings, dict) else {}
-    sites = {}
+    said, sites = (status or {}).get("sites", {}), {}
     for name, site in sorted(history.sites.items()):
-        heard = {"tokens_merged": history.tokens_merged(name)} | (said.get(name) or {})
+        heard = {"tokens_merged": history.tokens_merged(name)} | said.get(name, {})
         sites[name] = _site(site, heard, history)
     evals = history.evaluations
     found = [*wrong, *_what_is_wrong(history, sites)]
     return {
         "status": "; ".join(dict.fromkeys(found)) or "ok",
         "config": dict(config),
-        "seed": int(run.get("seed") or 0) if isinstance(run, dict) else 0,
+        "seed": int(config.get("run", {}).get("seed") or 0),
         "versions": list(history.versions),
         "global": {
             "val_loss_start": evals[0].val_loss if evals and not any(evals[0].versions) else None,
@@ -139,7 +136,7 @@ def summarize(
     }
 
 
-def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]]) -> list[str]:
+def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
     found = []
     if history.ending == "drained":
         found.append("drained: the same command resumes it")
@@ -155,7 +152,7 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
         why = max(history.standstills, key=lambda each: (each.end_s or history.seconds) - each.start_s).why
         found.append(f"no version was made for {history.unmoved_s:.0f} of {history.trained_s:.0f} s of training: {why}")
     for name, site in sites.items():
-        parts = sum(int(str(site[f"tokens_{part}"])) for part in LEDGER)
+        parts = sum(site[f"tokens_{part}"] for part in LEDGER)
         if site["tokens_processed"] != parts:
             found.append(f"the tokens of {name} do not balance: {site['tokens_processed']} processed, {parts} found")
     return found
@@ -166,14 +163,14 @@ def _site(site: SiteHistory, heard: Mapping[str, Any], history: RunHistory) -> d
         ledger = settled(site.left_with, heard)
     else:
         ledger = unfinished(site, heard, history.num_fragments, rest_in="in_flight" if history.whole_at else "lost")
-    refused, train_s = heard.get("updates_refused"), site.meter("train_s")
+    train_s = site.meter("train_s")
     return {
         "inner_steps": int(site.meter("inner_steps")),
         "tokens_processed": ledger["processed"],
         **{f"tokens_{part}": ledger[part] for part in LEDGER},
         "updates_merged": int(heard.get("updates_merged", site.merges)),
         "updates_merged_since_fault": site.merges_since_fault,
-        "updates_refused": dict(refused) if isinstance(refused, dict) else dict(site.refused),
+        "updates_refused": dict(heard.get("updates_refused", site.refused)),
         "bytes_up": site.bytes_up,
         "bytes_down": site.bytes_down,
         "train_seconds": round(train_s, 3),
