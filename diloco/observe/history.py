@@ -9,7 +9,7 @@ so that the events of a run that was killed at any point can be read.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class RunHistory:
         self.syncer_up = False
         """Whether all syncers are up."""
         self.run_tokens = 0
-        self._merged: dict[str, dict[str, int]] = {}
+        self._merged = defaultdict[str, Counter[str]](Counter)
         self.progress = 0.0
         self.rounds: deque[Round] = deque(maxlen=ROUNDS_MAX)
         self.num_rounds = 0
@@ -126,7 +126,7 @@ class RunHistory:
 
     def tokens_merged(self, site: str) -> int:
         """Return the tokens of ``site`` in published versions: the mean over all fragments, as in ``Status``."""
-        return sum(of.get(site, 0) for of in self._merged.values()) // self.num_fragments
+        return sum(of[site] for of in self._merged.values()) // self.num_fragments
 
     def bytes_data_parallel(self) -> int:
         """Return the bytes that data parallel would have sent for the steps made so far.
@@ -256,10 +256,9 @@ class RunHistory:
             site.left_with = None  # Some merged tokens may be lost by the restore.
         held = event.get("held")
         if isinstance(held, list):
-            merged: dict[str, int] = {}
+            self._merged.clear()
             for name, _, tokens, _ in held:
-                merged[str(name)] = merged.get(str(name), 0) + int(tokens)
-            self._merged = {who: merged}
+                self._merged[who][str(name)] += int(tokens)
         self.run_tokens = whole(event, "run_tokens")
         self.lineage = whole(event, "lineage")
         self._take_versions(event)
@@ -276,7 +275,7 @@ class RunHistory:
         if "tokens_merged" in event:  # Earlier releases lack it: count on from the published versions.
             merged = mapping(event, "tokens_merged")
             self._merged.pop("restore", None)
-            self._merged[who] = {site: whole(merged, site) for site in merged}
+            self._merged[who] = Counter({site: whole(merged, site) for site in merged})
         self.ending = None
         self._ended.pop(who, None)
         if event.get("ending") is not None:  # The run had ended before this start: no more events follow.
@@ -296,8 +295,7 @@ class RunHistory:
         done.weights = {name: float(weight) for name, weight in mapping(event, "sites").items()}
         done.staleness = {name: int(value) for name, value in mapping(event, "staleness").items()}
         done.norm, done.seconds = number(event, "norm"), number(event, "seconds")
-        known = self.round(fragment, version)
-        if known is None:
+        if self.round(fragment, version) is None:
             self.rounds.append(done)
             for name in done.weights:
                 site = self.site(name)
@@ -314,10 +312,9 @@ class RunHistory:
             self.num_rounds += version - self.versions[fragment]
             self._moves(who, fragment, now_s)
             self.versions[fragment] = version
-            merged = self._merged.setdefault(who, {})
             for name, counts in mapping(event, "merged").items():
                 if isinstance(counts, list) and counts:
-                    merged[name] = merged.get(name, 0) + int(counts[0])
+                    self._merged[who][name] += int(counts[0])
         self._downlinks[fragment] = whole(event, "bytes")
         self.run_tokens = max(self.run_tokens, whole(event, "run_tokens"))
         self.progress = max(self.progress, whole(event, "progress_ppm") / 1e6)
@@ -476,8 +473,7 @@ class RunHistory:
                 else:
                     self.standstills.append(Standstill(who, fragment, now_s - (number(event, "seconds") or 0.0), why))
             case "refused":
-                refused, reason = self.site(site).refused, str(event.get("reason"))
-                refused[reason] = refused.get(reason, 0) + 1
+                self.site(site).refused[str(event.get("reason"))] += 1
             case "site_joined":
                 self.site(site).left = False
                 if self.by_hand:  # No ``up`` says when a process ends: at the latest when the next begins.
@@ -507,8 +503,7 @@ class RunHistory:
                     if self.whole_at:
                         self._take_versions({"fragments": [fragment], "versions": [version]})
                         self.site(who).merges += len(sequences)
-                        merged = self._merged.setdefault(who, {})
-                        merged[who] = merged.get(who, 0) + tokens
+                        self._merged[who][who] += tokens
             case "pushed" if event.get("outcome") == "accepted":
                 self.bytes_fp32 += self._fragment_bytes(event)
             case "pushed" | "fate" if event.get("reason") in DISCARDING:
@@ -669,7 +664,7 @@ class SiteHistory:
     restarts: int = 0
     merges: int = 0
     merges_since_fault: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
     tokens_discarded: int = 0
     sealed: dict[tuple[int, int], int] = field(default_factory=dict)
     """The tokens of each update without a fate, by fragment and sequence."""
