@@ -64,8 +64,7 @@ def software() -> list[Finding]:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             found.append(f"no {package}")
-    python = f"Python {platform.python_version()}"
-    return [ok("software", f"diloco {__version__}, {python}, {', '.join(found)}")]
+    return [ok("software", f"diloco {__version__}, Python {platform.python_version()}, {', '.join(found)}")]
 
 
 def devices(wanted: str) -> list[Finding]:
@@ -176,8 +175,7 @@ def _congestion(link: LinkFigures | None, values: Mapping[str, str]) -> Finding:
     idle = values.get("ipv4/tcp_slow_start_after_idle", "0").strip() == "1"
     told = f"congestion control {control or 'unknown'}, tcp_slow_start_after_idle {int(idle)}"
     figures = {"congestion_control": control, "slow_start_after_idle": idle}
-    near = link is not None and link.rtt_s < FAR_S
-    if near or control == "bbr":
+    if (link is not None and link.rtt_s < FAR_S) or control == "bbr":
         return ok("congestion", told, **figures)
     commands = ["net.ipv4.tcp_congestion_control=bbr"] + ["net.ipv4.tcp_slow_start_after_idle=0"] * idle
     available = values.get("ipv4/tcp_available_congestion_control", "").split()

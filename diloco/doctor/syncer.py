@@ -79,9 +79,7 @@ def _asked(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return check()
     except (Unreachable, Refused) as error:
-        why = error.text if isinstance(error, Refused) else error.why
-        says = f"it answered before, but not now: {why}"
-        return [fail(name, says, "check that it still runs, and ask again")]
+        return [fail(name, f"it answered before, but not now: {error}", "check that it still runs, and ask again")]
 
 
 def _run(checkup: Checkup, run_id: str) -> Finding:
@@ -163,13 +161,11 @@ def _bandwidth(checkup: Checkup, visitor: Visitor) -> Finding:
     try:
         probed = checkup.probe(ask)
     except Refused as error:
-        says = f"not measured: {error.text}"
-        return warn("bandwidth", says, "use the credentials of a site that may push")
+        return warn("bandwidth", f"not measured: {error.text}", "use the credentials of a site that may push")
     except Unreachable as error:
         if error.retry_after_s is None:
             raise
-        again = f"ask again in {error.retry_after_s:.0f} s"
-        return warn("bandwidth", f"not measured: {error.why}", again)
+        return warn("bandwidth", f"not measured: {error.why}", f"ask again in {error.retry_after_s:.0f} s")
     up, down = (float(way.bytes_per_s) if way is not None else 0.0 for way in (probed.up, probed.down))
     carried = [f"{way.bytes / 1e6:.3g} MB" if way is not None else "nothing" for way in (probed.up, probed.down)]
     figures = {"up_bytes_per_s": up, "down_bytes_per_s": down}
@@ -360,8 +356,7 @@ def _alerted(address: str, security: SecurityOptions, alert: str) -> Finding:
     if "CERTIFICATE_REQUIRED" in alert:
         return fail("tls", "the syncer requires a certificate of this site", "give site.tls_cert and site.tls_key")
     if "UNKNOWN_CA" in alert or "BAD_CERTIFICATE" in alert or "CERTIFICATE_UNKNOWN" in alert:
-        what = f"the syncer does not trust the signer of {security.tls_cert or 'this end'}"
-        return fail("tls", what, _TAKES_ANOTHER)
+        return fail("tls", f"the syncer does not trust the signer of {security.tls_cert or 'this end'}", _TAKES_ANOTHER)
     if "CERTIFICATE_EXPIRED" in alert:
         return fail("tls", f"the syncer says: {security.tls_cert} has expired", "diloco certs issue DIR --site NAME")
     if "WRONG_VERSION_NUMBER" in alert or speaks_tls(address) is False:

@@ -255,8 +255,7 @@ def sections_now(found: Mapping[str, Status], why: str) -> list[str]:
 
     def rows_of(title: str, columns: Sequence[str], rows: list[dict[str, str]], note: str, none: str) -> str:
         told = [columns[0], *named, *columns[1:]]
-        picture = table(told, [[row[column] for column in told] for row in rows])
-        return section(title, "", picture, note, none)
+        return section(title, "", table(told, [[row[column] for column in told] for row in rows]), note, none)
 
     names = {region: each["upstream"]["site"] for region, each in known.items() if each.get("upstream")}
     below = {

@@ -178,8 +178,7 @@ class EventLog:
                     self.failures += 1
                     if self.failures == 1:
                         logging.getLogger(__name__).exception("a follower failed on an event")
-                        failed = self._event("note", {"note": "follower_failed", "why": repr(error)})
-                        self._lines.write(_line(failed))
+                        self._lines.write(_line(self._event("note", {"note": "follower_failed", "why": repr(error)})))
             with self._lock:
                 left_out, self._left_out = self._left_out, 0
             if left_out:

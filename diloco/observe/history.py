@@ -372,13 +372,12 @@ class RunHistory:
         if site.loss is not None:
             site.losses.add(now_s, site.tokens, site.loss)
         site.base_versions |= versions_in(event)
-        step_s = number(event, "step_s") or 0.0
         site.meters[incarnation] = {
             "inner_steps": max(step - site.step_before, 0),
             "train_s": train_s,
             "stall_s": number(event, "stall_s") or 0.0,
             **traffic,
-            **dict.fromkeys(("step_s_p50", "step_s_p95", "step_s_max"), step_s),
+            **dict.fromkeys(("step_s_p50", "step_s_p95", "step_s_max"), number(event, "step_s") or 0.0),
         }
         self._count_wire(now_s)
 

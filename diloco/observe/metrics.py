@@ -532,8 +532,7 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
         yield gauge(family, meaning, _told(present, key), "site")
     links = {name: site["link"] for name, site in present.items() if site.get("link")}
     for family, key, scale, meaning in LINKS:
-        measured = {name: link[key] * scale for name, link in links.items() if link[key]}
-        yield gauge(family, meaning, measured, "site")
+        yield gauge(family, meaning, {name: link[key] * scale for name, link in links.items() if link[key]}, "site")
     for family, key, meaning in SITE_COUNTERS:
         yield counter(family, meaning, _told(sites, key), "site")
     now = time.time()
@@ -549,8 +548,7 @@ def _of_safety(status: Standing, backup_every_s: float) -> Iterator[Metric]:
         meaning = "Seconds since the last good backup of this process; before its first, since it began."
         yield gauge("backup_age_seconds", meaning, backup["without_s"])
         if (age_s := backup["age_s"]) is not None:
-            good = time.time() - age_s
-            yield gauge("backup_timestamp_seconds", "Time of this process's last good backup.", good)
+            yield gauge("backup_timestamp_seconds", "Time of this process's last good backup.", time.time() - age_s)
     if (replication := status["replication"])["mode"] != "off":
         for name, meaning in (
             ("following", "1 while a standby is heard."),

@@ -157,8 +157,7 @@ def _time_line(history: RunHistory) -> str:
     rows = [*names, "syncer", "outer steps"] if names else []
     bars = []
     for number, name in enumerate(names):
-        site = history.sites[name]
-        bars += _lives(number, site.spans, history, f"life {series_style(number)}", name)
+        bars += _lives(number, history.sites[name].spans, history, f"life {series_style(number)}", name)
     bars += _lives(len(names), history.syncer_spans, history, "life global", "syncer")
     for fault in history.faults:
         if (target := fault.target.removeprefix("link:")) in rows:

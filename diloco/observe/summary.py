@@ -307,9 +307,8 @@ def _reached(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
         lines.append(f"        {began}{loss:.3f} nats/token")
     sites = summary["sites"].values()
     merged, processed = (sum(site[f"tokens_{part}"] for site in sites) for part in ("merged", "processed"))
-    steps = sum(summary["versions"])
     if sites or not history.whole_at:  # A standby counts no tokens.
-        lines.append(f"merged  {count(merged)} of {count(processed)} tokens in {steps} outer steps")
+        lines.append(f"merged  {count(merged)} of {count(processed)} tokens in {sum(summary['versions'])} outer steps")
     return lines
 
 

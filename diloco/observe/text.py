@@ -60,8 +60,7 @@ def sentence(event: Event) -> str | None:
         case "resumed" if "step" not in event:
             return f"the run resumed: {why}"  # The syncer's event; a site's own has a step.
         case "resumed":
-            lost = whole(event, "tokens_lost")
-            return f"{site} resumed from step {whole(event, 'step')}; {lost:,} tokens lost"
+            return f"{site} resumed from step {whole(event, 'step')}; {whole(event, 'tokens_lost'):,} tokens lost"
         case "site_done":
             return f"{site} is done: {why or 'the run ended'}"
         case "note" if event.get("note"):
@@ -248,17 +247,15 @@ def site_cells(status: Mapping[str, Any], name: str) -> dict[str, str]:
     }
     cells = {column: "-" if site.get(field) is None else f"{site[field]:,.0f}" for column, field in figures.items()}
     for way in ("up", "down"):
-        carried = site.get(f"bytes_{way}") or site[f"payload_bytes_{way}"]
         mean, rate = site[f"payload_bytes_{way}"] / (seconds or 1), (link or {}).get(f"{way}_bytes_per_s")
         used = f"{mean * 8 / 1e6:.3g} of {rate * 8 / 1e6:.3g}" if rate else "-"
-        cells |= {way: size(carried), f"Mbit/s {way}": used}
-    chosen = link["up_codec"] if link else ""
+        cells |= {way: size(site.get(f"bytes_{way}") or site[f"payload_bytes_{way}"]), f"Mbit/s {way}": used}
     return cells | {
         "site": name,
         "state": site["status"],
         "loss": f"{loss:.4f}" if isinstance(loss, float) else "-",
         "stall": f"{stall:.2%}" if isinstance(stall, float) else "-",
-        "codec": chosen or "-",
+        "codec": (link or {}).get("up_codec") or "-",
         "round trip": f"{link['rtt_ns'] / 1e6:.0f} ms" if link and link["rtt_ns"] else "-",
         "link": _link(link),
         "heard": f"{heard:.1f} s ago" if heard is not None else "never",

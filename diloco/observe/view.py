@@ -156,8 +156,7 @@ def _syncer(history: RunHistory) -> Text:
     total = sum(site.bytes_up + site.bytes_down for site in history.sites.values())
     text = Text.assemble("syncer ", up, f"  epoch {history.epoch}  versions {versions}  {history.num_rounds} rounds")
     if history.rounds:
-        last = history.rounds[-1]
-        text.append(f"  last from {' '.join(sorted(last.weights))}", "dim")
+        text.append(f"  last from {' '.join(sorted(history.rounds[-1].weights))}", "dim")
     text.append(f"\nwire   {size(total)}: {times_less(total, history.bytes_data_parallel())} data parallel")
     if history.units:
         text.append(f"\nunits  {units_shortly(history.units)}")

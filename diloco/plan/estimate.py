@@ -264,14 +264,13 @@ def loads(sites: int, shards: int, up_bits: float, down_bits: float) -> list[Loa
 
 def star_of(question: Question) -> Star:
     """Return the timing; a fragment belongs to one part of the syncer, which merges one update of it from each site."""
-    merge_s = question.sites * question.parameters / question.fragments / question.merge_values_per_s
     return Star(
         inner_steps=question.inner_steps,
         step_s=question.inner_step_s,
         fragments=question.fragments,
         overlap_steps=question.overlap_steps,
         rtt_s=question.rtt_ms / 1e3,
-        merge_s=merge_s,
+        merge_s=question.sites * question.parameters / question.fragments / question.merge_values_per_s,
     )
 
 
