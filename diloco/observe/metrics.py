@@ -26,7 +26,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +35,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diloco.config.errors import ConfigError
-from diloco.config.schema import RunConfig
 from diloco.observe.history import FP32_BYTES, mapping
 from diloco.observe.text import number, whole
 from diloco.sync.options import PROTOCOL
@@ -52,6 +50,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from diloco.config.schema import RunConfig
     from diloco.observe.eventlog import Event
 
 
@@ -582,27 +581,20 @@ def _told(sites: Mapping[str, Standing], key: str) -> dict[str, float]:
 # --- A standby's page of metrics, until it is promoted and the syncer's page replaces it at the same address ---------
 
 
-@dataclass(frozen=True, slots=True)
-class StandbyMetrics:
-    """Makes the page from the standby's status."""
-
-    config: RunConfig
-    status: Callable[[], dict[str, Any]]
-
-    def families(self) -> Iterator[Metric]:
-        """Yield all metrics as of now."""
-        yield from about(self.config)
-        status = self.status()
-        for name, value, meaning in (
-            ("following", float(status["following"]), "1 while this standby follows the syncer."),
-            ("failed", float(status["failed"] is not None), "1 when it can no longer follow; diloco status says why."),
-            ("turns_behind", status["turns_behind"], "Turns that are durable here and to be carried out."),
-            ("outer_version", sum(status["versions"]), "Outer steps carried out here, over all fragments."),
-        ):
-            yield gauge(f"standby_{name}", meaning, value)
-        heard = time.time() - status["heard_seconds_ago"]
-        yield gauge("standby_heard_timestamp_seconds", "When it last heard the syncer, or was started.", heard)
-        if (lease := status["lease"]) is not None:
-            heir, read = float(lease["is_heir"]), float(lease["trouble"] is None)
-            yield gauge("standby_is_heir", "1 while it takes over by itself if the lease runs out.", heir)
-            yield gauge("standby_lease_readable", "1 while it sees what the lease says.", read)
+def standby_metrics(config: RunConfig, status: Callable[[], dict[str, Any]]) -> Iterator[Metric]:
+    """Yield all metrics as of now, from the standby's ``status``."""
+    yield from about(config)
+    standing = status()
+    for name, value, meaning in (
+        ("following", float(standing["following"]), "1 while this standby follows the syncer."),
+        ("failed", float(standing["failed"] is not None), "1 when it can no longer follow; diloco status says why."),
+        ("turns_behind", standing["turns_behind"], "Turns that are durable here and to be carried out."),
+        ("outer_version", sum(standing["versions"]), "Outer steps carried out here, over all fragments."),
+    ):
+        yield gauge(f"standby_{name}", meaning, value)
+    heard = time.time() - standing["heard_seconds_ago"]
+    yield gauge("standby_heard_timestamp_seconds", "When it last heard the syncer, or was started.", heard)
+    if (lease := standing["lease"]) is not None:
+        heir, read = float(lease["is_heir"]), float(lease["trouble"] is None)
+        yield gauge("standby_is_heir", "1 while it takes over by itself if the lease runs out.", heir)
+        yield gauge("standby_lease_readable", "1 while it sees what the lease says.", read)
