@@ -367,10 +367,7 @@ class RunHistory:
             site.incarnation = incarnation
         site.joined = site.connected = True
         site.reported = {name: whole(event, name) for name in event if name.startswith("tokens_")}
-        site.step, site.tokens = step, whole(event, "tokens_processed")
-        site.tokens_per_s, site.loss = number(event, "tokens_per_s") or 0.0, number(event, "loss")
-        if site.loss is not None:
-            site.losses.add(now_s, site.tokens, site.loss)
+        site.trained(now_s, event, whole(event, "tokens_processed"))
         site.base_versions |= versions_in(event)
         site.meters[incarnation] = {
             "inner_steps": max(step - site.step_before, 0),
@@ -402,13 +399,8 @@ class RunHistory:
         site = self.site(who)
         site.has_own_events = True
         self._steps(now_s)
-        site.step = whole(event, "step")
         # Steps repeated after a restart count again: these are tokens read, so the trainer's own total is not used.
-        site.tokens += whole(event, "tokens")
-        site.tokens_per_s = number(event, "tokens_per_s") or 0.0
-        site.loss = number(event, "loss")
-        if site.loss is not None:
-            site.losses.add(now_s, site.tokens, site.loss)
+        site.trained(now_s, event, site.tokens + whole(event, "tokens"))
 
     def _on_joined(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
@@ -685,6 +677,13 @@ class SiteHistory:
 
     It holds until another process trains, which has joined first, or until the run is restored."""
     left: bool = False
+
+    def trained(self, now_s: float, event: Event, tokens: int) -> None:
+        """Take the step, speed and loss of an event by which the site has read ``tokens`` in all."""
+        self.step, self.tokens = whole(event, "step"), tokens
+        self.tokens_per_s, self.loss = number(event, "tokens_per_s") or 0.0, number(event, "loss")
+        if self.loss is not None:
+            self.losses.add(now_s, tokens, self.loss)
 
     def meter(self, name: str) -> float:
         """Return the sum of a meter's field over all incarnations."""

@@ -48,8 +48,8 @@ SENTENCES: Mapping[str, str] = {
 
 def sentence(event: Event) -> str | None:
     """Return the event as a sentence; None for events that are too frequent to show."""
-    what, who, fault = (str(event.get(field, "")) for field in ("what", "who", "fault"))
-    site, target = str(event.get("site") or event.get("who")), str(event.get("target", ""))
+    what, who, site = str(event.get("what", "")), event.get("who"), str(event.get("site") or event.get("who"))
+    fault, target = str(event.get("fault", "")), str(event.get("target", ""))
     why = str(event.get("why") or event.get("reason") or "")
     known = event.get("versions")
     versions = " ".join(map(str, known)) if isinstance(known, list) else "-"
@@ -228,8 +228,7 @@ def troubles(status: Mapping[str, Any]) -> list[str]:
         told.append(f"NO VERSION of fragment {still['fragment']} for {still['seconds']:.0f} s: {still['why']}")
     for name, site in status["sites"].items():
         found = {"updates": site.get("updates_corrupt", 0), "bases": site.get("bases_differed", 0)}
-        if any(found.values()):
-            what = " and ".join(f"{count} {kind}" for kind, count in found.items() if count)
+        if what := " and ".join(f"{count} {kind}" for kind, count in found.items() if count):
             told.append(f"{name} CORRUPTS DATA ({what})")
         for held in site.get("held", []):
             which = f"{name} {held['fragment']} {held['sequence']}"
