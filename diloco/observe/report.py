@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import write_file
 from diloco.observe.eventlog import read_events
 from diloco.observe.history import RunHistory
-from diloco.observe.plot import Axis, Bar, Line, Points, Rule, line_chart, time_line
+from diloco.observe.plot import Axis, Bar, Line, Points, line_chart, time_line
 from diloco.observe.summary import LEDGER, complaints, summarize
 from diloco.observe.text import CAUSED, clock, count, size, times_less, units_text
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from diloco.observe.history import Span
 
 
-TIME = Axis("time, m:ss", clock)
+TIME = Axis("time, m:ss", clock, time=True)
 LOSS = Axis("nats per token", lambda value: f"{value:.3g}")
 BITS = Axis("bits per byte", LOSS.show)
 
@@ -73,8 +73,7 @@ def parts_of(
     known: Points = [
         (one.at_s, one.val_bits_per_byte) for one in history.evaluations if one.val_bits_per_byte is not None
     ]
-    rules = [Rule(name, value) for name, value in sorted(history.references.items())]
-    validation = line_chart([Line("global model", "global", known)], TIME, BITS, rules, time=True)
+    validation = line_chart([Line("global model", "global", known)], TIME, BITS, sorted(history.references.items()))
     faults = []
     for fault in summary["faults"]:
         healed = fault["healed_seconds"]
@@ -141,7 +140,7 @@ def _loss(history: RunHistory, styled: Sequence[tuple[str, str]], column: int, x
         lines.append(Line(name, style, points))
     known = [(one.tokens if column else one.at_s, one.val_loss) for one in history.evaluations]
     lines.append(Line("global model", "global", list(known)))
-    return line_chart(lines, x, LOSS, time=column == 0)
+    return line_chart(lines, x, LOSS)
 
 
 def _wire(history: RunHistory) -> str:
@@ -149,7 +148,7 @@ def _wire(history: RunHistory) -> str:
         Line(label, style, [(point[0], point[number + 1]) if point else None for point in history.wire.whole()])
         for number, (label, style) in enumerate(_WIRE)
     ]
-    return line_chart(lines, TIME, Axis("bytes so far", size, log=True), time=True)
+    return line_chart(lines, TIME, Axis("bytes so far", size, log=True))
 
 
 def _time_line(history: RunHistory) -> str:
