@@ -159,10 +159,7 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, Any]]) 
 
 
 def _site(site: SiteHistory, heard: Mapping[str, Any], history: RunHistory) -> dict[str, object]:
-    if site.left_with is not None:
-        ledger = settled(site.left_with, heard)
-    else:
-        ledger = unfinished(site, heard, history.num_fragments, rest_in="in_flight" if history.whole_at else "lost")
+    ledger = unfinished(site, heard, history) if site.left_with is None else settled(site.left_with, heard)
     train_s = site.meter("train_s")
     return {
         "inner_steps": int(site.meter("inner_steps")),
@@ -201,15 +198,13 @@ def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, i
     return ledger
 
 
-def unfinished(
-    site: SiteHistory, heard: Mapping[str, object], num_fragments: int, rest_in: str = "lost"
-) -> dict[str, int]:
-    """Return the ledger of a site that reported none at its end; tokens of unknown fate count in ``rest_in``.
+def unfinished(site: SiteHistory, heard: Mapping[str, object], history: RunHistory) -> dict[str, int]:
+    """Return the ledger of a site that reported none at its end.
 
-    They are lost, unless only the syncer, whose events are elsewhere, knows their fate.
+    Tokens of unknown fate are lost; or in flight, where only the syncer, whose events are elsewhere, knows it.
     """
     merged = whole(heard, "tokens_merged")
-    refused = site.tokens_discarded // num_fragments
+    refused = site.tokens_discarded // history.num_fragments
     told = max(whole(heard, "tokens_processed"), whole(site.reported, "tokens_processed"))
     processed = max(int(site.meter("tokens")), told, merged + refused)
     rest = processed - merged - refused
@@ -219,7 +214,8 @@ def unfinished(
         ledger[name] = min(rest, whole(elsewhere, f"tokens_{name}"))
         rest -= ledger[name]
     # The rest was refused where the site was heard to its end; otherwise its fate is unknown.
-    ledger["refused" if site.reported and site.left else rest_in] += rest
+    unknown = "in_flight" if history.whole_at else "lost"
+    ledger["refused" if site.reported and site.left else unknown] += rest
     return ledger
 
 
