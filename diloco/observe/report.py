@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from diloco.observe.history import Span
-
 
 TIME = Axis("time, m:ss", clock, time=True)
 LOSS = Axis("nats per token", lambda value: f"{value:.3g}")
@@ -154,10 +152,13 @@ def _wire(history: RunHistory) -> str:
 def _time_line(history: RunHistory) -> str:
     names = sorted(history.sites)
     rows = [*names, "syncer", "outer steps"] if names else []
+    lives = [(name, history.sites[name].spans, series_style(row)) for row, name in enumerate(names)]
     bars = []
-    for number, name in enumerate(names):
-        bars += _lives(number, history.sites[name].spans, history, f"life {series_style(number)}", name)
-    bars += _lives(len(names), history.syncer_spans, history, "life global", "syncer")
+    for row, (name, spans, style) in enumerate([*lives, ("syncer", history.syncer_spans, "global")]):
+        for span in spans:
+            end = history.seconds if span.end_s is None else span.end_s
+            title = f"{name} runs, {clock(span.start_s)} to {clock(end)}"
+            bars.append(Bar(row, span.start_s, end, f"life {style}", title))
     for fault in history.faults:
         if (target := fault.target.removeprefix("link:")) in rows:
             end = fault.healed_s if fault.healed_s is not None else history.seconds if fault.seconds else fault.at_s
@@ -179,19 +180,10 @@ def _time_line(history: RunHistory) -> str:
                 bars.append(Bar(row, round_.at_s, round_.at_s, f"merge {series_style(row)}", title))
         begin = round_.at_s if round_.met_s is None else round_.met_s
         end = round_.at_s if round_.published_s is None else round_.published_s
-        title = (
-            f"{made} at {clock(end)}, from {', '.join(sorted(round_.weights))}; {end - begin:.2f} s since the quorum"
-        )
+        since = f"{end - begin:.2f} s since the quorum"
+        title = f"{made} at {clock(end)}, from {', '.join(sorted(round_.weights))}; {since}"
         bars.append(Bar(len(names) + 1, begin, end, "round", title))
     return time_line(rows, bars, history.seconds, TIME)
-
-
-def _lives(row: int, spans: Sequence[Span], history: RunHistory, style: str, name: str) -> list[Bar]:
-    bars = []
-    for span in spans:
-        end = history.seconds if span.end_s is None else span.end_s
-        bars.append(Bar(row, span.start_s, end, style, f"{name} runs, {clock(span.start_s)} to {clock(end)}"))
-    return bars
 
 
 def _site_table(summary: Mapping[str, Any]) -> str:
