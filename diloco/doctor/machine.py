@@ -104,11 +104,8 @@ def kernels() -> list[Finding]:
     told, asked = kernel_library.description(), os.environ.get(kernel_library.VARIABLE, "")
     if kernel_library.choice().library is not None:
         return [ok("kernels", told)]
-    remedy = (
-        f"unset {kernel_library.VARIABLE}"
-        if asked
-        else "install diloco where a C++ compiler is, so that it builds them"
-    )
+    build = "install diloco where a C++ compiler is, so that it builds them"
+    remedy = f"unset {kernel_library.VARIABLE}" if asked else build
     return [warn("kernels", told, f"{remedy}: an update takes several times as long without")]
 
 
@@ -153,9 +150,8 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
     )
     if link is None or link.rtt_s < FAR_S:
         return ok("windows", told, **figures)
-    needed = max(
-        channels_for(link.rtt_s, link.up_bytes_per_s, sends), channels_for(link.rtt_s, link.down_bytes_per_s, takes)
-    )
+    ways = ((link.up_bytes_per_s, sends), (link.down_bytes_per_s, takes))
+    needed = max(channels_for(link.rtt_s, rate, window) for rate, window in ways)
     # The measurement used these windows: a rate near their bound is the window's, not the link's.
     bound = link.up_bytes_per_s > 0.7 * up or link.down_bytes_per_s > 0.7 * down
     if not bound and needed == 1:

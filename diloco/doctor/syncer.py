@@ -170,10 +170,8 @@ def _bandwidth(checkup: Checkup, visitor: Visitor) -> Finding:
     carried = [f"{way.bytes / 1e6:.3g} MB" if way is not None else "nothing" for way in (probed.up, probed.down)]
     figures = {"up_bytes_per_s": up, "down_bytes_per_s": down}
     if not (up and down):
-        says = (
-            f"only {carried[0]} of filler went up and {carried[1]} down in {visitor.limit_s:g} s: too little to measure"
-        )
-        return warn("bandwidth", says, "give more time: --seconds 10", **figures)
+        says = f"only {carried[0]} of filler went up and {carried[1]} down in {visitor.limit_s:g} s"
+        return warn("bandwidth", f"{says}: too little to measure", "give more time: --seconds 10", **figures)
     says = f"up {megabits(up)}, down {megabits(down)} on one connection ({carried[0]} and {carried[1]} of filler)"
     return ok("bandwidth", says, **figures)
 
@@ -336,10 +334,8 @@ def _unverified(host: str, security: SecurityOptions, alert: str, facts: Facts |
         says = f"the syncer's certificate ended on {facts.ends:%Y-%m-%d %H:%M} UTC"
         return fail("tls", says, _RENEW.format(host=host), ends=facts.ends.isoformat())
     if facts is not None and now < facts.begins:
-        says = (
-            f"the syncer's certificate is valid from {facts.begins:%Y-%m-%d %H:%M} UTC only, and here it is {now:%H:%M}"
-        )
-        return fail("tls", says, "set the clocks of both machines by NTP (chrony, systemd-timesyncd)")
+        says = f"the syncer's certificate is valid from {facts.begins:%Y-%m-%d %H:%M} UTC only, and here it is "
+        return fail("tls", f"{says}{now:%H:%M}", "set the clocks of both machines by NTP (chrony, systemd-timesyncd)")
     if "mismatch" in alert.lower():
         names = ", ".join(facts.hosts) if facts is not None else ""
         remedy = f"give one of these names, or: diloco certs issue DIR --syncer --host {host}"
@@ -379,9 +375,8 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
     except (CertificateError, OSError) as error:
         return [fail("files", f"site.tls_cert {security.tls_cert}: {error}", "diloco certs issue DIR --site NAME")]
     left = facts.ends - datetime.datetime.now(datetime.UTC)
-    says = (
-        f"certificate of {', '.join(facts.ids) or facts.subject}, good until {facts.ends:%Y-%m-%d} ({left.days} days)"
-    )
+    whose = ", ".join(facts.ids) or facts.subject
+    says = f"certificate of {whose}, good until {facts.ends:%Y-%m-%d} ({left.days} days)"
     remedy = f"on the authority's machine: diloco certs issue DIR --site {site_id}"
     if left < datetime.timedelta(0):
         says = f"site.tls_cert {security.tls_cert} ended on {facts.ends:%Y-%m-%d %H:%M} UTC"
@@ -420,9 +415,8 @@ def conditions(status: Mapping[str, Any], lowest: dict[str, float]) -> Iterator[
     if "unreachable" in status:
         yield fail("SyncerAway", status["unreachable"], "start it with the same command, or promote its standby")
     if status.get("role") == "standby" and (status["failed"] or not status["following"]):
-        yield fail(
-            "StandbyDoesNotFollow", standby_line(status), "if the syncer is lost for good: diloco standby promote"
-        )
+        remedy = "if the syncer is lost for good: diloco standby promote"
+        yield fail("StandbyDoesNotFollow", standby_line(status), remedy)
     limit = status.get("staleness_max", inf)  # A syncer of an earlier release does not report it.
     for name, site in status.get("sites", {}).items():
         heard_s, loss, behind = (site.get(key) for key in ("heard_seconds_ago", "loss", "staleness"))

@@ -161,6 +161,8 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, Any]]) 
 def _site(site: SiteHistory, heard: Mapping[str, Any], history: RunHistory) -> dict[str, object]:
     ledger = unfinished(site, heard, history) if site.left_with is None else settled(site.left_with, heard)
     train_s = site.meter("train_s")
+    # Heartbeats count a site's tokens over all its processes, and its time in the present one.
+    speed = site.tokens_per_s if site.reported else ledger["processed"] / (train_s or math.inf)
     return {
         "inner_steps": int(site.meter("inner_steps")),
         "tokens_processed": ledger["processed"],
@@ -171,10 +173,7 @@ def _site(site: SiteHistory, heard: Mapping[str, Any], history: RunHistory) -> d
         "bytes_up": site.bytes_up,
         "bytes_down": site.bytes_down,
         "train_seconds": round(train_s, 3),
-        # Heartbeats count a site's tokens over all its processes, and its time in the present one.
-        "tokens_per_second": round(
-            site.tokens_per_s if site.reported else ledger["processed"] / (train_s or math.inf), 1
-        ),
+        "tokens_per_second": round(speed, 1),
         "products": site.products,
         "stall_seconds": round(site.meter("stall_s"), 4),
         "adopt_seconds": round(site.meter("adopt_s"), 4),

@@ -157,9 +157,8 @@ def standby_line(status: Mapping[str, Any]) -> str:
 
 def heading(status: Mapping[str, Any]) -> str:
     """Return one line about the run and its syncer, and one about each other process that was asked."""
-    return "\n".join(
-        ["  ".join([*run_facts(status), *syncer_facts(status), *troubles(status)]), *status.get("others", [])]
-    )
+    facts = "  ".join([*run_facts(status), *syncer_facts(status), *troubles(status)])
+    return "\n".join([facts, *status.get("others", [])])
 
 
 def run_facts(status: Mapping[str, Any]) -> list[str]:

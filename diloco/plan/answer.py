@@ -178,9 +178,8 @@ def round_lines(told: Mapping[str, Any]) -> list[str]:
     host = size(1e9 * asked["host_gb"])
     fits = f"a fragment alone does not fit into {host}" if syncers is None else f"{syncers} of {host} hold it"
     formula = "none" if told["inner_steps_needed_formula"] is None else f"{told['inner_steps_needed_formula']:,}"
-    steps = (
-        "no number of them is enough" if needed is None else f"these links need {needed:,} ({formula} by the formula)"
-    )
+    none = "no number of them is enough"
+    steps = none if needed is None else f"these links need {needed:,} ({formula} by the formula)"
     return [
         f"a site     sends {up} and takes {down} a round ({bits}{most})",
         f"links      {busy_up} up and {busy_down} down at the busiest; {size(told['bytes_wan_per_round'])} over all, "

@@ -456,9 +456,8 @@ def settings_of(links: Sequence[MeasuredLink], stated: Mapping[str, object]) -> 
             raise ConfigError(f"{key} is set, and --link measures it: give one of the two")
     several = {"sites": len(links)} if len(links) > 1 else {}
     if several and stated.get("sites", len(links)) != len(links):
-        raise ConfigError(
-            f"sites is {stated['sites']}, and {len(links)} links are given: give one for all, or one for each"
-        )
+        given = f"sites is {stated['sites']}, and {len(links)} links are given"
+        raise ConfigError(f"{given}: give one for all, or one for each")
     return {
         **several,
         "up_gbps": tuple(link.up_gbps for link in links),
