@@ -146,11 +146,10 @@ def _clock(probed: Probed) -> Finding:
     figures = {"ahead_s": ahead_s, "doubt_s": doubt_s}
     order = "ahead of" if ahead_s > 0 else "behind"
     told = f"its clock is {abs(ahead_s):.3g} s {order} ours (to {doubt_s:.2g} s)"
-    remedy = "set both clocks by NTP (chrony, systemd-timesyncd)"
     if abs(ahead_s) - doubt_s > CLOCK_FAIL_S:
-        return fail("clock", f"{told}: certificates may not be valid yet", remedy, **figures)
+        return fail("clock", f"{told}: certificates may not be valid yet", _SET_CLOCKS, **figures)
     if abs(ahead_s) - doubt_s > CLOCK_WARN_S:
-        return warn("clock", f"{told}: the times in the two machines' logs cannot be compared", remedy, **figures)
+        return warn("clock", f"{told}: the times in the two machines' logs cannot be compared", _SET_CLOCKS, **figures)
     return ok("clock", f"its clock and ours agree to {max(abs(ahead_s), doubt_s):.2g} s", **figures)
 
 
@@ -322,6 +321,7 @@ def _tls(address: str, host: str, security: SecurityOptions, greeting: Greeting)
 
 _WANTS_ONE = "it may require a certificate: give site.tls_cert and site.tls_key"
 _TAKES_ANOTHER = "have site.tls_cert issued by the authority that the syncer trusts (its cluster.syncer.tls_ca)"
+_SET_CLOCKS = "set the clocks of both machines by NTP (chrony, systemd-timesyncd)"
 _RENEW = (
     "on the authority's machine: diloco certs issue DIR --syncer --host {host}; the syncer reloads its files itself"
 )
@@ -334,8 +334,8 @@ def _unverified(host: str, security: SecurityOptions, alert: str, facts: Facts |
         says = f"the syncer's certificate ended on {facts.ends:%Y-%m-%d %H:%M} UTC"
         return fail("tls", says, _RENEW.format(host=host), ends=facts.ends.isoformat())
     if facts is not None and now < facts.begins:
-        says = f"the syncer's certificate is valid from {facts.begins:%Y-%m-%d %H:%M} UTC only, and here it is "
-        return fail("tls", f"{says}{now:%H:%M}", "set the clocks of both machines by NTP (chrony, systemd-timesyncd)")
+        valid = f"valid from {facts.begins:%Y-%m-%d %H:%M} UTC only"
+        return fail("tls", f"the syncer's certificate is {valid}, and here it is {now:%H:%M}", _SET_CLOCKS)
     if "mismatch" in alert.lower():
         names = ", ".join(facts.hosts) if facts is not None else ""
         remedy = f"give one of these names, or: diloco certs issue DIR --syncer --host {host}"
