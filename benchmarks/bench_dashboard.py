@@ -29,7 +29,7 @@ from benchmarks.peers.task import Task
 from benchmarks.record import add_arguments, finish, percentile, record
 from benchmarks.rounds import Case, measure_ours
 from diloco.observe.dashboard import Dashboard
-from diloco.observe.eventlog import LineWriter
+from diloco.observe.eventlog import FileLines
 from diloco.syncer.status import recorded
 from diloco.wire.messages import ReportInfo
 
@@ -112,7 +112,7 @@ def write_events(path: Path, days: float) -> int:
         "link": None,
     }
     lines, version = 0, 0
-    with closing(LineWriter.appending(path, lambda count, why: "")) as file:
+    with closing(FileLines(path, lambda count, why: "")) as file:
         for beat in range(int(days * 86_400 / 5)):
             found: list[tuple[str, dict[str, object]]] = []
             for site in SITES:

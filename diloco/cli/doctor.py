@@ -23,14 +23,13 @@ from diloco.config.arguments import OneLineParser, is_address, limit_threads, se
 from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.config.run_dir import LATEST, existing_run
-from diloco.doctor import Finding, Level, bounded, fail
+from diloco.doctor import Finding, Level, LinkFigures, bounded, fail
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.doctor.machine import LinkFigures
     from diloco.doctor.syncer import Visit
     from diloco.wire.options import SecurityOptions
 
@@ -288,7 +287,6 @@ class Examination:
         Where this site's credentials cannot be used, a finding says so, and no address counts as unreachable.
         """
         from diloco.config import connecting
-        from diloco.doctor.machine import LinkFigures
         from diloco.doctor.syncer import own_files
         from diloco.wire.channel import check_address, split_addresses
 
@@ -309,14 +307,12 @@ class Examination:
         for address in addresses:
             if len(addresses) > 1 and not self._quiet:
                 print(f"--    {address}", flush=True)
-            heard, visited = self._address(address, security)
-            reached = reached or heard
-            if link is None and visited is not None and visited.answered:
-                link = LinkFigures(visited.rtt_s, visited.up_bytes_per_s, visited.down_bytes_per_s)
+            heard, measured = self._address(address, security)
+            reached, link = reached or heard, link or measured
         return reached, link
 
-    def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
-        """Check one address; return whether it answered, and the results of asking the syncer there."""
+    def _address(self, address: str, security: SecurityOptions) -> tuple[bool, LinkFigures | None]:
+        """Check one address; return whether it answered, and the figures of the link where a syncer did."""
         from diloco.config import build
         from diloco.doctor.machine import proxies
         from diloco.doctor.syncer import Visitor, visit, way_to
@@ -349,7 +345,7 @@ class Examination:
             self._add([visited], address)
             return True, None
         self._add(visited.findings, address)
-        return True, visited
+        return True, visited.link
 
 
 # --- ``diloco canary`` -----------------------------------------------------------------------------------------------

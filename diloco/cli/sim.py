@@ -88,14 +88,14 @@ def _study(name: str, given: argparse.Namespace) -> ExitCode:
     if not given.json:
         print(study.does)
         print(f"{'':<24}{'':<16}{'published':>12}{'found':>12}{'off':>8}  ({study.unit})", flush=True)
-    for cell in study.cells(0):
+    for cell in study.cells():
         cells.append(cell)
         if not given.json:
             print(f"{cell.row:<24}{cell.column:<16}{cell.published:>12g}{cell.found:>12g}{cell.off:>8g}", flush=True)
     worst = max(cell.off for cell in cells)
     if given.json:
         seconds, rows = round(time.monotonic() - began_s, 1), [asdict(cell) for cell in cells]
-        print(json.dumps({"scenario": study.name, study.worst: worst, "seconds": seconds, "cells": rows}))
+        print(json.dumps({"scenario": name, study.worst: worst, "seconds": seconds, "cells": rows}))
     else:
         print(f"at most {worst:g} {study.unit} off")
     return ExitCode.OK

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,20 +145,20 @@ def _follow(given: argparse.Namespace) -> ExitCode:
 
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     """Follow until a promotion, the end of the run or a requested stop; print which of the latter two it was."""
-    from diloco.observe.metrics import StandbyMetrics, page_at
+    from diloco.observe.metrics import page_at, standby_metrics
     from diloco.syncer.server import check_site
     from diloco.syncer.standby import StandbyError
 
     primary, name = config.cluster.standby.primary, config.cluster.standby.name
     log = EventLog(run_dir.events, name, also=identity_lines(lines_to(sys.stderr, name)))
     standing = _standing_by(config, log)
-    metrics = StandbyMetrics(config, standing.status)
+    families = partial(standby_metrics, config, standing.status)
     try:
         with (
             starting("give the standby a folder of its own"),
             failing(StandbyError),
             Stopping("the standby stops; the syncer says what it waits for") as stopping,
-            page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families, log.emit) as page,
+            page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, families, log.emit) as page,
         ):
             stopping.ask(lambda: None)
             address = standing.start()

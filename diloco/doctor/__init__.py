@@ -48,6 +48,15 @@ class Finding:
         return asdict(self) | {"level": self.level.value}
 
 
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """A link's measured figures; a rate of 0 was not measured."""
+
+    rtt_s: float
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
+
+
 def ok(check: str, says: str, **figures: Any) -> Finding:
     """Return a finding of level OK."""
     return Finding(check, Level.OK, says, "", figures)

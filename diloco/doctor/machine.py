@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diloco.config.schema import RunConfig
+    from diloco.doctor import LinkFigures
 
 
 MIB = 1 << 20
@@ -55,15 +56,6 @@ KERNEL_SETTINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LinkFigures:
-    """A link's measured figures; a rate of 0 was not measured."""
-
-    rtt_s: float
-    up_bytes_per_s: float = 0.0
-    down_bytes_per_s: float = 0.0
-
-
 def software() -> list[Finding]:
     """Report the versions of diloco, Python and the main packages."""
     found = []
@@ -72,8 +64,7 @@ def software() -> list[Finding]:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             found.append(f"no {package}")
-    python = f"Python {platform.python_version()}"
-    return [ok("software", f"diloco {__version__}, {python}, {', '.join(found)}")]
+    return [ok("software", f"diloco {__version__}, Python {platform.python_version()}, {', '.join(found)}")]
 
 
 def devices(wanted: str) -> list[Finding]:
@@ -113,11 +104,8 @@ def kernels() -> list[Finding]:
     told, asked = kernel_library.description(), os.environ.get(kernel_library.VARIABLE, "")
     if kernel_library.choice().kernels is not None:
         return [ok("kernels", told)]
-    remedy = (
-        f"unset {kernel_library.VARIABLE}"
-        if asked
-        else "install diloco where a C++ compiler is, so that it builds them"
-    )
+    build = "install diloco where a C++ compiler is, so that it builds them"
+    remedy = f"unset {kernel_library.VARIABLE}" if asked else build
     return [warn("kernels", told, f"{remedy}: an update takes several times as long without")]
 
 
@@ -162,9 +150,8 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
     )
     if link is None or link.rtt_s < FAR_S:
         return ok("windows", told, **figures)
-    needed = max(
-        channels_for(link.rtt_s, link.up_bytes_per_s, sends), channels_for(link.rtt_s, link.down_bytes_per_s, takes)
-    )
+    ways = ((link.up_bytes_per_s, sends), (link.down_bytes_per_s, takes))
+    needed = max(channels_for(link.rtt_s, rate, window) for rate, window in ways)
     # The measurement used these windows: a rate near their bound is the window's, not the link's.
     bound = link.up_bytes_per_s > 0.7 * up or link.down_bytes_per_s > 0.7 * down
     if not bound and needed == 1:
@@ -184,8 +171,7 @@ def _congestion(link: LinkFigures | None, values: Mapping[str, str]) -> Finding:
     idle = values.get("ipv4/tcp_slow_start_after_idle", "0").strip() == "1"
     told = f"congestion control {control or 'unknown'}, tcp_slow_start_after_idle {int(idle)}"
     figures = {"congestion_control": control, "slow_start_after_idle": idle}
-    near = link is not None and link.rtt_s < FAR_S
-    if near or control == "bbr":
+    if (link is not None and link.rtt_s < FAR_S) or control == "bbr":
         return ok("congestion", told, **figures)
     commands = ["net.ipv4.tcp_congestion_control=bbr"] + ["net.ipv4.tcp_slow_start_after_idle=0"] * idle
     available = values.get("ipv4/tcp_available_congestion_control", "").split()

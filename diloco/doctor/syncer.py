@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import median
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from diloco.doctor import Finding, Level, fail, ok, warn
+from diloco.doctor import Finding, Level, LinkFigures, fail, ok, warn
 from diloco.observe.text import size, standby_line
 from diloco.sync.link import megabits
 from diloco.wire.checkup import Greeting, Heard, greet, resolve, speaks_tls
@@ -49,13 +48,10 @@ class Visitor:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The findings; ``answered`` is whether a syncer answered at all.  Rates of 0 were not measured."""
+    """The findings, and the link's figures; None: no syncer answered."""
 
     findings: list[Finding]
-    answered: bool
-    rtt_s: float = 0.0
-    up_bytes_per_s: float = 0.0
-    down_bytes_per_s: float = 0.0
+    link: LinkFigures | None
 
 
 def visit(checkup: Checkup, visitor: Visitor) -> Visit:
@@ -63,9 +59,9 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
     try:
         process = checkup.serving("")
     except Unreachable as error:
-        return Visit([fail("grpc", error.why, "is this the syncer's own port? its log says what it refused")], False)
+        return Visit([fail("grpc", error.why, "is this the syncer's own port? its log says what it refused")], None)
     except Refused as error:
-        return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], False)
+        return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], None)
     findings = [ok("grpc", "it answers")] if process else [warn("grpc", "it shuts down", "ask again when it is back")]
     findings += _asked("run", lambda: [_run(checkup, visitor.ask.run_id)])
     findings += _asked("rtt", lambda: [_round_trip(checkup)])
@@ -76,16 +72,14 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
     figures = {each.check: each.figures for each in findings}
     rtt, rates = figures.get("rtt", {}), figures.get("bandwidth", {})
     up, down = rates.get("up_bytes_per_s", 0.0), rates.get("down_bytes_per_s", 0.0)
-    return Visit(findings, True, rtt.get("median_ms", 0.0) / 1e3, up, down)
+    return Visit(findings, LinkFigures(rtt.get("median_ms", 0.0) / 1e3, up, down))
 
 
 def _asked(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return check()
     except (Unreachable, Refused) as error:
-        why = error.text if isinstance(error, Refused) else error.why
-        says = f"it answered before, but not now: {why}"
-        return [fail(name, says, "check that it still runs, and ask again")]
+        return [fail(name, f"it answered before, but not now: {error}", "check that it still runs, and ask again")]
 
 
 def _run(checkup: Checkup, run_id: str) -> Finding:
@@ -152,11 +146,10 @@ def _clock(probed: Probed) -> Finding:
     figures = {"ahead_s": ahead_s, "doubt_s": doubt_s}
     order = "ahead of" if ahead_s > 0 else "behind"
     told = f"its clock is {abs(ahead_s):.3g} s {order} ours (to {doubt_s:.2g} s)"
-    remedy = "set both clocks by NTP (chrony, systemd-timesyncd)"
     if abs(ahead_s) - doubt_s > CLOCK_FAIL_S:
-        return fail("clock", f"{told}: certificates may not be valid yet", remedy, **figures)
+        return fail("clock", f"{told}: certificates may not be valid yet", _SET_CLOCKS, **figures)
     if abs(ahead_s) - doubt_s > CLOCK_WARN_S:
-        return warn("clock", f"{told}: the times in the two machines' logs cannot be compared", remedy, **figures)
+        return warn("clock", f"{told}: the times in the two machines' logs cannot be compared", _SET_CLOCKS, **figures)
     return ok("clock", f"its clock and ours agree to {max(abs(ahead_s), doubt_s):.2g} s", **figures)
 
 
@@ -167,21 +160,17 @@ def _bandwidth(checkup: Checkup, visitor: Visitor) -> Finding:
     try:
         probed = checkup.probe(ask)
     except Refused as error:
-        says = f"not measured: {error.text}"
-        return warn("bandwidth", says, "use the credentials of a site that may push")
+        return warn("bandwidth", f"not measured: {error.text}", "use the credentials of a site that may push")
     except Unreachable as error:
         if error.retry_after_s is None:
             raise
-        again = f"ask again in {error.retry_after_s:.0f} s"
-        return warn("bandwidth", f"not measured: {error.why}", again)
+        return warn("bandwidth", f"not measured: {error.why}", f"ask again in {error.retry_after_s:.0f} s")
     up, down = (float(way.bytes_per_s) if way is not None else 0.0 for way in (probed.up, probed.down))
     carried = [f"{way.bytes / 1e6:.3g} MB" if way is not None else "nothing" for way in (probed.up, probed.down)]
     figures = {"up_bytes_per_s": up, "down_bytes_per_s": down}
     if not (up and down):
-        says = (
-            f"only {carried[0]} of filler went up and {carried[1]} down in {visitor.limit_s:g} s: too little to measure"
-        )
-        return warn("bandwidth", says, "give more time: --seconds 10", **figures)
+        says = f"only {carried[0]} of filler went up and {carried[1]} down in {visitor.limit_s:g} s"
+        return warn("bandwidth", f"{says}: too little to measure", "give more time: --seconds 10", **figures)
     says = f"up {megabits(up)}, down {megabits(down)} on one connection ({carried[0]} and {carried[1]} of filler)"
     return ok("bandwidth", says, **figures)
 
@@ -332,6 +321,7 @@ def _tls(address: str, host: str, security: SecurityOptions, greeting: Greeting)
 
 _WANTS_ONE = "it may require a certificate: give site.tls_cert and site.tls_key"
 _TAKES_ANOTHER = "have site.tls_cert issued by the authority that the syncer trusts (its cluster.syncer.tls_ca)"
+_SET_CLOCKS = "set the clocks of both machines by NTP (chrony, systemd-timesyncd)"
 _RENEW = (
     "on the authority's machine: diloco certs issue DIR --syncer --host {host}; the syncer reloads its files itself"
 )
@@ -344,10 +334,8 @@ def _unverified(host: str, security: SecurityOptions, alert: str, facts: Facts |
         says = f"the syncer's certificate ended on {facts.ends:%Y-%m-%d %H:%M} UTC"
         return fail("tls", says, _RENEW.format(host=host), ends=facts.ends.isoformat())
     if facts is not None and now < facts.begins:
-        says = (
-            f"the syncer's certificate is valid from {facts.begins:%Y-%m-%d %H:%M} UTC only, and here it is {now:%H:%M}"
-        )
-        return fail("tls", says, "set the clocks of both machines by NTP (chrony, systemd-timesyncd)")
+        valid = f"valid from {facts.begins:%Y-%m-%d %H:%M} UTC only"
+        return fail("tls", f"the syncer's certificate is {valid}, and here it is {now:%H:%M}", _SET_CLOCKS)
     if "mismatch" in alert.lower():
         names = ", ".join(facts.hosts) if facts is not None else ""
         remedy = f"give one of these names, or: diloco certs issue DIR --syncer --host {host}"
@@ -364,8 +352,7 @@ def _alerted(address: str, security: SecurityOptions, alert: str) -> Finding:
     if "CERTIFICATE_REQUIRED" in alert:
         return fail("tls", "the syncer requires a certificate of this site", "give site.tls_cert and site.tls_key")
     if "UNKNOWN_CA" in alert or "BAD_CERTIFICATE" in alert or "CERTIFICATE_UNKNOWN" in alert:
-        what = f"the syncer does not trust the signer of {security.tls_cert or 'this end'}"
-        return fail("tls", what, _TAKES_ANOTHER)
+        return fail("tls", f"the syncer does not trust the signer of {security.tls_cert or 'this end'}", _TAKES_ANOTHER)
     if "CERTIFICATE_EXPIRED" in alert:
         return fail("tls", f"the syncer says: {security.tls_cert} has expired", "diloco certs issue DIR --site NAME")
     if "WRONG_VERSION_NUMBER" in alert or speaks_tls(address) is False:
@@ -388,9 +375,8 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
     except (CertificateError, OSError) as error:
         return [fail("files", f"site.tls_cert {security.tls_cert}: {error}", "diloco certs issue DIR --site NAME")]
     left = facts.ends - datetime.datetime.now(datetime.UTC)
-    says = (
-        f"certificate of {', '.join(facts.ids) or facts.subject}, good until {facts.ends:%Y-%m-%d} ({left.days} days)"
-    )
+    whose = ", ".join(facts.ids) or facts.subject
+    says = f"certificate of {whose}, good until {facts.ends:%Y-%m-%d} ({left.days} days)"
     remedy = f"on the authority's machine: diloco certs issue DIR --site {site_id}"
     if left < datetime.timedelta(0):
         says = f"site.tls_cert {security.tls_cert} ended on {facts.ends:%Y-%m-%d %H:%M} UTC"
@@ -404,13 +390,11 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
 
 # --- `diloco doctor --watch`: what is wrong with a run that is under way ---------------------------------------------
 
-HOLDS_S: Mapping[str, float] = MappingProxyType(
-    {
-        **{"SyncerAway": 120.0, "SiteSilent": 60.0, "SiteStale": 600.0, "LossDiverges": 600.0, "DiskFilling": 300.0},
-        **{"StandbyAway": 60.0, "StandbySlow": 600.0, "NoStandby": 1800.0, "StandbyDoesNotFollow": 120.0},
-        "CertificateExpires": 0.0,
-    }
-)
+HOLDS_S: Mapping[str, float] = {
+    **{"SyncerAway": 120.0, "SiteSilent": 60.0, "SiteStale": 600.0, "LossDiverges": 600.0, "DiskFilling": 300.0},
+    **{"StandbyAway": 60.0, "StandbySlow": 600.0, "NoStandby": 1800.0, "StandbyDoesNotFollow": 120.0},
+    "CertificateExpires": 0.0,
+}
 """How long a condition holds before it is reported.  These names, times and the thresholds below are those of the rules
 in ``configs/monitoring/alerts.yaml``; a certificate has no metric, so no rule."""
 OF_ANY = ("SyncerAway", "StandbyDoesNotFollow", "CertificateExpires")
@@ -431,9 +415,8 @@ def conditions(status: Mapping[str, Any], lowest: dict[str, float]) -> Iterator[
     if "unreachable" in status:
         yield fail("SyncerAway", status["unreachable"], "start it with the same command, or promote its standby")
     if status.get("role") == "standby" and (status["failed"] or not status["following"]):
-        yield fail(
-            "StandbyDoesNotFollow", standby_line(status), "if the syncer is lost for good: diloco standby promote"
-        )
+        remedy = "if the syncer is lost for good: diloco standby promote"
+        yield fail("StandbyDoesNotFollow", standby_line(status), remedy)
     limit = status.get("staleness_max", inf)  # A syncer of an earlier release does not report it.
     for name, site in status.get("sites", {}).items():
         heard_s, loss, behind = (site.get(key) for key in ("heard_seconds_ago", "loss", "staleness"))

@@ -146,8 +146,6 @@ def syncer_log(config: RunConfig, stack: ExitStack) -> EventLog:
     send_traces(whole_run or log, config, stack, notes=log)
     if whole_run is not None:
         stack.callback(whole_run.close)  # After the other log, which writes to it.
-    stack.callback(log.close)
-    if whole_run is not None:
         from diloco.config import build
         from diloco.learner.several_syncers import in_whole
 
@@ -158,4 +156,5 @@ def syncer_log(config: RunConfig, stack: ExitStack) -> EventLog:
             whole_run.emit(str(event["what"]), in_whole(fields, held) | {"of_syncer": index})
 
         log.follow(take)
+    stack.callback(log.close)
     return log

@@ -24,7 +24,6 @@ from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -256,8 +255,7 @@ def sections_now(found: Mapping[str, Status], why: str) -> list[str]:
 
     def rows_of(title: str, columns: Sequence[str], rows: list[dict[str, str]], note: str, none: str) -> str:
         told = [columns[0], *named, *columns[1:]]
-        picture = table(told, [[row[column] for column in told] for row in rows])
-        return section(title, "", picture, note, none)
+        return section(title, "", table(told, [[row[column] for column in told] for row in rows]), note, none)
 
     names = {region: each["upstream"]["site"] for region, each in known.items() if each.get("upstream")}
     below = {
@@ -348,15 +346,13 @@ def policy() -> str:
     )
 
 
-HEADERS = MappingProxyType(
-    {
-        "Cache-Control": "no-store",
-        "Cross-Origin-Resource-Policy": "same-origin",
-        "Referrer-Policy": "no-referrer",
-        "X-Accel-Buffering": "no",  # nginx passes events on as they come.
-        "X-Content-Type-Options": "nosniff",
-    }
-)
+HEADERS: Mapping[str, str] = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Accel-Buffering": "no",  # nginx passes events on as they come.
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -448,18 +444,11 @@ class _Server(BoundedServer):
 def served(dashboard: Dashboard, host: str, port: int) -> Iterator[str]:
     """Serve the page at ``host:port`` (0: a free port); yield its URL.  Raises ``OSError`` where it cannot listen."""
     server = _Server(host, port, dashboard)
-    threads = [
-        threading.Thread(target=target, name=name, daemon=True)
-        for name, target in (("dashboard", dashboard.run), ("dashboard-server", server.serve_forever))
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{server.server_address[1]}/"
-    finally:
-        dashboard.end()
-        server.shutdown()
-        server.socket.close()  # Its own ``server_close`` waits for viewers.
-        for thread in threads:
+    thread = threading.Thread(target=dashboard.run, name="dashboard", daemon=True)
+    thread.start()
+    with server.running("dashboard-server") as url:
+        try:
+            yield url
+        finally:
+            dashboard.end()
             thread.join(SEND_S)

@@ -23,13 +23,13 @@ import re
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.durable import lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 Event = dict[str, object]
 BEGIN = b'{"at": '
@@ -56,55 +56,12 @@ class LineWriter:
         self._write, self._missing = write, missing
         self._why = ""
         self._is_cut = False
-        self._path, self._file = Path(), -1
-        self._bytes_max = FILE_BYTES_MAX
-
-    @classmethod
-    def appending(cls, path: Path, missing: Callable[[int, str], str], bytes_max: int = FILE_BYTES_MAX) -> LineWriter:
-        """Return a writer that appends to ``path`` until ``close``, on a new line if the last one was cut short.
-
-        A file of ``bytes_max`` is renamed, and a new file begins.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = cls(lambda data: os.write(lines._file, data), missing)
-        lines._path, lines._bytes_max = path, bytes_max
-        lines._open()
-        return lines
 
     def write(self, line: str) -> None:
         """Write ``line``, which ends with a newline."""
-        if self._file >= 0:
-            with suppress(OSError):  # A file that cannot be moved or created again keeps growing.
-                here = os.fstat(self._file)
-                if here.st_size >= self._bytes_max:
-                    lock(self._file)  # Of the processes that share the file, only one moves it.
-                    if _is_at(here, self._path):
-                        *before, (number, _) = _files(self._path)
-                        self._path.replace(_older(self._path, number))
-                        for _, oldest in before[: -(FILES_MAX - 2)]:
-                            oldest.unlink(missing_ok=True)
-                if not _is_at(here, self._path):  # This process has moved it, or another one.
-                    self._open()
         self._catch_up()
         if self.left_out or not self._put(line):
             self.left_out += 1
-
-    def close(self) -> None:
-        """Write the last ``missing`` line, if the disk accepts it now, and close the file."""
-        self._catch_up()
-        if self._file >= 0:
-            os.close(self._file)
-
-    def _open(self) -> None:
-        before = self._file
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if before >= 0:
-            os.close(before)
-        self._is_cut = False
-        if size := os.fstat(self._file).st_size:
-            with self._path.open("rb") as there:
-                there.seek(size - 1)
-                self._is_cut = there.read(1) != b"\n"
 
     def _catch_up(self) -> None:
         if self.left_out and self._put(self._missing(self.left_out, self._why)):
@@ -126,6 +83,50 @@ class LineWriter:
         return True
 
 
+class FileLines(LineWriter):
+    """Appends lines to ``path`` until ``close``, on a new line if the last one was cut short.
+
+    A file of ``FILE_BYTES_MAX`` is renamed, and a new file begins.
+    """
+
+    def __init__(self, path: Path, missing: Callable[[int, str], str]) -> None:
+        super().__init__(lambda data: os.write(self._file, data), missing)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._file = path, -1
+        self._open()
+
+    def write(self, line: str) -> None:
+        """Write ``line``, which ends with a newline, into a new file if this one is full or was moved."""
+        with suppress(OSError):  # A file that cannot be moved or created again keeps growing.
+            here = os.fstat(self._file)
+            if here.st_size >= FILE_BYTES_MAX:
+                lock(self._file)  # Of the processes that share the file, only one moves it.
+                if _is_at(here, self._path):
+                    *before, (number, _) = _files(self._path)
+                    self._path.replace(_older(self._path, number))
+                    for _, oldest in before[: -(FILES_MAX - 2)]:
+                        oldest.unlink(missing_ok=True)
+            if not _is_at(here, self._path):  # This process has moved it, or another one.
+                self._open()
+        super().write(line)
+
+    def close(self) -> None:
+        """Write the last ``missing`` line, if the disk accepts it now, and close the file."""
+        self._catch_up()
+        os.close(self._file)
+
+    def _open(self) -> None:
+        before = self._file
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if before >= 0:
+            os.close(before)
+        self._is_cut = False
+        if size := os.fstat(self._file).st_size:
+            with self._path.open("rb") as there:
+                there.seek(size - 1)
+                self._is_cut = there.read(1) != b"\n"
+
+
 class EventLog:
     """Appends events to ``path`` in its own thread, so that the emitter never waits for a file.
 
@@ -141,7 +142,7 @@ class EventLog:
         self._left_out = 0
         self._lock = threading.RLock()  # A signal handler may emit while its own thread is emitting.
         self._followers = [also] if also is not None else []
-        self._lines = LineWriter.appending(path, self._not_written)
+        self._lines = FileLines(path, self._not_written)
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="event-log", daemon=True)
         self._thread.start()
@@ -177,8 +178,7 @@ class EventLog:
                     self.failures += 1
                     if self.failures == 1:
                         logging.getLogger(__name__).exception("a follower failed on an event")
-                        failed = self._event("note", {"note": "follower_failed", "why": repr(error)})
-                        self._lines.write(_line(failed))
+                        self._lines.write(_line(self._event("note", {"note": "follower_failed", "why": repr(error)})))
             with self._lock:
                 left_out, self._left_out = self._left_out, 0
             if left_out:

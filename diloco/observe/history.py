@@ -9,7 +9,7 @@ so that the events of a run that was killed at any point can be read.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class RunHistory:
         self.syncer_up = False
         """Whether all syncers are up."""
         self.run_tokens = 0
-        self._merged: dict[str, dict[str, int]] = {}
+        self._merged = defaultdict[str, Counter[str]](Counter)
         self.progress = 0.0
         self.rounds: deque[Round] = deque(maxlen=ROUNDS_MAX)
         self.num_rounds = 0
@@ -126,7 +126,7 @@ class RunHistory:
 
     def tokens_merged(self, site: str) -> int:
         """Return the tokens of ``site`` in published versions: the mean over all fragments, as in ``Status``."""
-        return sum(of.get(site, 0) for of in self._merged.values()) // self.num_fragments
+        return sum(of[site] for of in self._merged.values()) // self.num_fragments
 
     def bytes_data_parallel(self) -> int:
         """Return the bytes that data parallel would have sent for the steps made so far.
@@ -221,30 +221,24 @@ class RunHistory:
     def _on_fault(self, who: str, event: Event, now_s: float) -> None:
         fault = Fault(str(event.get("fault")), str(event.get("target")), now_s, number(event, "seconds"))
         self.faults.append(fault)
-        for site in self._hit_by(fault):
-            site.merges_since_fault = 0
-            if fault.target.startswith("link:"):
-                site.cut = fault.what if fault.seconds is not None else site.cut
-            elif fault.what == "stop" and fault.target == site.name:
-                site.frozen = True
+        self._hits(fault)
 
     def _on_healed(self, who: str, event: Event, now_s: float) -> None:
         for fault in self.faults:
-            if (fault.what, fault.target) != (event.get("fault"), event.get("target")) or fault.healed_s is not None:
-                continue
-            fault.healed_s = now_s
-            for site in self._hit_by(fault):
-                site.merges_since_fault = 0
-                if fault.target.startswith("link:"):
-                    site.cut = ""
-                elif fault.target == site.name:
-                    site.frozen = False
+            if (fault.what, fault.target) == (event.get("fault"), event.get("target")) and fault.healed_s is None:
+                fault.healed_s = now_s
+                self._hits(fault)
 
-    def _hit_by(self, fault: Fault) -> list[SiteHistory]:
-        """Return the sites that a fault cuts off, stops or ends: all of them when its target is a syncer."""
-        if is_syncer(fault.target):
-            return list(self.sites.values())
-        return [site for name, site in self.sites.items() if fault.target in (name, f"link:{name}")]
+    def _hits(self, fault: Fault) -> None:
+        """Take a fault's begin or end at the sites that it cuts off, stops or ends: all when its target is a syncer."""
+        begins = fault.healed_s is None
+        for name, site in self.sites.items():
+            if is_syncer(fault.target) or fault.target in (name, f"link:{name}"):
+                site.merges_since_fault = 0
+            if fault.target == f"link:{name}" and (fault.seconds is not None or not begins):
+                site.cut = fault.what if begins else ""
+            elif fault.target == name and (fault.what == "stop" or not begins):
+                site.frozen = begins
 
     def _count_wire(self, now_s: float) -> None:
         """Add a point to the chart of bytes, once a second: a sum over all sites for each event would take too long."""
@@ -262,10 +256,9 @@ class RunHistory:
             site.left_with = None  # Some merged tokens may be lost by the restore.
         held = event.get("held")
         if isinstance(held, list):
-            merged: dict[str, int] = {}
+            self._merged.clear()
             for name, _, tokens, _ in held:
-                merged[str(name)] = merged.get(str(name), 0) + int(tokens)
-            self._merged = {who: merged}
+                self._merged[who][str(name)] += int(tokens)
         self.run_tokens = whole(event, "run_tokens")
         self.lineage = whole(event, "lineage")
         self._take_versions(event)
@@ -282,7 +275,7 @@ class RunHistory:
         if "tokens_merged" in event:  # Earlier releases lack it: count on from the published versions.
             merged = mapping(event, "tokens_merged")
             self._merged.pop("restore", None)
-            self._merged[who] = {site: whole(merged, site) for site in merged}
+            self._merged[who] = Counter({site: whole(merged, site) for site in merged})
         self.ending = None
         self._ended.pop(who, None)
         if event.get("ending") is not None:  # The run had ended before this start: no more events follow.
@@ -302,8 +295,7 @@ class RunHistory:
         done.weights = {name: float(weight) for name, weight in mapping(event, "sites").items()}
         done.staleness = {name: int(value) for name, value in mapping(event, "staleness").items()}
         done.norm, done.seconds = number(event, "norm"), number(event, "seconds")
-        known = self._round(fragment, version)
-        if known is None:
+        if self.round(fragment, version) is None:
             self.rounds.append(done)
             for name in done.weights:
                 site = self.site(name)
@@ -320,14 +312,13 @@ class RunHistory:
             self.num_rounds += version - self.versions[fragment]
             self._moves(who, fragment, now_s)
             self.versions[fragment] = version
-            merged = self._merged.setdefault(who, {})
             for name, counts in mapping(event, "merged").items():
                 if isinstance(counts, list) and counts:
-                    merged[name] = merged.get(name, 0) + int(counts[0])
+                    self._merged[who][name] += int(counts[0])
         self._downlinks[fragment] = whole(event, "bytes")
         self.run_tokens = max(self.run_tokens, whole(event, "run_tokens"))
         self.progress = max(self.progress, whole(event, "progress_ppm") / 1e6)
-        round_ = self._round(fragment, version)
+        round_ = self.round(fragment, version)
         if round_ is not None:
             round_.published_s = now_s
 
@@ -344,7 +335,7 @@ class RunHistory:
             self.unmoved_s = max(self.unmoved_s, now_s - (self._moved_s or self.first_step_s))
         self._moved_s = now_s
 
-    def _round(self, fragment: int, version: int) -> Round | None:
+    def round(self, fragment: int, version: int) -> Round | None:
         """Return the round that made this version, if known; an outer step repeated by a restart is the same round."""
         recent = (self.rounds[-1 - back] for back in range(min(len(self.rounds), 256)))
         wanted = (self.lineage, fragment, version)
@@ -376,18 +367,14 @@ class RunHistory:
             site.incarnation = incarnation
         site.joined = site.connected = True
         site.reported = {name: whole(event, name) for name in event if name.startswith("tokens_")}
-        site.step, site.tokens = step, whole(event, "tokens_processed")
-        site.tokens_per_s, site.loss = number(event, "tokens_per_s") or 0.0, number(event, "loss")
-        if site.loss is not None:
-            site.losses.add(now_s, site.tokens, site.loss)
+        site.trained(now_s, event, whole(event, "tokens_processed"))
         site.base_versions |= versions_in(event)
-        step_s = number(event, "step_s") or 0.0
         site.meters[incarnation] = {
             "inner_steps": max(step - site.step_before, 0),
             "train_s": train_s,
             "stall_s": number(event, "stall_s") or 0.0,
             **traffic,
-            **dict.fromkeys(("step_s_p50", "step_s_p95", "step_s_max"), step_s),
+            **dict.fromkeys(("step_s_p50", "step_s_p95", "step_s_max"), number(event, "step_s") or 0.0),
         }
         self._count_wire(now_s)
 
@@ -412,13 +399,8 @@ class RunHistory:
         site = self.site(who)
         site.has_own_events = True
         self._steps(now_s)
-        site.step = whole(event, "step")
         # Steps repeated after a restart count again: these are tokens read, so the trainer's own total is not used.
-        site.tokens += whole(event, "tokens")
-        site.tokens_per_s = number(event, "tokens_per_s") or 0.0
-        site.loss = number(event, "loss")
-        if site.loss is not None:
-            site.losses.add(now_s, site.tokens, site.loss)
+        site.trained(now_s, event, site.tokens + whole(event, "tokens"))
 
     def _on_joined(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
@@ -482,8 +464,7 @@ class RunHistory:
                 else:
                     self.standstills.append(Standstill(who, fragment, now_s - (number(event, "seconds") or 0.0), why))
             case "refused":
-                refused, reason = self.site(site).refused, str(event.get("reason"))
-                refused[reason] = refused.get(reason, 0) + 1
+                self.site(site).refused[str(event.get("reason"))] += 1
             case "site_joined":
                 self.site(site).left = False
                 if self.by_hand:  # No ``up`` says when a process ends: at the latest when the next begins.
@@ -513,8 +494,7 @@ class RunHistory:
                     if self.whole_at:
                         self._take_versions({"fragments": [fragment], "versions": [version]})
                         self.site(who).merges += len(sequences)
-                        merged = self._merged.setdefault(who, {})
-                        merged[who] = merged.get(who, 0) + tokens
+                        self._merged[who][who] += tokens
             case "pushed" if event.get("outcome") == "accepted":
                 self.bytes_fp32 += self._fragment_bytes(event)
             case "pushed" | "fate" if event.get("reason") in DISCARDING:
@@ -525,7 +505,6 @@ class RunHistory:
                 ledger = {name.removeprefix("tokens_"): value for name, value in mapping(event, "ledger").items()}
                 done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
                 self.site(who).done = self.site(who).left_with = done
-                self.site(who).done_reason = str(event.get("reason", ""))
 
 
 def versions_in(event: Mapping[str, object]) -> dict[int, int]:
@@ -676,7 +655,7 @@ class SiteHistory:
     restarts: int = 0
     merges: int = 0
     merges_since_fault: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
     tokens_discarded: int = 0
     sealed: dict[tuple[int, int], int] = field(default_factory=dict)
     """The tokens of each update without a fate, by fragment and sequence."""
@@ -697,8 +676,14 @@ class SiteHistory:
     """The ledger of its last process that reported one.
 
     It holds until another process trains, which has joined first, or until the run is restored."""
-    done_reason: str = ""
     left: bool = False
+
+    def trained(self, now_s: float, event: Event, tokens: int) -> None:
+        """Take the step, speed and loss of an event by which the site has read ``tokens`` in all."""
+        self.step, self.tokens = whole(event, "step"), tokens
+        self.tokens_per_s, self.loss = number(event, "tokens_per_s") or 0.0, number(event, "loss")
+        if self.loss is not None:
+            self.losses.add(now_s, tokens, self.loss)
 
     def meter(self, name: str) -> float:
         """Return the sum of a meter's field over all incarnations."""

@@ -23,9 +23,9 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +35,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diloco.config.errors import ConfigError
-from diloco.config.schema import RunConfig
 from diloco.observe.history import FP32_BYTES, mapping
 from diloco.observe.text import number, whole
 from diloco.sync.options import PROTOCOL
@@ -46,15 +45,16 @@ from diloco.wire.door import Gate, TurnedAway, WaitingRoom
 from diloco.wire.messages import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from prometheus_client.metrics_core import Metric
 
+    from diloco.config.schema import RunConfig
     from diloco.observe.eventlog import Event
 
 
-Labels = TypeVar("Labels", bound="tuple[str, ...]")
+T = TypeVar("T")
 Kind = TypeVar("Kind", GaugeMetricFamily, CounterMetricFamily)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 LINKS = (
@@ -71,6 +71,7 @@ PAGES_MAX = 8
 """Maximum number of pages made and sent at once; at most half of them for one address."""
 REQUEST_S = 5.0
 ANSWER_S = 15.0
+STOP_S = 10.0
 VERSIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0)
 
 
@@ -101,10 +102,19 @@ class Page(Collector):
             yield from list(self._families())
 
 
-def _family(kind: type[Kind], name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> Kind:
-    """Return a family with one value for each set of labels; ``_total`` is added to a counter's name."""
+def _labelled(values: Mapping[Any, T] | T | None) -> dict[tuple[str, ...], T]:
+    """Return ``values`` by their labels: a text is one label, a value alone has none, and None is no value."""
+    if not isinstance(values, Mapping):
+        return {} if values is None else {(): values}
+    return {(key,) if isinstance(key, str) else key: value for key, value in values.items()}
+
+
+def _family(
+    kind: type[Kind], name: str, meaning: str, values: Mapping[Any, float] | float | None, *labels: str
+) -> Kind:
+    """Return a family with the values of ``_labelled``; ``_total`` is added to a counter's name."""
     family = kind(f"diloco_{name}", meaning, labels=labels)
-    for key, value in values.items():
+    for key, value in _labelled(values).items():
         family.add_metric(key, value)
     return family
 
@@ -113,10 +123,10 @@ gauge = partial(_family, GaugeMetricFamily)
 counter = partial(_family, CounterMetricFamily)
 
 
-def histogram(name: str, meaning: str, values: Mapping[Labels, Spread], *labels: str) -> HistogramMetricFamily:
-    """Return a histogram with one ``Spread`` for each set of labels."""
+def histogram(name: str, meaning: str, values: Mapping[Any, Spread] | Spread, *labels: str) -> HistogramMetricFamily:
+    """Return a histogram with the spreads of ``_labelled``."""
     family = HistogramMetricFamily(f"diloco_{name}", meaning, labels=labels)
-    for key, spread in values.items():
+    for key, spread in _labelled(values).items():
         bounds = [*map(str, spread.bounds), "+Inf"]
         family.add_metric(key, list(zip(bounds, accumulate(spread.counts), strict=True)), spread.sum)
     return family
@@ -128,9 +138,8 @@ def about(config: RunConfig) -> Iterator[Metric]:
     yield InfoMetricFamily("diloco_build", "Version of the program, and the protocol that it speaks.", build)
     model = f"{config.model.layers}x{config.model.dim}"
     run = {"run": config.run.name or "", "model": model, "mode": config.outer.adopt}
-    yield InfoMetricFamily(
-        "diloco_run", "The run: its name, its model's layers x width, how versions are adopted.", run
-    )
+    meaning = "The run: its name, its model's layers x width, how versions are adopted."
+    yield InfoMetricFamily("diloco_run", meaning, run)
 
 
 class _Handler(MetricsHandler):
@@ -178,8 +187,21 @@ class BoundedServer(socketserver.ThreadingTCPServer):
 
     def __init__(self, host: str, port: int, handler: Callable[..., Any], connections_max: int) -> None:
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._host = f"[{host}]" if ":" in host else host
         self._places = threading.BoundedSemaphore(connections_max)
         super().__init__((host, port), handler)
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[str]:
+        """Serve in a thread ``name``, which ends with the context; yield the URL."""
+        thread = threading.Thread(target=self.serve_forever, name=name, daemon=True)
+        thread.start()
+        try:
+            yield f"http://{self._host}:{self.server_address[1]}/"
+        finally:
+            self.shutdown()
+            self.server_close()
+            thread.join(STOP_S)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Return whether one more connection is allowed."""
@@ -246,16 +268,8 @@ def page_at(
         )
     except OSError as error:
         raise ConfigError(f"{key} is {text!r}: cannot listen there: {error.strerror or error}") from error
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    try:
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{server.server_address[1]}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
-        server.stalls.close()
-        thread.join(10.0)
+    with closing(server.stalls), server.running("metrics") as url:
+        yield f"{url}metrics"
 
 
 # --- A site's page of metrics, from its own events and its newest checkpoint -----------------------------------------
@@ -273,9 +287,9 @@ class SiteMetrics:
         self._last: dict[str, Event] = {}
         """The latest event of each kind whose fields are totals or the present state."""
         self._step_s = Spread(SECONDS)
-        self._pushes: dict[str, int] = {}
-        self._canaries: dict[str, int] = {}
-        self._raw = {"up": 0, "down": 0}
+        self._pushes = Counter[str]()
+        self._canaries = Counter[str]()
+        self._raw = {("up", "update"): 0, ("down", "version"): 0}
         self._connected = False
         self._out_of_reach: set[object] = set()
         """Of several syncers: the numbers of those that are lost."""
@@ -294,11 +308,11 @@ class SiteMetrics:
                     self._norm = number(event, "norm")
                 case "pushed":
                     outcome = str(event.get("outcome"))
-                    self._pushes[outcome] = self._pushes.get(outcome, 0) + 1
+                    self._pushes[outcome] += 1
                     if outcome == "accepted":
-                        self._raw["up"] += FP32_BYTES * self._numels[whole(event, "fragment")]
+                        self._raw["up", "update"] += FP32_BYTES * self._numels[whole(event, "fragment")]
                 case "fetched":
-                    self._raw["down"] += FP32_BYTES * self._numels[whole(event, "fragment")]
+                    self._raw["down", "version"] += FP32_BYTES * self._numels[whole(event, "fragment")]
                 case "connected":
                     self._out_of_reach.discard(event.get("of_syncer"))
                     self._connected = not self._out_of_reach
@@ -308,7 +322,7 @@ class SiteMetrics:
                     self._disconnects += 1
                 case "canary":
                     outcome = {True: "same", False: "different"}.get(event.get("same"), "failed")  # type: ignore[call-overload]
-                    self._canaries[outcome] = self._canaries.get(outcome, 0) + 1
+                    self._canaries[outcome] += 1
 
     def families(self) -> Iterator[Metric]:
         """Yield all metrics as of now."""
@@ -318,38 +332,40 @@ class SiteMetrics:
         yield from self._of_checkpoint()
 
     def _of_events(self) -> Iterator[Metric]:
-        site, moves = (self._site,), ("site", "direction", "kind")
-        yield histogram("site_step_duration_seconds", "Time that an inner step took.", {site: self._step_s}, "site")
+        of, moves = self._of_site, ("direction", "kind")
+        yield of(histogram, "site_step_duration_seconds", "Time that an inner step took.", self._step_s)
         if (step := self._last.get("step")) is not None:
             for name, key, meaning in (
                 ("site_step_loss_nats", "loss", "Loss of the latest step, in nats per token."),
                 ("site_grad_norm", "grad_norm", "Norm of its gradient, before clipping."),
                 ("site_learning_rate", "lr", "Its learning rate."),
             ):
-                value = number(step, key)
-                yield gauge(name, meaning, {} if value is None else {site: value}, "site")
+                yield of(gauge, name, meaning, number(step, key))
         if (meter := self._last.get("meter")) is not None:
             train_s, stall_s = number(meter, "train_s") or 0.0, number(meter, "stall_s") or 0.0
-            spent = {(*site, "compute"): max(0.0, train_s - stall_s), (*site, "sync_wait"): stall_s}
-            yield counter("site_time_seconds", "Time of the training loop, by its use.", spent, "site", "state")
-            in_flight = {site: whole(meter, "in_flight")}
-            yield gauge("site_updates_in_flight", "Updates sent whose fate is not known here.", in_flight, "site")
-            up, down = whole(meter, "bytes_up"), whole(meter, "bytes_down")
-            moved = {(*site, "up", "update"): up, (*site, "down", "version"): down}
-            yield counter("wan_bytes", "Bytes of updates sent and versions received, re-sent ones too.", moved, *moves)
-            for family, key, scale, meaning in LINKS:
+            spent = {"compute": max(0.0, train_s - stall_s), "sync_wait": stall_s}
+            yield of(counter, "site_time_seconds", "Time of the training loop, by its use.", spent, "state")
+            meaning = "Updates sent whose fate is not known here."
+            yield of(gauge, "site_updates_in_flight", meaning, whole(meter, "in_flight"))
+            moved = {("up", "update"): whole(meter, "bytes_up"), ("down", "version"): whole(meter, "bytes_down")}
+            meaning = "Bytes of updates sent and versions received, re-sent ones too."
+            yield of(counter, "wan_bytes", meaning, moved, *moves)
+            for name, key, scale, meaning in LINKS:
                 value = number(meter, f"link_{key}")
-                yield gauge(family, meaning, {site: value * scale} if value else {}, "site")
-        raw = {(*site, "up", "update"): self._raw["up"], (*site, "down", "version"): self._raw["down"]}
-        yield counter("wan_raw_bytes", "Bytes of the same updates and versions in fp32.", raw, *moves)
-        pushes = {(*site, outcome): count for outcome, count in self._pushes.items()}
-        yield counter("site_pushes", "Answers to updates that were sent.", pushes, "site", "outcome")
-        canaries = {(*site, outcome): count for outcome, count in self._canaries.items()}
-        yield counter("canaries", "Canaries by what they found: same, different, failed.", canaries, "site", "outcome")
-        yield gauge("site_connected", "1 while the site hears the syncer.", {site: float(self._connected)}, "site")
-        yield counter("site_disconnects", "Times that the site lost the syncer.", {site: self._disconnects}, "site")
+                yield of(gauge, name, meaning, value * scale if value else None)
+        yield of(counter, "wan_raw_bytes", "Bytes of the same updates and versions in fp32.", self._raw, *moves)
+        yield of(counter, "site_pushes", "Answers to updates that were sent.", self._pushes, "outcome")
+        meaning = "Canaries by what they found: same, different, failed."
+        yield of(counter, "canaries", meaning, self._canaries, "outcome")
+        yield of(gauge, "site_connected", "1 while the site hears the syncer.", float(self._connected))
+        yield of(counter, "site_disconnects", "Times that the site lost the syncer.", self._disconnects)
         if self._norm is not None:
-            yield gauge("pseudo_gradient_norm", "Norm of the latest update.", {site: self._norm}, "site")
+            yield of(gauge, "pseudo_gradient_norm", "Norm of the latest update.", self._norm)
+
+    def _of_site(self, family: Callable[..., Metric], name: str, meaning: str, values: Any, *labels: str) -> Metric:
+        """Return a family with the site as its first label."""
+        of_site = {(self._site, *key): value for key, value in _labelled(values).items()}
+        return family(name, meaning, of_site, "site", *labels)
 
     def _of_checkpoint(self) -> Iterator[Metric]:
         """Yield the metrics of the newest whole checkpoint: it gets its name only once it is durable."""
@@ -361,9 +377,8 @@ class SiteMetrics:
                 at, size = path.stat().st_mtime, sum(file.stat().st_size for file in path.iterdir())
             except FileNotFoundError:
                 continue  # A newer one has just replaced it.
-            site = (self._site,)
-            yield gauge("checkpoint_timestamp_seconds", "When the newest checkpoint was written.", {site: at}, "site")
-            yield gauge("checkpoint_bytes", "Its size.", {site: size}, "site")
+            yield self._of_site(gauge, "checkpoint_timestamp_seconds", "When the newest checkpoint was written.", at)
+            yield self._of_site(gauge, "checkpoint_bytes", "Its size.", size)
             return
 
 
@@ -379,6 +394,14 @@ PRESENT = (
     ("site_stall_ratio", "stall_share", "Share of the site's time spent in the outer exchange, 0 to 1."),
 )
 """Reported for present sites only: the last values of a site that is gone would stay for ever."""
+OF_RUN = (
+    ("syncer_epoch", "epoch", "Rises with every start, and by a million or more when a standby is promoted."),
+    ("run_lineage", "lineage", "1, or of a restored run a Unix time or one more than before."),
+    ("syncer_disk_free_bytes", "disk_free_bytes", "Free space on the disk of the syncer's data."),
+    ("syncer_memory_bytes_max", "memory_bytes_max", "Memory that the run may take at the syncer at most."),
+    ("staleness_max_versions", "staleness_max", "Versions that an update may be behind: outer.staleness_max."),
+    ("run_progress_ratio", "progress", "Share of the run that is done, 0 to 1."),
+)
 STAGES = ("receive", "read", "fused", "digest", "publish")
 """The stages of a round, as in ``syncer.outer_step.RoundCosts``."""
 SITE_COUNTERS = (
@@ -437,47 +460,34 @@ class SyncerMetrics:
         yield from _of_safety(status, self._config.cluster.syncer.backup_every_s)
 
     def _of_events(self) -> Iterator[Metric]:
-        stale = {(site,): spread for site, spread in self._staleness.items()}
-        yield histogram("update_staleness_versions", "Age of merged updates, in versions.", stale, "site")
-        weights = {(site,): weight for site, weight in self._weights.items()}
-        yield gauge("update_weight_ratio", "Weight in the latest outer step.", weights, "site")
-        yield histogram("outer_step_duration_seconds", "Time that an outer step took.", {(): self._step_s})
-        stages = {(stage,): spread for stage, spread in self._stage_s.items()}
+        yield histogram("update_staleness_versions", "Age of merged updates, in versions.", self._staleness, "site")
+        yield gauge("update_weight_ratio", "Weight in the latest outer step.", self._weights, "site")
+        yield histogram("outer_step_duration_seconds", "Time that an outer step took.", self._step_s)
         meaning = "Time of one stage of a round: receive, read, fused (decode, merge, step, encode), digest, publish."
-        yield histogram("round_stage_duration_seconds", meaning, stages, "stage")
-        yield histogram("snapshot_duration_seconds", "Time that a snapshot took to be durable.", {(): self._snapshot_s})
+        yield histogram("round_stage_duration_seconds", meaning, self._stage_s, "stage")
+        yield histogram("snapshot_duration_seconds", "Time that a snapshot took to be durable.", self._snapshot_s)
         if self._norm is not None:
-            yield gauge("merged_pseudo_gradient_norm", "Norm of the latest merged pseudo-gradient.", {(): self._norm})
+            yield gauge("merged_pseudo_gradient_norm", "Norm of the latest merged pseudo-gradient.", self._norm)
         if self._snapshot is not None:
             at, size = self._snapshot
-            yield gauge("snapshot_timestamp_seconds", "When the latest snapshot was durable.", {(): at})
-            yield gauge("snapshot_bytes", "Its size.", {(): size})
+            yield gauge("snapshot_timestamp_seconds", "When the latest snapshot was durable.", at)
+            yield gauge("snapshot_bytes", "Its size.", size)
 
 
 def _of_run(status: Standing) -> Iterator[Metric]:
     versions = sum(fragment["version"] for fragment in status["fragments"])
-    yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
+    yield gauge("outer_version", "Outer steps published, over all fragments.", versions)
     ready = float(not status["not_ready"])
-    yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", {(): ready})
-    meaning = "Rises with every start, and by a million or more when a standby is promoted."
-    yield gauge("syncer_epoch", meaning, {(): status["epoch"]})
-    lineage = status["lineage"]
-    yield gauge("run_lineage", "1, or of a restored run a Unix time or one more than before.", {(): lineage})
-    if lineage > 1:
-        yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", {(): lineage})
-    for name, key, meaning in (
-        ("syncer_disk_free_bytes", "disk_free_bytes", "Free space on the disk of the syncer's data."),
-        ("syncer_memory_bytes_max", "memory_bytes_max", "Memory that the run may take at the syncer at most."),
-        ("staleness_max_versions", "staleness_max", "Versions that an update may be behind: outer.staleness_max."),
-    ):
-        yield gauge(name, meaning, {} if status[key] is None else {(): status[key]})
-    yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
-    yield counter("run_tokens", "Tokens in the published model.", {(): status["run_tokens"]})
+    yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", ready)
+    for name, key, meaning in OF_RUN:
+        yield gauge(name, meaning, status[key])
+    if (lineage := status["lineage"]) > 1:
+        yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", lineage)
+    yield counter("run_tokens", "Tokens in the published model.", status["run_tokens"])
     meaning = "Updates refused before they were accepted; outcome is the reason, or the field that was wrong."
-    early = {(why,): count for why, count in status["refused_at_the_door"].items()}
-    yield counter("refused_at_the_door", meaning, early, "outcome")
+    yield counter("refused_at_the_door", meaning, status["refused_at_the_door"], "outcome")
     if (units := status["units"]) is not None:
-        places = {(place,): float(units[place]) for place in ("merged", "partly", "in_hand", "given_back")}
+        places = {place: float(units[place]) for place in ("merged", "partly", "in_hand", "given_back")}
         meaning = "Units of the data that were ever leased, by where they are: merged, partly, in_hand or given_back."
         yield gauge("data_units", meaning, places, "place")
         for name, meaning in (
@@ -485,46 +495,43 @@ def _of_run(status: Standing) -> Iterator[Metric]:
             ("reissued", "Units leased again, after their site was gone or had given them up."),
             ("repeated", "Units merged again, or drawn again by a site that had no other."),
         ):
-            yield counter(f"data_units_{name}", meaning, {(): units[name]})
+            yield counter(f"data_units_{name}", meaning, units[name])
     calls = status["calls"]
-    codes = {name.removeprefix("refused_"): count for name, count in calls.items() if name.startswith("refused_")}
-    refused = {(code.upper(),): count for code, count in codes.items()}
-    yield counter("calls_refused", "Calls refused, by gRPC's code.", refused, "code")
+    refused = [name for name in calls if name.startswith("refused_")]
+    codes = {name.removeprefix("refused_").upper(): calls[name] for name in refused}
+    yield counter("calls_refused", "Calls refused, by gRPC's code.", codes, "code")
     for name, key, meaning in (
         ("calls_failed", "internal", "Calls that met a defect of the syncer."),
         ("calls_broken_off", "broken_off", "Streams whose other end went away."),
         ("connections_hung_up", "hung_up", "Idle connections that were closed to make room for others."),
     ):
-        yield counter(name, meaning, {(): calls.get(key, 0)})
-    moved = {("up",): calls.get("payload_bytes_in", 0), ("down",): calls.get("payload_bytes_out", 0)}
+        yield counter(name, meaning, calls.get(key, 0))
+    moved = {"up": calls.get("payload_bytes_in", 0), "down": calls.get("payload_bytes_out", 0)}
     yield counter("syncer_payload_bytes", "Payload that came from sites (up) and went to them.", moved, "direction")
 
 
 def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
-    states: dict[tuple[str, ...], float] = {}
-    fates: dict[tuple[str, ...], float] = {}
+    fates: dict[tuple[str, str], float] = {}
     for name, site in sites.items():
-        states[site["status"],] = states.get((site["status"],), 0) + 1
         fates[name, "merged"] = site["updates_merged"]
         fates |= {(name, reason): count for reason, count in site["updates_refused"].items()}
-    yield gauge("sites", "Sites by their state.", states, "state")
+    yield gauge("sites", "Sites by their state.", Counter(site["status"] for site in sites.values()), "state")
     yield counter("updates", "Accepted updates by their fate: merged, or the reason.", fates, "site", "outcome")
-    restarts = {(name,): site["incarnation"] - 1 for name, site in sites.items()}
+    restarts = {name: site["incarnation"] - 1 for name, site in sites.items()}
     yield counter("site_restarts", "Processes that have joined as the site, less one.", restarts, "site")
-    undecided = _told(sites, "undecided")
-    yield gauge("site_updates_undecided", "Accepted updates of the site without a fate.", undecided, "site")
-    held = {(name,): [float(each["seconds"]) for each in site["held"]] for name, site in sites.items()}
+    meaning = "Accepted updates of the site without a fate."
+    yield gauge("site_updates_undecided", meaning, _told(sites, "undecided"), "site")
+    held = {name: [float(each["seconds"]) for each in site["held"]] for name, site in sites.items()}
     meaning = "Updates that wait for an operator's decision: diloco admit, diloco refuse."
-    yield gauge("updates_held", meaning, {key: len(seconds) for key, seconds in held.items()}, "site")
-    longest = {key: max(seconds, default=0.0) for key, seconds in held.items()}
+    yield gauge("updates_held", meaning, {name: len(seconds) for name, seconds in held.items()}, "site")
+    longest = {name: max(seconds, default=0.0) for name, seconds in held.items()}
     yield gauge("update_held_seconds", "Seconds that the oldest of them has waited.", longest, "site")
     present = {name: site for name, site in sites.items() if site["status"] not in GONE}
     for family, key, meaning in PRESENT:
         yield gauge(family, meaning, _told(present, key), "site")
     links = {name: site["link"] for name, site in present.items() if site.get("link")}
     for family, key, scale, meaning in LINKS:
-        measured = {(name,): link[key] * scale for name, link in links.items() if link[key]}
-        yield gauge(family, meaning, measured, "site")
+        yield gauge(family, meaning, {name: link[key] * scale for name, link in links.items() if link[key]}, "site")
     for family, key, meaning in SITE_COUNTERS:
         yield counter(family, meaning, _told(sites, key), "site")
     now = time.time()
@@ -535,68 +542,59 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
 def _of_safety(status: Standing, backup_every_s: float) -> Iterator[Metric]:
     """Yield the state of backups, the standby, the files for authentication, and the lease; none where one is off."""
     if (backup := status["backup"]) is not None:
-        yield gauge("backup_failing", "1 while the latest backup failed.", {(): float(bool(backup["failing"]))})
-        yield gauge("backup_interval_seconds", "How often a backup is made.", {(): backup_every_s})
+        yield gauge("backup_failing", "1 while the latest backup failed.", float(bool(backup["failing"])))
+        yield gauge("backup_interval_seconds", "How often a backup is made.", backup_every_s)
         meaning = "Seconds since the last good backup of this process; before its first, since it began."
-        yield gauge("backup_age_seconds", meaning, {(): backup["without_s"]})
+        yield gauge("backup_age_seconds", meaning, backup["without_s"])
         if (age_s := backup["age_s"]) is not None:
-            good = time.time() - age_s
-            yield gauge("backup_timestamp_seconds", "Time of this process's last good backup.", {(): good})
+            yield gauge("backup_timestamp_seconds", "Time of this process's last good backup.", time.time() - age_s)
     if (replication := status["replication"])["mode"] != "off":
         for name, meaning in (
             ("following", "1 while a standby is heard."),
             ("detached", "1 while the run continues on one disk and waits for no standby."),
             ("slow", "1 while the syncer hears the standby but does not wait for it, since it takes too long."),
         ):
-            yield gauge(f"replication_{name}", meaning, {(): float(replication[name])})
+            yield gauge(f"replication_{name}", meaning, float(replication[name]))
         away_s = replication["away_seconds"] or 0.0
-        yield gauge("replication_away_seconds", "Seconds without a standby; 0 while one is heard.", {(): away_s})
+        yield gauge("replication_away_seconds", "Seconds without a standby; 0 while one is heard.", away_s)
         if (behind := replication["behind_bytes"]) is not None:
             meaning = "Bytes of the journal that the standby lacks, while both write the same segment."
-            yield gauge("replication_behind_bytes", meaning, {(): behind})
-    complaints = len(status["identity_complaints"])
+            yield gauge("replication_behind_bytes", meaning, behind)
     meaning = "Files of certificates, tokens or permissions that cannot be used now."
-    yield gauge("identity_complaints", meaning, {(): complaints})
+    yield gauge("identity_complaints", meaning, len(status["identity_complaints"]))
     if (lease := status["lease"]) is not None:
         for name, key, meaning in (
             ("lease_valid", "valid", "1 while this process leads the run."),
             ("lease_trouble", "trouble", "1 while the lease cannot be renewed; diloco status says why."),
             ("lease_heir", "heir", "1 while a standby takes over by itself if this process ends."),
         ):
-            yield gauge(name, meaning, {(): float(bool(lease[key]))})
+            yield gauge(name, meaning, float(bool(lease[key])))
         renewed = time.time() - lease["renewed_seconds_ago"]
-        yield gauge("lease_renewed_timestamp_seconds", "When the lease was renewed last.", {(): renewed})
+        yield gauge("lease_renewed_timestamp_seconds", "When the lease was renewed last.", renewed)
 
 
-def _told(sites: Mapping[str, Standing], key: str) -> dict[tuple[str, ...], float]:
+def _told(sites: Mapping[str, Standing], key: str) -> dict[str, float]:
     """Return one figure by site, for the sites that have reported it."""
-    return {(name,): float(site[key]) for name, site in sites.items() if site[key] is not None}
+    return {name: float(site[key]) for name, site in sites.items() if site[key] is not None}
 
 
 # --- A standby's page of metrics, until it is promoted and the syncer's page replaces it at the same address ---------
 
 
-@dataclass(frozen=True, slots=True)
-class StandbyMetrics:
-    """Makes the page from the standby's status."""
-
-    config: RunConfig
-    status: Callable[[], dict[str, Any]]
-
-    def families(self) -> Iterator[Metric]:
-        """Yield all metrics as of now."""
-        yield from about(self.config)
-        status = self.status()
-        following, failed = float(status["following"]), float(status["failed"] is not None)
-        yield gauge("standby_following", "1 while this standby follows the syncer.", {(): following})
-        yield gauge("standby_failed", "1 when it can no longer follow; diloco status says why.", {(): failed})
-        heard = time.time() - status["heard_seconds_ago"]
-        yield gauge("standby_heard_timestamp_seconds", "When it last heard the syncer, or was started.", {(): heard})
-        behind = status["turns_behind"]
-        yield gauge("standby_turns_behind", "Turns that are durable here and to be carried out.", {(): behind})
-        versions = sum(status["versions"])
-        yield gauge("standby_outer_version", "Outer steps carried out here, over all fragments.", {(): versions})
-        if (lease := status["lease"]) is not None:
-            heir, read = float(lease["is_heir"]), float(lease["trouble"] is None)
-            yield gauge("standby_is_heir", "1 while it takes over by itself if the lease runs out.", {(): heir})
-            yield gauge("standby_lease_readable", "1 while it sees what the lease says.", {(): read})
+def standby_metrics(config: RunConfig, status: Callable[[], dict[str, Any]]) -> Iterator[Metric]:
+    """Yield all metrics as of now, from the standby's ``status``."""
+    yield from about(config)
+    standing = status()
+    for name, value, meaning in (
+        ("following", float(standing["following"]), "1 while this standby follows the syncer."),
+        ("failed", float(standing["failed"] is not None), "1 when it can no longer follow; diloco status says why."),
+        ("turns_behind", standing["turns_behind"], "Turns that are durable here and to be carried out."),
+        ("outer_version", sum(standing["versions"]), "Outer steps carried out here, over all fragments."),
+    ):
+        yield gauge(f"standby_{name}", meaning, value)
+    heard = time.time() - standing["heard_seconds_ago"]
+    yield gauge("standby_heard_timestamp_seconds", "When it last heard the syncer, or was started.", heard)
+    if (lease := standing["lease"]) is not None:
+        heir, read = float(lease["is_heir"]), float(lease["trouble"] is None)
+        yield gauge("standby_is_heir", "1 while it takes over by itself if the lease runs out.", heir)
+        yield gauge("standby_lease_readable", "1 while it sees what the lease says.", read)

@@ -49,20 +49,13 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """A horizontal line to compare with."""
-
-    label: str
-    y: float
-
-
-@dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis's label and scale; ``show`` makes a tick's text."""
+    """An axis's label and scale; ``show`` makes a tick's text.  ``time``: in seconds from 0, with a clock's ticks."""
 
     label: str
     show: Callable[[float], str]
     log: bool = False
+    time: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +144,11 @@ def thinned(points: Points, bins: int = BINS) -> Points:
 
 
 def line_chart(
-    lines: Sequence[Line], x: Axis, y: Axis, rules: Sequence[Rule] = (), *, time: bool = False, named: bool = False
+    lines: Sequence[Line], x: Axis, y: Axis, rules: Sequence[tuple[str, float]] = (), *, named: bool = False
 ) -> str:
     """Return an SVG with a line for each series, axes with grid, and dots titled with their values; "" without a point.
+
+    ``rules`` are labels and heights of horizontal lines to compare with.
 
     With ``named`` each line has its label over its end, or below it where another line ends just above, for a picture
     without a legend.
@@ -163,13 +158,13 @@ def line_chart(
         points = [None if point is None or (y.log and point[1] <= 0) else point for point in thinned(line.points)]
         drawn.append(Line(line.label, line.style, points))
     xs = [point[0] for line in drawn for point in line.points if point]
-    ys = [point[1] for line in drawn for point in line.points if point] + [rule.y for rule in rules]
+    ys = [point[1] for line in drawn for point in line.points if point] + [value for _, value in rules]
     if not xs:
         return ""
     drawing = _Drawing(HEIGHT)
-    labels = [(rule.y, f"{rule.label} {y.show(rule.y)}") for rule in sorted(rules, key=lambda rule: -rule.y)]
+    labels = [(value, f"{name} {y.show(value)}") for name, value in sorted(rules, key=lambda rule: -rule[1])]
     right = WIDTH - RIGHT - math.ceil(CHAR_PX * max((len(text) for _, text in labels), default=0))
-    across = Scale(0.0 if time else min(*xs, 0.0), max(*xs, 1e-9), LEFT, right)
+    across = Scale(0.0 if x.time else min(*xs, 0.0), max(*xs, 1e-9), LEFT, right)
     low, high = min(ys), max(ys)
     if y.log:
         low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high * 1.0001))
@@ -177,7 +172,7 @@ def line_chart(
         room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
         low, high = low - room, high + room
     up = Scale(low, high, HEIGHT - BOTTOM, TOP, y.log)
-    _axes(drawing, across, up, x, y, clock_ticks(across.high) if time else ticks(across.low, across.high))
+    _axes(drawing, across, up, x, y, clock_ticks(across.high) if x.time else ticks(across.low, across.high))
     lowest = 0.0
     for value, text in labels:  # Beside the curves, and below each other.
         drawing.line(LEFT, up(value), right, up(value), "rule")

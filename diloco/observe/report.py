@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import write_file
 from diloco.observe.eventlog import read_events
 from diloco.observe.history import RunHistory
-from diloco.observe.plot import Axis, Bar, Line, Points, Rule, line_chart, time_line
+from diloco.observe.plot import Axis, Bar, Line, Points, line_chart, time_line
 from diloco.observe.summary import LEDGER, complaints, summarize
 from diloco.observe.text import CAUSED, clock, count, size, times_less, units_text
 
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from diloco.observe.history import Span
 
-
-TIME = Axis("time, m:ss", clock)
+TIME = Axis("time, m:ss", clock, time=True)
 LOSS = Axis("nats per token", lambda value: f"{value:.3g}")
 BITS = Axis("bits per byte", LOSS.show)
 
@@ -73,8 +71,7 @@ def parts_of(
     known: Points = [
         (one.at_s, one.val_bits_per_byte) for one in history.evaluations if one.val_bits_per_byte is not None
     ]
-    rules = [Rule(name, value) for name, value in sorted(history.references.items())]
-    validation = line_chart([Line("global model", "global", known)], TIME, BITS, rules, time=True)
+    validation = line_chart([Line("global model", "global", known)], TIME, BITS, sorted(history.references.items()))
     faults = []
     for fault in summary["faults"]:
         healed = fault["healed_seconds"]
@@ -141,7 +138,7 @@ def _loss(history: RunHistory, styled: Sequence[tuple[str, str]], column: int, x
         lines.append(Line(name, style, points))
     known = [(one.tokens if column else one.at_s, one.val_loss) for one in history.evaluations]
     lines.append(Line("global model", "global", list(known)))
-    return line_chart(lines, x, LOSS, time=column == 0)
+    return line_chart(lines, x, LOSS)
 
 
 def _wire(history: RunHistory) -> str:
@@ -149,17 +146,19 @@ def _wire(history: RunHistory) -> str:
         Line(label, style, [(point[0], point[number + 1]) if point else None for point in history.wire.whole()])
         for number, (label, style) in enumerate(_WIRE)
     ]
-    return line_chart(lines, TIME, Axis("bytes so far", size, log=True), time=True)
+    return line_chart(lines, TIME, Axis("bytes so far", size, log=True))
 
 
 def _time_line(history: RunHistory) -> str:
     names = sorted(history.sites)
     rows = [*names, "syncer", "outer steps"] if names else []
+    lives = [(name, history.sites[name].spans, series_style(row)) for row, name in enumerate(names)]
     bars = []
-    for number, name in enumerate(names):
-        site = history.sites[name]
-        bars += _lives(number, site.spans, history, f"life {series_style(number)}", name)
-    bars += _lives(len(names), history.syncer_spans, history, "life global", "syncer")
+    for row, (name, spans, style) in enumerate([*lives, ("syncer", history.syncer_spans, "global")]):
+        for span in spans:
+            end = history.seconds if span.end_s is None else span.end_s
+            title = f"{name} runs, {clock(span.start_s)} to {clock(end)}"
+            bars.append(Bar(row, span.start_s, end, f"life {style}", title))
     for fault in history.faults:
         if (target := fault.target.removeprefix("link:")) in rows:
             end = fault.healed_s if fault.healed_s is not None else history.seconds if fault.seconds else fault.at_s
@@ -181,19 +180,10 @@ def _time_line(history: RunHistory) -> str:
                 bars.append(Bar(row, round_.at_s, round_.at_s, f"merge {series_style(row)}", title))
         begin = round_.at_s if round_.met_s is None else round_.met_s
         end = round_.at_s if round_.published_s is None else round_.published_s
-        title = (
-            f"{made} at {clock(end)}, from {', '.join(sorted(round_.weights))}; {end - begin:.2f} s since the quorum"
-        )
+        since = f"{end - begin:.2f} s since the quorum"
+        title = f"{made} at {clock(end)}, from {', '.join(sorted(round_.weights))}; {since}"
         bars.append(Bar(len(names) + 1, begin, end, "round", title))
     return time_line(rows, bars, history.seconds, TIME)
-
-
-def _lives(row: int, spans: Sequence[Span], history: RunHistory, style: str, name: str) -> list[Bar]:
-    bars = []
-    for span in spans:
-        end = history.seconds if span.end_s is None else span.end_s
-        bars.append(Bar(row, span.start_s, end, style, f"{name} runs, {clock(span.start_s)} to {clock(end)}"))
-    return bars
 
 
 def _site_table(summary: Mapping[str, Any]) -> str:
@@ -228,13 +218,7 @@ def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
     """Return the whole page; ``live`` is the HTML that keeps it up to date."""
     filled = Template(resources.files("diloco.observe").joinpath("report.html").read_text("utf-8"))
     sections = [f'<section id="{name}">{text}</section>' for name, text in blocks.items() if name[1:].isdecimal()]
-    return filled.substitute(
-        title=escape(title),
-        status=blocks["status"],
-        tiles=blocks["tiles"],
-        sections="\n".join(sections),
-        live=live,
-    )
+    return filled.substitute(blocks, title=escape(title), sections="\n".join(sections), live=live)
 
 
 def section(title: str, legend: str, picture: str, note: str, none: str = "Nothing was recorded.") -> str:

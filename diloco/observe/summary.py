@@ -88,8 +88,8 @@ SINCE = frozenset({"summary.units", "site.tokens_per_second", "site.products"})
 
 def summarize(
     history: RunHistory,
-    status: Mapping[str, object] | None,
-    config: Mapping[str, object],
+    status: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
     wrong: Sequence[str] = (),
 ) -> dict[str, object]:
     """Return the summary of a run.
@@ -98,19 +98,16 @@ def summarize(
     answered: then published versions are counted.  ``config`` is the resolved configuration as plain values.  ``wrong``
     are errors that the history does not show; with those found here they become the summary's status.
     """
-    run = config.get("run")
-    standings = (status or {}).get("sites")
-    said = standings if isinstance(standings, dict) else {}
-    sites = {}
+    said, sites = (status or {}).get("sites", {}), {}
     for name, site in sorted(history.sites.items()):
-        heard = {"tokens_merged": history.tokens_merged(name)} | (said.get(name) or {})
+        heard = {"tokens_merged": history.tokens_merged(name)} | said.get(name, {})
         sites[name] = _site(site, heard, history)
     evals = history.evaluations
     found = [*wrong, *_what_is_wrong(history, sites)]
     return {
         "status": "; ".join(dict.fromkeys(found)) or "ok",
         "config": dict(config),
-        "seed": int(run.get("seed") or 0) if isinstance(run, dict) else 0,
+        "seed": int(config.get("run", {}).get("seed") or 0),
         "versions": list(history.versions),
         "global": {
             "val_loss_start": evals[0].val_loss if evals and not any(evals[0].versions) else None,
@@ -139,7 +136,7 @@ def summarize(
     }
 
 
-def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]]) -> list[str]:
+def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
     found = []
     if history.ending == "drained":
         found.append("drained: the same command resumes it")
@@ -155,32 +152,28 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
         why = max(history.standstills, key=lambda each: (each.end_s or history.seconds) - each.start_s).why
         found.append(f"no version was made for {history.unmoved_s:.0f} of {history.trained_s:.0f} s of training: {why}")
     for name, site in sites.items():
-        parts = sum(int(str(site[f"tokens_{part}"])) for part in LEDGER)
+        parts = sum(site[f"tokens_{part}"] for part in LEDGER)
         if site["tokens_processed"] != parts:
             found.append(f"the tokens of {name} do not balance: {site['tokens_processed']} processed, {parts} found")
     return found
 
 
 def _site(site: SiteHistory, heard: Mapping[str, Any], history: RunHistory) -> dict[str, object]:
-    if site.left_with is not None:
-        ledger = settled(site.left_with, heard)
-    else:
-        ledger = unfinished(site, heard, history.num_fragments, rest_in="in_flight" if history.whole_at else "lost")
-    refused, train_s = heard.get("updates_refused"), site.meter("train_s")
+    ledger = unfinished(site, heard, history) if site.left_with is None else settled(site.left_with, heard)
+    train_s = site.meter("train_s")
+    # Heartbeats count a site's tokens over all its processes, and its time in the present one.
+    speed = site.tokens_per_s if site.reported else ledger["processed"] / (train_s or math.inf)
     return {
         "inner_steps": int(site.meter("inner_steps")),
         "tokens_processed": ledger["processed"],
         **{f"tokens_{part}": ledger[part] for part in LEDGER},
         "updates_merged": int(heard.get("updates_merged", site.merges)),
         "updates_merged_since_fault": site.merges_since_fault,
-        "updates_refused": dict(refused) if isinstance(refused, dict) else dict(site.refused),
+        "updates_refused": dict(heard.get("updates_refused", site.refused)),
         "bytes_up": site.bytes_up,
         "bytes_down": site.bytes_down,
         "train_seconds": round(train_s, 3),
-        # Heartbeats count a site's tokens over all its processes, and its time in the present one.
-        "tokens_per_second": round(
-            site.tokens_per_s if site.reported else ledger["processed"] / (train_s or math.inf), 1
-        ),
+        "tokens_per_second": round(speed, 1),
         "products": site.products,
         "stall_seconds": round(site.meter("stall_s"), 4),
         "adopt_seconds": round(site.meter("adopt_s"), 4),
@@ -198,23 +191,19 @@ def _site(site: SiteHistory, heard: Mapping[str, Any], history: RunHistory) -> d
 def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, int]:
     """Return the ledger that a site left with, plus what the syncer merged of its updates after that."""
     ledger = {name: int(done.get(name, 0)) for name in ("processed", *LEDGER)}
-    merged = heard.get("tokens_merged")
-    if isinstance(merged, int):
-        late = min(max(merged - ledger["merged"], 0), ledger["in_flight"])
-        ledger["merged"] += late
-        ledger["in_flight"] -= late
+    late = min(max(whole(heard, "tokens_merged") - ledger["merged"], 0), ledger["in_flight"])
+    ledger["merged"] += late
+    ledger["in_flight"] -= late
     return ledger
 
 
-def unfinished(
-    site: SiteHistory, heard: Mapping[str, object], num_fragments: int, rest_in: str = "lost"
-) -> dict[str, int]:
-    """Return the ledger of a site that reported none at its end; tokens of unknown fate count in ``rest_in``.
+def unfinished(site: SiteHistory, heard: Mapping[str, object], history: RunHistory) -> dict[str, int]:
+    """Return the ledger of a site that reported none at its end.
 
-    They are lost, unless only the syncer, whose events are elsewhere, knows their fate.
+    Tokens of unknown fate are lost; or in flight, where only the syncer, whose events are elsewhere, knows it.
     """
     merged = whole(heard, "tokens_merged")
-    refused = site.tokens_discarded // num_fragments
+    refused = site.tokens_discarded // history.num_fragments
     told = max(whole(heard, "tokens_processed"), whole(site.reported, "tokens_processed"))
     processed = max(int(site.meter("tokens")), told, merged + refused)
     rest = processed - merged - refused
@@ -224,7 +213,8 @@ def unfinished(
         ledger[name] = min(rest, whole(elsewhere, f"tokens_{name}"))
         rest -= ledger[name]
     # The rest was refused where the site was heard to its end; otherwise its fate is unknown.
-    ledger["refused" if site.reported and site.left else rest_in] += rest
+    unknown = "in_flight" if history.whole_at else "lost"
+    ledger["refused" if site.reported and site.left else unknown] += rest
     return ledger
 
 
@@ -247,15 +237,12 @@ def complaints(value: object, kind: str = "summary", where: str = "summary") -> 
         missing = [f"{where}.{name} is missing" for name in wanted]
         known = [(name, inner) for name, inner in SCHEMA[kind].items() if name in value]
         return missing + [text for name, inner in known for text in complaints(value[name], inner, f"{where}.{name}")]
-    match kind:
-        case "any":
-            return []
-        case "text":
-            fits = isinstance(value, str)
-        case "whole":
-            fits = type(value) is int and value >= 0
-        case _:
-            fits = type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    fits = {
+        "any": True,
+        "text": isinstance(value, str),
+        "whole": type(value) is int and value >= 0,
+        "number": type(value) is int or (isinstance(value, float) and math.isfinite(value)),
+    }[kind]
     return [] if fits else [f"{where} is {value!r}: not {kind}"]
 
 
@@ -315,9 +302,8 @@ def _reached(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
         lines.append(f"        {began}{loss:.3f} nats/token")
     sites = summary["sites"].values()
     merged, processed = (sum(site[f"tokens_{part}"] for site in sites) for part in ("merged", "processed"))
-    steps = sum(summary["versions"])
     if sites or not history.whole_at:  # A standby counts no tokens.
-        lines.append(f"merged  {count(merged)} of {count(processed)} tokens in {steps} outer steps")
+        lines.append(f"merged  {count(merged)} of {count(processed)} tokens in {sum(summary['versions'])} outer steps")
     return lines
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diloco.sync.link import megabits
@@ -31,54 +30,43 @@ ENDED: Mapping[str, str] = {
     "half_open": "connected",
     "set": "as before",
 }
-_STANDING: Mapping[str, str] = {
-    "site_silent": "is silent",
-    "site_back": "is back",
-    "site_left": "left",
-    "site_evicted": "was evicted",
+SENTENCES: Mapping[str, str] = {
+    "site_joined": "{site} joined: {why}",
+    "site_silent": "{site} is silent: {why}",
+    "site_back": "{site} is back: {why}",
+    "site_left": "{site} left: {why}",
+    "site_evicted": "{site} was evicted: {why}",
+    "connected": "{site} connected to the syncer",
+    "disconnected": "{site} lost the syncer and trains on: {why}",
+    "refused": "an update of {site} was refused: {why}",
+    "lost": "the syncer's data in {folder} are gone; the sites train on without it",
+    "skipped": "scenario: {fault} {target} skipped: {why}",
+    **dict.fromkeys(("settings_changed", "round_shrunk", "last_round", "outrun", "update_discarded"), "{what}: {why}"),
 }
+"""Of the events that are always shown alike."""
 
 
 def sentence(event: Event) -> str | None:
     """Return the event as a sentence; None for events that are too frequent to show."""
-    what = str(event.get("what", ""))
-    site = str(event.get("site") or event.get("who"))
+    what, who, site = str(event.get("what", "")), event.get("who"), str(event.get("site") or event.get("who"))
+    fault, target = str(event.get("fault", "")), str(event.get("target", ""))
     why = str(event.get("why") or event.get("reason") or "")
+    known = event.get("versions")
+    versions = " ".join(map(str, known)) if isinstance(known, list) else "-"
+    if what in SENTENCES:
+        words = {"site": site, "why": why, "fault": fault, "target": target, "folder": event.get("folder")}
+        return SENTENCES[what].format(what=what.replace("_", " "), **words)
     match what:
-        case "site_joined":
-            return f"{site} joined: {why}"
-        case "site_silent" | "site_back" | "site_left" | "site_evicted":
-            return f"{site} {_STANDING[what]}: {why}"
-        case "connected":
-            return f"{site} connected to the syncer"
-        case "disconnected":
-            return f"{site} lost the syncer and trains on: {why}"
         case "resumed" if "step" not in event:
             return f"the run resumed: {why}"  # The syncer's event; a site's own has a step.
         case "resumed":
-            lost = whole(event, "tokens_lost")
-            return f"{site} resumed from step {whole(event, 'step')}; {lost:,} tokens lost"
+            return f"{site} resumed from step {whole(event, 'step')}; {whole(event, 'tokens_lost'):,} tokens lost"
         case "site_done":
             return f"{site} is done: {why or 'the run ended'}"
-        case "refused":
-            return f"an update of {site} was refused: {why}"
         case "note" if event.get("note"):
             return f"{event['note']}: {why}"
         case "standstill":
             return f"no version of fragment {whole(event, 'fragment')} for {whole(event, 'seconds')} s: {why}"
-        case "settings_changed" | "round_shrunk" | "last_round" | "outrun" | "update_discarded":
-            return f"{what.replace('_', ' ')}: {why}"
-    return _of_the_whole(what, event, why)
-
-
-def _of_the_whole(what: str, event: Event, why: str) -> str | None:
-    target = str(event.get("target", ""))
-    fault = str(event.get("fault", ""))
-    known = event.get("versions")
-    versions = " ".join(map(str, known)) if isinstance(known, list) else "-"
-    match what:
-        case "lost":
-            return f"the syncer's data in {event.get('folder')} are gone; the sites train on without it"
         case "restored":
             said = event.get("said")
             source = f": {said[0]}" if isinstance(said, list) and said else ""
@@ -89,27 +77,24 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
         case "canary" if event.get("same"):
             return None  # The usual result.
         case "canary" if event.get("same") is None:
-            return f"{event.get('who')}: its canary could not be run: {event.get('why')}"
+            return f"{who}: its canary could not be run: {event.get('why')}"
         case "canary":
-            steps = whole(event, "steps")
-            return f"{event.get('who')} CORRUPTS DATA: the same {steps} steps did not end in the same bits"
+            return f"{who} CORRUPTS DATA: the same {whole(event, 'steps')} steps did not end in the same bits"
         case "final":
             return f"final versions {versions} ({event.get('ending')})"
         case "evaluating":
             return f"waiting for the final version's loss, for at most {whole(event, 'seconds_max')} s"
         case "eval":
-            bits, loss = event.get("val_bits_per_byte"), event.get("val_loss")
-            if isinstance(bits, int | float):
+            bits, loss = number(event, "val_bits_per_byte"), number(event, "val_loss")
+            if bits is not None:
                 return f"validation {bits:.3f} bits/byte at versions {versions}"
-            return f"validation {loss:.3f} nats/token" if isinstance(loss, int | float) else None
+            return None if loss is None else f"validation {loss:.3f} nats/token"
         case "fault":
-            seconds = event.get("seconds")
-            lasting = f", for {seconds:g} s" if isinstance(seconds, int | float) else ""
+            seconds = number(event, "seconds")
+            lasting = "" if seconds is None else f", for {seconds:g} s"
             return f"FAULT {target} {CAUSED.get(fault, fault)}{lasting}"
         case "healed":
             return f"RECOVERED {target}: {ENDED.get(fault, 'as before')}"
-        case "skipped":
-            return f"scenario: {fault} {target} skipped: {why}"
         case "process" if event.get("state") == "ended" and event.get("unasked"):
             return f"{event.get('name')} ended unexpectedly with exit code {event.get('code')}: {why}"
         case "run" if why:
@@ -130,11 +115,15 @@ def whole(event: Mapping[str, object], name: str) -> int:
 
 # --- Where the units of the data are, as text ------------------------------------------------------------------------
 
-COLUMNS = ("merged", "partly", "in_hand", "given_back", "reissued", "repeated")
-WORDS = MappingProxyType(
-    {"partly": "partly merged", "in_hand": "in hand", "given_back": "given back", "reissued": "re-issued"}
-)
-"""The printed words for columns whose names are not plain words."""
+COLUMNS: Mapping[str, str] = {
+    "merged": "merged",
+    "partly": "partly merged",
+    "in_hand": "in hand",
+    "given_back": "given back",
+    "reissued": "re-issued",
+    "repeated": "repeated",
+}
+"""The printed word for each count of the units by their state."""
 
 
 def units_shortly(units: Mapping[str, Any]) -> str:
@@ -144,7 +133,7 @@ def units_shortly(units: Mapping[str, Any]) -> str:
 
 def units_text(units: Mapping[str, Any]) -> str:
     """Return one line: units leased and processed, and then each column that is not 0; merged is always in it."""
-    told = [f"{units[name]:,} {WORDS.get(name, name)}" for name in COLUMNS if units[name] or name == "merged"]
+    told = [f"{units[name]:,} {word}" for name, word in COLUMNS.items() if units[name] or name == "merged"]
     each = f"units of {units['sequences']} sequences"
     return f"{each}: {units['leased']:,} leased, {units['processed']:,} processed, {', '.join(told)}"
 
@@ -168,9 +157,8 @@ def standby_line(status: Mapping[str, Any]) -> str:
 
 def heading(status: Mapping[str, Any]) -> str:
     """Return one line about the run and its syncer, and one about each other process that was asked."""
-    return "\n".join(
-        ["  ".join([*run_facts(status), *syncer_facts(status), *troubles(status)]), *status.get("others", [])]
-    )
+    facts = "  ".join([*run_facts(status), *syncer_facts(status), *troubles(status)])
+    return "\n".join([facts, *status.get("others", [])])
 
 
 def run_facts(status: Mapping[str, Any]) -> list[str]:
@@ -239,8 +227,7 @@ def troubles(status: Mapping[str, Any]) -> list[str]:
         told.append(f"NO VERSION of fragment {still['fragment']} for {still['seconds']:.0f} s: {still['why']}")
     for name, site in status["sites"].items():
         found = {"updates": site.get("updates_corrupt", 0), "bases": site.get("bases_differed", 0)}
-        if any(found.values()):
-            what = " and ".join(f"{count} {kind}" for kind, count in found.items() if count)
+        if what := " and ".join(f"{count} {kind}" for kind, count in found.items() if count):
             told.append(f"{name} CORRUPTS DATA ({what})")
         for held in site.get("held", []):
             which = f"{name} {held['fragment']} {held['sequence']}"
@@ -256,19 +243,17 @@ def site_cells(status: Mapping[str, Any], name: str) -> dict[str, str]:
         **{"step": "step", "tokens/s": "tokens_per_s", "processed": "tokens_processed", "merged": "tokens_merged"},
         **{"in flight": "tokens_in_flight", "stale": "staleness"},
     }
-    cells = {column: _number(site.get(field)) for column, field in figures.items()}
+    cells = {column: "-" if site.get(field) is None else f"{site[field]:,.0f}" for column, field in figures.items()}
     for way in ("up", "down"):
-        carried = site.get(f"bytes_{way}") or site[f"payload_bytes_{way}"]
         mean, rate = site[f"payload_bytes_{way}"] / (seconds or 1), (link or {}).get(f"{way}_bytes_per_s")
         used = f"{mean * 8 / 1e6:.3g} of {rate * 8 / 1e6:.3g}" if rate else "-"
-        cells |= {way: size(carried), f"Mbit/s {way}": used}
-    chosen = link["up_codec"] if link else ""
+        cells |= {way: size(site.get(f"bytes_{way}") or site[f"payload_bytes_{way}"]), f"Mbit/s {way}": used}
     return cells | {
         "site": name,
         "state": site["status"],
         "loss": f"{loss:.4f}" if isinstance(loss, float) else "-",
         "stall": f"{stall:.2%}" if isinstance(stall, float) else "-",
-        "codec": chosen or "-",
+        "codec": (link or {}).get("up_codec") or "-",
         "round trip": f"{link['rtt_ns'] / 1e6:.0f} ms" if link and link["rtt_ns"] else "-",
         "link": _link(link),
         "heard": f"{heard:.1f} s ago" if heard is not None else "never",
@@ -283,10 +268,6 @@ def _link(link: Mapping[str, Any] | None) -> str:
     chosen = f" {link['up_codec']}" if link["why"] else ""
     overlap = f" overlap {link['overlap_steps']}" if link.get("overlap_steps") else ""
     return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)}{chosen}{overlap}"
-
-
-def _number(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
 
 
 ROUND_COLUMNS = ("fragment", "next version", "arrived", "awaited", "open for", "grace left")

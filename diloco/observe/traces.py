@@ -23,7 +23,6 @@ import logging
 import threading
 from dataclasses import dataclass
 from hashlib import sha256
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
@@ -49,7 +48,7 @@ END_S = 1.5
 """How long the collector may take for the rest when a process ends, and then a call to it to break off."""
 FACTS = ("site", "sequence", "steps", "codec", "outcome", "bytes", "whole", "norm")
 """The fields of an event that its span has as attributes."""
-KINDS: Mapping[str, SpanKind] = MappingProxyType({"push": SpanKind.CLIENT, "receive": SpanKind.SERVER})
+KINDS: Mapping[str, SpanKind] = {"push": SpanKind.CLIENT, "receive": SpanKind.SERVER}
 """Of a call's two ends, by which a collector draws which process calls which."""
 
 

@@ -14,7 +14,6 @@ import json
 import os
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco.durable import write_file
@@ -91,8 +90,7 @@ class Curves:
         return site.tokens, {f"sites/{name}/{key}": value for key, value in values.items()}
 
     def _of_round(self, fragment: int, version: int) -> dict[str, float | None]:
-        rounds = reversed(self._history.rounds)
-        made = next((each for each in rounds if (each.fragment, each.version) == (fragment, version)), None)
+        made = self._history.round(fragment, version)
         if made is None:  # Another of several syncers made it, and its events are elsewhere.
             return {}
         values: dict[str, float | None] = {
@@ -263,9 +261,12 @@ class _MLflow(Tracker):
         self._client.set_terminated(self.id)
 
 
-TRACKERS: Mapping[str, type[Tracker]] = MappingProxyType(
-    {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow, "jsonl": Tracker}
-)
+TRACKERS: Mapping[str, type[Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "mlflow": _MLflow,
+    "jsonl": Tracker,
+}
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, bool | int | float | str]:

@@ -156,8 +156,7 @@ def _syncer(history: RunHistory) -> Text:
     total = sum(site.bytes_up + site.bytes_down for site in history.sites.values())
     text = Text.assemble("syncer ", up, f"  epoch {history.epoch}  versions {versions}  {history.num_rounds} rounds")
     if history.rounds:
-        last = history.rounds[-1]
-        text.append(f"  last from {' '.join(sorted(last.weights))}", "dim")
+        text.append(f"  last from {' '.join(sorted(history.rounds[-1].weights))}", "dim")
     text.append(f"\nwire   {size(total)}: {times_less(total, history.bytes_data_parallel())} data parallel")
     if history.units:
         text.append(f"\nunits  {units_shortly(history.units)}")
@@ -174,33 +173,24 @@ def _events(history: RunHistory) -> Panel:
     return Panel(shown, title="what happens", title_align="left", box=box.ROUNDED, border_style="dim")
 
 
-class LiveView:
+class LiveView(Live):
     """The live screen, drawn at most four times a second; a context."""
 
     def __init__(self, history: RunHistory, facts: Facts, console: Console) -> None:
         self._history, self._facts = history, facts
-        shown = screen(history, facts, console.width)
-        self._live = Live(shown, console=console, auto_refresh=False, transient=True)
         self._next = 0.0
+        super().__init__(screen(history, facts, console.width), console=console, auto_refresh=False, transient=True)
 
-    def __enter__(self) -> LiveView:
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._live.__exit__(kind, error, at)
-
-    def update(self) -> None:
+    def show(self) -> None:
         """Draw the screen again if it is due."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + 1 / PER_SECOND
-            shown = screen(self._history, self._facts, self._live.console.width)
-            self._live.update(shown, refresh=True)
+            self.update(screen(self._history, self._facts, self.console.width), refresh=True)
 
     def say(self, line: str) -> None:
         """Print a line that stays, above the screen."""
-        self._live.console.print(line, markup=False, highlight=False)
+        self.console.print(line, markup=False, highlight=False)
 
 
 class PlainView:
@@ -217,9 +207,9 @@ class PlainView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.update()
+        self.show()
 
-    def update(self) -> None:
+    def show(self) -> None:
         """Print what is new."""
         new = min(self._history.num_lines - self._told, len(self._history.lines))
         for at_s, _, line in list(self._history.lines)[len(self._history.lines) - new :]:

@@ -147,17 +147,13 @@ def show(told: Mapping[str, Any]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    console.print(first_line(told), soft_wrap=True, highlight=False)
     measured = [
         f"measured   {link['up_gbps']:g} Gbit/s up, {link['down_gbps']:g} down, {link['rtt_ms']:g} ms ({link['file']})"
         for link in told.get("measured", ())
     ]
-    for line in (*measured, *round_lines(told)):
-        console.print(line, soft_wrap=True, highlight=False)
-    for table in (links(told), goodputs(told), scaling(told)):
-        console.print(table)
-    console.print(LINEAR, soft_wrap=True, highlight=False)
-    console.print(advice_line(told), soft_wrap=True, highlight=False)
+    tables = (links(told), goodputs(told), scaling(told))
+    for shown in (first_line(told), *measured, *round_lines(told), *tables, LINEAR, advice_line(told)):
+        console.print(shown, soft_wrap=isinstance(shown, str), highlight=False)
 
 
 def first_line(told: Mapping[str, Any]) -> str:
@@ -175,27 +171,18 @@ def first_line(told: Mapping[str, Any]) -> str:
 def round_lines(told: Mapping[str, Any]) -> list[str]:
     """Return lines on bytes, timing, memory and money."""
     asked, needed, syncers = told["asked"], told["inner_steps_needed"], told["syncers_needed"]
-    up, down, busy_up, busy_down, wan = (
-        size(told[name])
-        for name in (
-            "bytes_per_site_per_round_up",
-            "bytes_per_site_per_round_down",
-            "bytes_busiest_link_per_round_up",
-            "bytes_busiest_link_per_round_down",
-            "bytes_wan_per_round",
-        )
-    )
+    up, down = (size(told[f"bytes_per_site_per_round_{way}"]) for way in ("up", "down"))
+    busy_up, busy_down = (size(told[f"bytes_busiest_link_per_round_{way}"]) for way in ("up", "down"))
     bits = f"{told['bits_per_parameter_up']:.4g} and {told['bits_per_parameter_down']:.4g} bits a parameter"
     most = ", at most" if "+" in asked["codec_up"] + asked["codec_down"] else ""
     host = size(1e9 * asked["host_gb"])
     fits = f"a fragment alone does not fit into {host}" if syncers is None else f"{syncers} of {host} hold it"
     formula = "none" if told["inner_steps_needed_formula"] is None else f"{told['inner_steps_needed_formula']:,}"
-    steps = (
-        "no number of them is enough" if needed is None else f"these links need {needed:,} ({formula} by the formula)"
-    )
+    none = "no number of them is enough"
+    steps = none if needed is None else f"these links need {needed:,} ({formula} by the formula)"
     return [
         f"a site     sends {up} and takes {down} a round ({bits}{most})",
-        f"links      {busy_up} up and {busy_down} down at the busiest; {wan} over all, "
+        f"links      {busy_up} up and {busy_down} down at the busiest; {size(told['bytes_wan_per_round'])} over all, "
         f"${told['dollars_per_round']:,.2f} a round, ${told['dollars_per_day']:,.2f} a day",
         f"a round    {asked['inner_steps']} inner steps of {told['step_s']:.3g} s; {steps}",
         f"syncer     {size(told['syncer_bytes'])} of memory in {told['syncer_parts']} parts; {fits}; "

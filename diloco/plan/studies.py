@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import log
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.plan.bandwidth import GRID_GBPS, Exchange, Model, gbps_needed
@@ -37,13 +36,11 @@ FRAGMENTS_MAX = 8
 WHOLE_TIMES = 8
 """How many times as large a whole fp32 version is as a version's encoded differences."""
 JOB = "one job of all chips"
-LAYOUTS: Mapping[str, str] = MappingProxyType(
-    {
-        "central": "sites, the syncer at one of them",
-        "sharded": "sites, a part of the syncer at each",
-        "apart": "sites, the syncer apart",
-    }
-)
+LAYOUTS: Mapping[str, str] = {
+    "central": "sites, the syncer at one of them",
+    "sharded": "sites, a part of the syncer at each",
+    "apart": "sites, the syncer apart",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,63 +191,58 @@ def _plan(
 
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
-MODELS: Mapping[str, tuple[Model, int]] = MappingProxyType(
-    {
-        "1B": (Model(parameters=1e9, layers=24, step_s=0.1), 8),
-        "10B": (Model(parameters=10e9, layers=48, step_s=0.8), 16),
-        "100B": (Model(parameters=100e9, layers=108, step_s=4.9), 36),
-    }
-)
+MODELS: Mapping[str, tuple[Model, int]] = {
+    "1B": (Model(parameters=1e9, layers=24, step_s=0.1), 8),
+    "10B": (Model(parameters=10e9, layers=48, step_s=0.8), 16),
+    "100B": (Model(parameters=100e9, layers=108, step_s=4.9), 36),
+}
 """The models of table 1 of arXiv 2501.18512, each with its number of fragments."""
-GBPS: Mapping[str, Mapping[str, tuple[float, ...]]] = MappingProxyType(
-    {
-        "data_parallel": {
-            "1B": (86.8, 152.6, 184.2, 222.3, 569),
-            "10B": (104.8, 222.3, 222.3, 268.3, 471.5),
-            "100B": (184.2, 323.8, 390.7, 390.7, 471.5),
-        },
-        "diloco": {
-            "1B": (1.4, 6.2, 13.3, 23.3, 86.8),
-            "10B": (1.7, 7.5, 16, 33.9, 104.8),
-            "100B": (3, 11, 23.3, 49.4, 184.2),
-        },
-        "streaming": {
-            "1B": (1.4, 5.2, 9.1, 16, 28.1),
-            "10B": (1.7, 5.2, 9.1, 13.3, 19.3),
-            "100B": (2.4, 6.2, 9.1, 11, 19.3),
-        },
-        "overlapped": {
-            "1B": (1.4, 4.3, 6.2, 9.1, 11),
-            "10B": (1.7, 3.6, 5.2, 6.2, 7.5),
-            "100B": (1.7, 3.6, 4.3, 5.2, 5.2),
-        },
-        "overlapped_4_bits": {
-            "1B": (0.4, 0.9, 1.7, 2, 3),
-            "10B": (0.4, 0.9, 1.4, 1.4, 1.7),
-            "100B": (0.5, 0.9, 1.1, 1.1, 1.4),
-        },
-    }
-)
+GBPS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    "data_parallel": {
+        "1B": (86.8, 152.6, 184.2, 222.3, 569),
+        "10B": (104.8, 222.3, 222.3, 268.3, 471.5),
+        "100B": (184.2, 323.8, 390.7, 390.7, 471.5),
+    },
+    "diloco": {
+        "1B": (1.4, 6.2, 13.3, 23.3, 86.8),
+        "10B": (1.7, 7.5, 16, 33.9, 104.8),
+        "100B": (3, 11, 23.3, 49.4, 184.2),
+    },
+    "streaming": {
+        "1B": (1.4, 5.2, 9.1, 16, 28.1),
+        "10B": (1.7, 5.2, 9.1, 13.3, 19.3),
+        "100B": (2.4, 6.2, 9.1, 11, 19.3),
+    },
+    "overlapped": {
+        "1B": (1.4, 4.3, 6.2, 9.1, 11),
+        "10B": (1.7, 3.6, 5.2, 6.2, 7.5),
+        "100B": (1.7, 3.6, 4.3, 5.2, 5.2),
+    },
+    "overlapped_4_bits": {
+        "1B": (0.4, 0.9, 1.7, 2, 3),
+        "10B": (0.4, 0.9, 1.4, 1.4, 1.7),
+        "100B": (0.5, 0.9, 1.1, 1.1, 1.4),
+    },
+}
 """The published Gbit/s for ``SHARES`` of the time spent training, by way of exchange and model."""
 
 CHIPS = (2_400_000, 1_200_000, 300_000)
-GOODPUT: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {
-        "data_parallel": (18, 27, 57),
-        "elastic_data_parallel": (40, 58, 80),
-        "decoupled_2": (54, 70, 88),
-        "decoupled_4": (73, 82, 93),
-        "decoupled_8": (80, 88, 96),
-        "decoupled_16": (86, 93, 98),
-    }
-)
-"""Percent for ``CHIPS``, each interrupted once a year: Decoupled DiLoCo (arXiv 2604.21428), as its reviews quote it."""
 ELASTIC_AWAY_S = 20.0
 """The cost of an interruption for a job that continues without the lost chips."""
 DECOUPLED_AWAY_S = 23.0
 """The same for one site of several, which returns to later versions: the table gives 19 to 34 s, by its row."""
 RESTART_AWAY_S = 70.0
 """The cost of an interruption where the whole job restarts."""
+GOODPUT: Mapping[str, tuple[int, float, tuple[int, ...]]] = {
+    "data_parallel": (1, RESTART_AWAY_S, (18, 27, 57)),
+    "elastic_data_parallel": (1, ELASTIC_AWAY_S, (40, 58, 80)),
+    "decoupled_2": (2, DECOUPLED_AWAY_S, (54, 70, 88)),
+    "decoupled_4": (4, DECOUPLED_AWAY_S, (73, 82, 93)),
+    "decoupled_8": (8, DECOUPLED_AWAY_S, (80, 88, 96)),
+    "decoupled_16": (16, DECOUPLED_AWAY_S, (86, 93, 98)),
+}
+"""Sites, seconds of an interruption, and percent for ``CHIPS``, each interrupted once a year: Decoupled DiLoCo (arXiv
+2604.21428), as its reviews quote it."""
 HOURS = 20.0
 
 
@@ -267,13 +259,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A published table.  ``cells(seed)`` computes its cells one by one; ``worst`` names the largest ``off``."""
+    """A published table.  ``cells()`` computes its cells one by one; ``worst`` names the largest ``off``."""
 
-    name: str
     does: str
     unit: str
     worst: str
-    cells: Callable[[int], Iterator[Cell]]
+    cells: Callable[[], Iterator[Cell]]
 
 
 def exchange_of(kind: str, fragments: int) -> Exchange:
@@ -287,8 +278,8 @@ def exchange_of(kind: str, fragments: int) -> Exchange:
     }[kind]
 
 
-def bandwidths(seed: int) -> Iterator[Cell]:
-    """Reproduce table 1 of Streaming DiLoCo; deterministic, ``seed`` is unused."""
+def bandwidths() -> Iterator[Cell]:
+    """Reproduce table 1 of Streaming DiLoCo."""
     for kind, models in GBPS.items():
         for name, published in models.items():
             model, fragments = MODELS[name]
@@ -303,11 +294,9 @@ def _place(gbps: float) -> int:
     return min(range(len(GRID_GBPS)), key=lambda index: abs(log(GRID_GBPS[index] / gbps)))
 
 
-def goodputs(seed: int) -> Iterator[Cell]:
+def goodputs() -> Iterator[Cell]:
     """Reproduce Decoupled DiLoCo's table of goodput with fleets whose sites share the chips."""
-    for kind, published in GOODPUT.items():
-        sites = int(kind.rpartition("_")[2]) if kind.startswith("decoupled") else 1
-        away_s = {"data_parallel": RESTART_AWAY_S, "elastic_data_parallel": ELASTIC_AWAY_S}.get(kind, DECOUPLED_AWAY_S)
+    for kind, (sites, away_s, published) in GOODPUT.items():
         for chips, wanted in zip(CHIPS, published, strict=True):
             site = FleetSite(step_s=5.0, rtt_s=0.05, interruptions_per_s=chips / sites / YEAR_S, away_s=away_s)
             plan = FleetPlan(
@@ -318,26 +307,22 @@ def goodputs(seed: int) -> Iterator[Cell]:
                 version_bytes=(1000,),
                 whole_bytes=(8000,),
                 seconds=3600 * HOURS,
-                seed=seed,
             )
             found = 100 * simulate(plan).goodput
             yield Cell(kind, f"{chips:,} chips", wanted, round(found, 1), round(abs(found - wanted), 1))
 
 
-_STUDIES = (
-    Study(
-        "goodput_decoupled",
+STUDIES: Mapping[str, Study] = {
+    "goodput_decoupled": Study(
         "goodput of millions of chips, each interrupted once a year (Decoupled DiLoCo, arXiv 2604.21428)",
         "points",
         "max_error_points",
         goodputs,
     ),
-    Study(
-        "bandwidth_streaming",
+    "bandwidth_streaming": Study(
         "Gbit/s for a share of the time spent training (Streaming DiLoCo, arXiv 2501.18512, table 1)",
         "steps of the grid",
         "max_grid_steps",
         bandwidths,
     ),
-)
-STUDIES: Mapping[str, Study] = MappingProxyType({study.name: study for study in _STUDIES})
+}

@@ -24,7 +24,7 @@ from diloco.config.errors import JOIN_CODES, ConfigError, ExitCode, RankLost, Ve
 from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
 from diloco.observe.console import SiteLines, lines_to, missing_lines, send_traces
-from diloco.observe.eventlog import EventLog, LineWriter
+from diloco.observe.eventlog import EventLog, FileLines
 from diloco.runs.canary import canaries, command
 from diloco.runs.memory_folder import memory_folder
 from diloco.runs.process import Stopping, die_with_parent, disk_from_environment, end_process, keep_what_is_loaded
@@ -274,7 +274,7 @@ def check_resume(config: RunConfig, folder: Path) -> None:
 
 def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: ExitStack) -> EventLog:
     """Return rank 0's event log, with lines for people in ``lines`` and on the terminal; ``stack`` closes it."""
-    file = LineWriter.appending(lines, missing_lines(who))
+    file = FileLines(lines, missing_lines(who))
     stack.callback(file.close)
     log = EventLog(events, who, also=SiteLines(who, config.run.log_every, [lines_to(sys.stdout, who), file]))
     send_traces(log, config, stack)

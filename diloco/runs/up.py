@@ -157,7 +157,7 @@ class Up:
                 self.outcome.wrong.append(f"the {name}'s data are gone: {how}, then the same command")
             end_all(self.children.values(), 0.0 if interrupts.count > 1 else END_GRACE_S)
             self.read()
-            view.update()
+            view.show()
         self.outcome.status = watch.latest
         if interrupts.count > 1:
             self.outcome.code = ExitCode.FAILED
@@ -197,7 +197,7 @@ class Up:
         if isinstance(units, dict) and units != self._units:  # Where the units of the data are.
             self._units = units
             self.log.emit("units", units)
-        view.update()
+        view.show()
 
     def read(self) -> None:
         """Read the events since the last call."""

@@ -10,9 +10,8 @@ import pytest
 
 from diloco.codec import kernel_library
 from diloco.config.compose import compose
-from diloco.doctor import Finding, Level, bounded, fail, machine, ok, warn
+from diloco.doctor import Finding, Level, LinkFigures, bounded, fail, machine, ok, warn
 from diloco.doctor.machine import (
-    LinkFigures,
     Store,
     devices,
     kernel,

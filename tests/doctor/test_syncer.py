@@ -59,9 +59,10 @@ def test_a_syncer_that_is_well_is_told_line_by_line_and_nothing_was_asked_of_its
     assert "connects in" in said(way)
     wanted = ["grpc", "run", "rtt", "identity", "protocol", "settings", "clock", "bandwidth"]
     assert [(each.check, each.level.value) for each in found.findings] == [(check, "ok") for check in wanted]
-    assert 0 < found.rtt_s < 10
-    assert found.up_bytes_per_s > 1e6
-    assert found.down_bytes_per_s > 1e6
+    assert found.link is not None
+    assert 0 < found.link.rtt_s < 10
+    assert found.link.up_bytes_per_s > 1e6
+    assert found.link.down_bytes_per_s > 1e6
     assert fake.calls == []
 
 
@@ -74,7 +75,7 @@ def test_another_run_or_one_that_takes_no_updates_is_told_of() -> None:
     with served(ready=False) as (address, _):
         assert f"warn  run         it knows run {RUN} and takes no updates at present -> " in said(visited(address))
     found = visited(f"127.0.0.1:{free_port()}")
-    assert (found.answered, len(found.findings)) == (False, 1)
+    assert (found.link, len(found.findings)) == (None, 1)
     assert said(found).startswith("fail  grpc        Check: ")
 
 
@@ -94,7 +95,7 @@ def test_what_a_token_is_worth(owner: str, token: str, words: str, tmp_path: Pat
     with served(SecurityOptions(tokens_file=str(tokens))) as (address, _):
         found = visited(address, token=token)
     assert words in said(found)
-    assert found.answered
+    assert found.link is not None
 
 
 def raises(error: Exception) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from diloco.observe.eventlog import (
     FILES_MAX,
     Event,
     EventLog,
+    FileLines,
     LineWriter,
     event_blocks,
     new_events,
@@ -92,8 +93,9 @@ def test_processes_turn_a_shared_file_over_and_readers_follow_however_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eventlog, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(eventlog, "FILE_BYTES_MAX", 2000)
     path, seen, late = tmp_path / "events.jsonl", list[Event](), list[Event]()
-    writers = {who: LineWriter.appending(path, lambda count, why: "", bytes_max=2000) for who in ("site-a", "site-b")}
+    writers = {who: FileLines(path, lambda count, why: "") for who in ("site-a", "site-b")}
     soon, slow = event_blocks(path), event_blocks(path)
     for step in range(500):
         for who, lines in writers.items():
@@ -145,8 +147,8 @@ def test_what_a_full_disk_refuses_is_counted_and_said_once(room: int, cut: str, 
     disk.room = 4  # Not enough: that it is missing is said whole or again.
     lines.write("another\n")
     disk.room = 1000
-    lines.close()
-    assert disk.taken.decode() == f"onl\n1 l\n{missing_said(2, 'No space left on device')}"
+    lines.write("third\n")
+    assert disk.taken.decode() == f"onl\n1 l\n{missing_said(2, 'No space left on device')}third\n"
 
 
 @contextmanager
@@ -238,9 +240,10 @@ def test_a_rare_event_is_found_behind_many_others(tmp_path: Path, monkeypatch: p
     assert recent_events(tmp_path / "none.jsonl", "published")[0] == []
 
 
-def test_recent_events_reach_back_into_the_file_before(tmp_path: Path) -> None:
+def test_recent_events_reach_back_into_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eventlog, "FILE_BYTES_MAX", 2000)
     path = tmp_path / "events.jsonl"
-    lines = LineWriter.appending(path, lambda count, why: "", bytes_max=2000)
+    lines = FileLines(path, lambda count, why: "")
     for step in range(60):
         lines.write(json.dumps({"at": 1, "who": "syncer", "what": "step", "step": step}) + "\n")
     lines.close()

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ from diloco.observe import metrics
 from diloco.observe.metrics import (
     SiteMetrics,
     Spread,
-    StandbyMetrics,
     SyncerMetrics,
     about,
     counter,
     gauge,
     histogram,
     page_at,
+    standby_metrics,
 )
 from diloco.sync.events import Reason
 from diloco.sync.options import PROTOCOL
@@ -305,12 +306,12 @@ def test_the_page_of_a_standby_says_whether_it_follows_or_is_alone(tmp_path: Pat
     toy = a_toy(tmp_path)
     with serving(toy) as (_, first, log):
         standing = standing_by(toy, first, 0)
-        metrics = StandbyMetrics(compose(["run.name=x"]), standing.status)
+        families = partial(standby_metrics, compose(["run.name=x"]), standing.status)
         standing.start()
         try:
             log.wait_for("standby_follows", 1, BOUND_S)
-            eventually(lambda: values(list(metrics.families()))["standby_following",] == 1, "that it follows", BOUND_S)
-            found = values(list(metrics.families()))
+            eventually(lambda: values(list(families()))["standby_following",] == 1, "that it follows", BOUND_S)
+            found = values(list(families()))
         finally:
             standing.stop()
     assert found["standby_failed",] == 0
@@ -424,7 +425,7 @@ ALONE: dict[str, Any] = {
 
 
 def page_of_a_standby() -> list[Metric]:
-    return list(StandbyMetrics(compose(["run.name=x"]), lambda: ALONE).families())
+    return list(standby_metrics(compose(["run.name=x"]), lambda: ALONE))
 
 
 def test_every_rule_expression_and_panel_is_whole_and_what_an_operator_must_act_on_has_both() -> None:

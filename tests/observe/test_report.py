@@ -19,7 +19,6 @@ from diloco.observe.plot import (
     WIDTH,
     Axis,
     Line,
-    Rule,
     clock_ticks,
     line_chart,
     standalone,
@@ -151,7 +150,7 @@ def test_a_page_says_what_it_is_given_and_nothing_that_a_browser_would_take_for_
 
 # ---  ----------------------------------------------------------------------------------------------------------------
 
-X, Y = Axis("time", clock), Axis("loss", lambda value: f"{value:.2f}")
+X, Y = Axis("time", clock, time=True), Axis("loss", lambda value: f"{value:.2f}")
 
 
 def elements(svg: str, kind: str) -> list[ElementTree.Element]:
@@ -187,7 +186,7 @@ def test_thinning_keeps_means_and_breaks_and_few_points_make_a_chart_or_none() -
     assert thinned([]) == []
     for points in ([], [None], [(3.0, 3.0)], [(0.0, 1.0), (0.0, 1.0)]):
         for axis in (Y, Axis("bytes", str, log=True)):
-            svg = line_chart([Line("a", "s0", points)], X, axis, time=True)
+            svg = line_chart([Line("a", "s0", points)], X, axis)
             assert bool(svg) == any(points)
             assert "nan" not in svg
     assert time_line([], [], 10.0, X) == ""
@@ -195,7 +194,7 @@ def test_thinning_keeps_means_and_breaks_and_few_points_make_a_chart_or_none() -
 
 def test_a_chart_stays_in_its_frame_with_the_labels_of_rules_beside_the_curve_and_below_each_other() -> None:
     line = Line("site-a <b>", "s0", [(0.0, 5.0), (30.0, 4.0), None, (60.0, 2.0), (90.0, 1.0)])
-    svg = line_chart([line], X, Y, [Rule("zlib", 3.0), Rule("xz", 2.95), Rule("unigram", 4.8)], time=True)
+    svg = line_chart([line], X, Y, [("zlib", 3.0), ("xz", 2.95), ("unigram", 4.8)])
     dots = elements(svg, "circle")
     assert len(dots) == 4
     for dot in dots:

@@ -103,7 +103,10 @@ def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None
         recorder.say(1, "site-a", "sealed", fragment=0, sequence=sequence, tokens=40)
         recorder.say(1, "site-a", what, fragment=0, sequence=sequence, reason=reason)
     heard = {"tokens_merged": 600, "tokens_processed": 900, "tokens_in_flight": 50, "undecided": undecided}
-    ledger = unfinished(told(recorder.events).sites["site-a"], heard, 2)
+    recorder.say(1, "up", "run", state="started")
+    recorder.say(1, "up", "layout", fragments=FRAGMENTS)
+    history = told(recorder.events)
+    ledger = unfinished(history.sites["site-a"], heard, history)
     assert ledger["processed"] == 1000 == sum(ledger[part] for part in LEDGER)
     assert (ledger["merged"], ledger["refused"], ledger["in_flight"]) == (600, 40, 50 * undecided)
 

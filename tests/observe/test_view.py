@@ -93,7 +93,7 @@ def test_plain_lines_come_once_and_in_order() -> None:
     with PlainView(history, FACTS, Console(file=out, color_system=None, width=40)) as plain:
         for event in Recorder(60).record():
             history.take(event)
-            plain.update()
+            plain.show()
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("diloco quiet-otter")
     assert sum("FAULT" in line for line in lines) == 3
@@ -131,7 +131,7 @@ def test_the_live_screen_draws_and_lets_lines_stand() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, height=40)
     with LiveView(played(33.5), FACTS, console) as live:
-        live.update()
+        live.show()
         live.say("asked to stop")
     assert "quiet-otter" in out.getvalue()
     assert "asked to stop" in out.getvalue()

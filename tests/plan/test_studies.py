@@ -95,7 +95,7 @@ def test_the_same_seed_gives_the_same_and_another_nearly() -> None:
 
 @pytest.mark.slow
 def test_the_published_bandwidths_within_two_steps_of_the_grid() -> None:
-    cells = list(bandwidths(0))
+    cells = list(bandwidths())
     assert len(cells) == len(GBPS) * len(MODELS) * len(SHARES)
     assert [cell for cell in cells if cell.off > 2] == []
 
