@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 from xxhash import xxh3_64_intdigest
 
@@ -164,7 +164,7 @@ class AtMost(NamedTuple):
     items_max: int
 
 
-def refuse(field: str, value: object, wanted: str) -> None:
+def refuse(field: str, value: object, wanted: str) -> NoReturn:
     """Raise ``MalformedMessage``; its text shortens a long value, and gives only the length of bytes."""
     shown = f"{len(value)} bytes long" if isinstance(value, _BYTES) else repr(value)
     raise MalformedMessage(f"{field} is {shown[:80] + '...' if len(shown) > 80 else shown}: {wanted} wanted")
@@ -224,7 +224,6 @@ def _is_number(value: object) -> bool:
 def _shared_config(field: str, value: object) -> None:
     if not isinstance(value, Mapping) or len(value) > SHARED_CONFIG_MAX:
         refuse(field, value, f"a mapping of at most {SHARED_CONFIG_MAX} names")
-        return
     for name, text in value.items():
         _text(1, 200)(f"{field} name", name)
         _text(0, 4096)(f"{field}.{name}", text)
@@ -353,7 +352,6 @@ def _many(each: Rule, count_max: int) -> Rule:
     def rule(field: str, value: object) -> None:
         if not isinstance(value, tuple) or len(value) > count_max:
             refuse(field, value, f"at most {count_max}")
-            return
         for index, item in enumerate(value):
             each(f"{field}[{index}]", item)
 
