@@ -49,33 +49,28 @@ RATE_MAX = 1e15
 
 
 class Needs(Enum):
-    """Which callers may call a method."""
+    """Which callers may call a method: in words, and the roles that suffice."""
 
-    SITE = "the site itself"
-    READER = "the site itself or an observer"
-    OBSERVER = "an observer or an admin"
-    ADMIN = "an admin"
-    STANDBY = "a standby or an admin"
-    KNOWN = "a caller that the syncer knows"
+    SITE = "the site itself", frozenset[str]()
+    READER = "the site itself or an observer", ROLES
+    OBSERVER = "an observer or an admin", frozenset({"observer", "admin"})
+    ADMIN = "an admin", frozenset({"admin"})
+    STANDBY = "a standby or an admin", frozenset({"standby", "admin"})
+    KNOWN = "a caller that the syncer knows", ROLES
 
 
 _HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-_TABLE: tuple[tuple[Needs, frozenset[str], tuple[str, ...]], ...] = (
-    (Needs.SITE, frozenset(), ("Join", "Push", "Watch", "Report", "Leave")),
-    (Needs.READER, ROLES, ("Pull",)),
-    (Needs.OBSERVER, frozenset({"observer", "admin"}), ("Status",)),
-    (
-        Needs.ADMIN,
-        frozenset({"admin"}),
-        ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach"),
-    ),
-    (Needs.STANDBY, frozenset({"standby", "admin"}), ("Follow",)),
-    (Needs.KNOWN, ROLES, ("Probe", _HEALTH_WATCH, _REFLECTION)),
-)
-"""What each group of methods requires, and the roles that suffice for it."""
-NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs, _, methods in _TABLE for method in methods})
-_OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType({needs: roles for needs, roles, _ in _TABLE})
+_METHODS: Mapping[Needs, tuple[str, ...]] = {
+    Needs.SITE: ("Join", "Push", "Watch", "Report", "Leave"),
+    Needs.READER: ("Pull",),
+    Needs.OBSERVER: ("Status",),
+    Needs.ADMIN: ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach"),
+    Needs.STANDBY: ("Follow",),
+    Needs.KNOWN: ("Probe", _HEALTH_WATCH, _REFLECTION),
+}
+NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs in Needs for method in _METHODS[needs]})
+"""What each method requires."""
 
 
 def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -210,8 +205,9 @@ class Identity:
             raise Refusal(Status.PERMISSION_DENIED, f"no caller may call {method}")
         if (self.anyone or self.site is not None) and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
             return
-        if not (self.roles | self.grant.roles) & _OPEN_TO[needs]:
-            raise Refusal(Status.PERMISSION_DENIED, f"only {needs.value} may do this")
+        who, roles = needs.value
+        if not (self.roles | self.grant.roles) & roles:
+            raise Refusal(Status.PERMISSION_DENIED, f"only {who} may do this")
 
     def check_site(self, site_id: str) -> None:
         """Raise PERMISSION_DENIED unless this caller is ``site_id``."""
