@@ -41,7 +41,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -437,22 +437,15 @@ class Door:
             lambda requests, context: self._answers(method, work, requests, context)
         )
 
-    def unary(
-        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False, gate: Gate | None = None
-    ) -> Any:
+    def unary(self, method: str, work: Callable[[bytes, Call], bytes], *, large: bool = False) -> Any:
         """As ``handler``, for a method with one request message, which ``work`` answers with one.
-
-        A ``gate`` bounds the calls in ``work`` at once, in total and per caller.
 
         gRPC sends the answer together with the status, which frees the thread.  After a message of a stream the thread
         waits until the caller has read it, so callers that read nothing would hold every thread.
         """
 
         def work_once(call: Call) -> Iterator[bytes]:
-            raw = self.first(call, large=large)
-            with gate.enter(call.caller) if gate is not None else nullcontext():
-                told = work(raw, call.identity)
-            yield told
+            yield work(self.first(call, large=large), call)
 
         def answer(requests: Iterator[bytes], context: Any) -> bytes:
             answers = list(self._answers(method, work_once, requests, context))

@@ -482,7 +482,7 @@ class SyncHandlers:
         self._deals = Deals()
         self._repeats = Repeats(FRAMES_KEPT * options.chunk_bytes)
         handlers = {
-            "Join": door.unary("Join", self._join, large=True, gate=self._joins),
+            "Join": door.unary("Join", self._join, large=True),
             "Report": door.unary("Report", self._report),
             "Leave": door.unary("Leave", self._leave),
             "Push": door.handler("Push", self._push),
@@ -501,19 +501,20 @@ class SyncHandlers:
         identity.check_site(ask.site_id)
         self._check_run(ask.run_id)
 
-    def _join(self, raw: bytes, identity: Identity) -> bytes:
-        ask = convert.unpack_join(raw)
-        identity.check_site(ask.site_id)
-        return convert.pack_join_reply(self._api.join(ask))
+    def _join(self, raw: bytes, call: Call) -> bytes:
+        with self._joins.enter(call.caller):
+            ask = convert.unpack_join(raw)
+            call.identity.check_site(ask.site_id)
+            return convert.pack_join_reply(self._api.join(ask))
 
-    def _report(self, raw: bytes, identity: Identity) -> bytes:
+    def _report(self, raw: bytes, call: Call) -> bytes:
         report = convert.unpack_report(raw)
-        self._check_speaker(report, identity)
+        self._check_speaker(report, call.identity)
         return convert.pack_report_reply(self._api.report(report))
 
-    def _leave(self, raw: bytes, identity: Identity) -> bytes:
+    def _leave(self, raw: bytes, call: Call) -> bytes:
         ask = convert.unpack_leave(raw)
-        self._check_speaker(ask, identity)
+        self._check_speaker(ask, call.identity)
         self._api.leave(ask.site_id, ask.incarnation)
         return b""
 
@@ -766,8 +767,8 @@ _ADMIN: Mapping[str, tuple[Callable[[bytes], Any], Callable[[SyncerApi, Any], ob
 def admin_handler(api: SyncerApi, door: Door) -> Any:
     """Return the handlers of ``AdminService`` in the form that gRPC's server takes."""
 
-    def work(name: str, raw: bytes, identity: Identity) -> bytes:
-        del identity
+    def work(name: str, raw: bytes, call: Call) -> bytes:
+        del call
         unpack, act = _ADMIN[name]
         told = act(api, unpack(raw))
         return convert.pack_status(told) if isinstance(told, dict) else b""

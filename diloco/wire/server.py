@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from diloco.wire.handlers import Following, SyncerApi
-    from diloco.wire.identity import Identity
     from diloco.wire.options import ServerOptions
 
 _LOOK_S = 0.5
@@ -57,16 +56,16 @@ def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> 
     streams = Gate("standard stream", STANDARD_STREAMS_MAX, _EACH_MAX, options.pushback_ms)
     parsed = partial(parse, bytes_max=CONTROL_BYTES_MAX)
 
-    def check(raw: bytes, identity: Identity) -> bytes:
-        del identity
+    def check(raw: bytes, call: Call) -> bytes:
+        del call
         service = parsed(health_pb2.HealthCheckRequest, raw).service
         status = healthy.statuses().get(service)
         if status is None:
             raise Refusal(Status.NOT_FOUND, "service is not known here")
         return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
 
-    def list_all(raw: bytes, identity: Identity) -> bytes:
-        del identity
+    def list_all(raw: bytes, call: Call) -> bytes:
+        del call
         parsed(health_pb2.HealthListRequest, raw)
         answers = {name: health_pb2.HealthCheckResponse(status=status) for name, status in healthy.statuses().items()}
         return bytes(health_pb2.HealthListResponse(statuses=answers).SerializeToString())
