@@ -96,21 +96,21 @@ class Finished:
 SAMPLES_MAX = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """Totals since this process began to train; times in seconds, ``stall_s`` is all the time inside ``after_step``."""
 
-    inner_steps: int
-    tokens: int
-    train_s: float
-    stall_s: float
-    adopt_s: float
-    after_step_s_max: float
-    step_s_p50: float
-    step_s_p95: float
-    step_s_max: float
-    loss: float | None
-    tokens_per_s: float
+    inner_steps: int = 0
+    tokens: int = 0
+    train_s: float = 0.0
+    stall_s: float = 0.0
+    adopt_s: float = 0.0
+    after_step_s_max: float = 0.0
+    step_s_p50: float = 0.0
+    step_s_p95: float = 0.0
+    step_s_max: float = 0.0
+    loss: float | None = None
+    tokens_per_s: float = 0.0
 
 
 class Meter:
@@ -120,36 +120,34 @@ class Meter:
         self._lock = threading.Lock()
         self._began_ns: int | None = None
         self._ended_ns: int | None = None
-        self._count = 0
         self._samples_ns: list[int] = []
         self._stride = 1
-        self._step_ns_max = 0
-        self._tokens = 0
-        self._stall_ns = self._stall_ns_max = self._adopt_ns = 0
-        self._loss: float | None = None
+        self._stall_ns = self._adopt_ns = 0
+        self._totals = Reading()  # Its fields that are not computed from the attributes above.
 
     def step(self, step_ns: int, tokens: int, loss: float) -> None:
         """Record one inner step."""
         with self._lock:
+            totals = self._totals
             if self._began_ns is None:
                 self._began_ns = time.perf_counter_ns() - step_ns
-            if self._count % self._stride == 0:
+            if totals.inner_steps % self._stride == 0:
                 self._samples_ns.append(step_ns)
                 if len(self._samples_ns) == SAMPLES_MAX:
                     # Keep every second sample and halve the sampling rate, so that a long run is sampled evenly.
                     self._samples_ns = self._samples_ns[::2]
                     self._stride *= 2
-            self._count += 1
-            self._step_ns_max = max(self._step_ns_max, step_ns)
-            self._tokens += tokens
-            self._loss = loss if self._loss is None or self._loss != self._loss else 0.9 * self._loss + 0.1 * loss
+            totals.inner_steps += 1
+            totals.step_s_max = max(totals.step_s_max, step_ns / 1e9)
+            totals.tokens += tokens
+            totals.loss = loss if totals.loss is None or totals.loss != totals.loss else 0.9 * totals.loss + 0.1 * loss
 
     def stalled(self, stall_ns: int, adopt_ns: int) -> None:
         """Record that ``after_step`` took ``stall_ns``, of which ``adopt_ns`` was spent on copying values."""
         with self._lock:
             self._stall_ns += stall_ns
-            self._stall_ns_max = max(self._stall_ns_max, stall_ns)
             self._adopt_ns += adopt_ns
+            self._totals.after_step_s_max = max(self._totals.after_step_s_max, stall_ns / 1e9)
 
     def end(self) -> None:
         """Stop the clock: the training loop is over."""
@@ -161,25 +159,15 @@ class Meter:
         with self._lock:
             samples_ns = list(self._samples_ns)
             until_ns = self._ended_ns or time.perf_counter_ns()
-            train_ns = 0 if self._began_ns is None else until_ns - self._began_ns
-            reading = Reading(
-                inner_steps=self._count,
-                tokens=self._tokens,
-                train_s=train_ns / 1e9,
-                stall_s=self._stall_ns / 1e9,
-                adopt_s=self._adopt_ns / 1e9,
-                after_step_s_max=self._stall_ns_max / 1e9,
-                step_s_p50=0.0,
-                step_s_p95=0.0,
-                step_s_max=self._step_ns_max / 1e9,
-                loss=self._loss,
-                tokens_per_s=self._tokens / (train_ns / 1e9) if train_ns else 0.0,
-            )
-        if not samples_ns:
-            return reading
-        samples_ns.sort()  # Outside the lock, which the training thread also takes.
-        p50, p95 = (samples_ns[int(share * len(samples_ns))] / 1e9 for share in (0.5, 0.95))
-        return replace(reading, step_s_p50=p50, step_s_p95=p95)
+            reading = replace(self._totals, stall_s=self._stall_ns / 1e9, adopt_s=self._adopt_ns / 1e9)
+            if self._began_ns is not None and until_ns > self._began_ns:
+                reading.train_s = (until_ns - self._began_ns) / 1e9
+                reading.tokens_per_s = reading.tokens / reading.train_s
+        if samples_ns:
+            samples_ns.sort()  # Outside the lock, which the training thread also takes.
+            reading.step_s_p50 = samples_ns[int(0.5 * len(samples_ns))] / 1e9
+            reading.step_s_p95 = samples_ns[int(0.95 * len(samples_ns))] / 1e9
+        return reading
 
 
 TURN_S = 0.1
