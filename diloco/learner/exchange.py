@@ -125,6 +125,8 @@ class Exchange(Participant):
 
     link: LinkUse
     tensors: SiteTensors
+    change: Callable[[Callable[[], None], LearnerEvent, Source | None], object]
+    """Call a function and pass an event to the machine, atomically, unless it comes from another run or syncer."""
 
     def __init__(
         self,
@@ -162,10 +164,6 @@ class Exchange(Participant):
         names = dict.fromkeys([*link.codecs, *[LOSSLESS] * bool(layout.averaged)])
         encoders = [Encoder(make_codec(name), tensors.place, tensors.buffers) for name in names]
         super().__init__(run_id, site_id, client, link, encoders, outbox, tensors)
-
-    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
-        """Call ``do`` and pass ``event`` to the machine atomically, unless it comes from another run or syncer."""
-        raise NotImplementedError
 
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
@@ -223,15 +221,14 @@ class Exchange(Participant):
     def keep_sealed(self, sealed: SealedUpdate) -> None:
         """Store the values of a durable update and tell the machine, atomically."""
         key, encoded = (sealed.header.fragment, sealed.header.sequence), sealed.encoded
-        keep = lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed)  # noqa: E731
-        self.change(keep, Sealed(*key, sealed.header.digest), None)
+        event = Sealed(*key, sealed.header.digest)
+        self.change(lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed), event, None)
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """Store the values of a version fetched in ``lineage`` and tell the machine, atomically."""
         self.tensors.place.of(values)  # Copies to the model's device now, so that the adopt need not wait for it.
         version = (event.fragment, event.version, values, told.digest, told.sites)
-        keep = lambda: self.tensors.arrived(*version)  # noqa: E731
-        self.change(keep, event, Source(lineage, told.epoch, told.digest))
+        self.change(lambda: self.tensors.arrived(*version), event, Source(lineage, told.epoch, told.digest))
 
 
 ECHO_EVERY_S = 1.0

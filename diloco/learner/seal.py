@@ -169,9 +169,10 @@ class Encoder:
         """Measure on the device, encode on the host, and compute the residual on the device."""
         measured, there = self._room(inputs.local.numel(), torch.float32), torch.empty_like(inputs.local)
         with self._place.beside():
-            there.copy_(inputs.to_send())
+            fresh = inputs.pseudo_gradient()
+            there.copy_(fresh if inputs.carried is None else inputs.carried.onto(fresh))
             measured.copy_(there, non_blocking=True)
-        del there
+        del fresh, there
         payload = self.codec.encode(measured)
         decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
         norm, there = float(torch.linalg.vector_norm(decoded)), self._place.of(decoded)

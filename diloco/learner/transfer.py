@@ -188,22 +188,21 @@ class Ahead:
         self.thread.start()
 
     def _run(self) -> None:
-        try:
-            self._pulled = self._client.pull(self.ask, self._sink, self._patience)
-        except (Refused, Unreachable):
-            return
-        self.carried_s = self._patience.carried_s
+        with suppress(Refused, Unreachable):
+            pulled = self._client.pull(self.ask, self._sink, self._patience)
+            self._pulled = pulled if pulled.parts else None
+            self.carried_s = self._patience.carried_s
 
     @property
     def over(self) -> bool:
         """Whether it has ended without a version."""
-        return not self.thread.is_alive() and (self._pulled is None or not self._pulled.parts)
+        return not self.thread.is_alive() and self._pulled is None
 
     def take(self) -> PulledVersion | None:
         """Return the version, which is known to be published by now; None when it must be pulled again."""
         self._patience.due()
         self.thread.join()
-        return self._pulled if self._pulled is not None and self._pulled.parts else None
+        return self._pulled
 
 
 class Incoming:
@@ -571,6 +570,12 @@ class Participant:
     """Join again soon, for the given reason."""
     give_up: Callable[[str], None]
     """Stop this participant with a failure, for the given reason."""
+    wanted: Callable[[int, int], str | None]
+    """Return the digest of an update (fragment, sequence) that waits to be sent and answered; None: there is none."""
+    keep_sealed: Callable[[SealedUpdate], None]
+    """Store an update that is durable, and tell the machine."""
+    keep_fetched: Callable[[Tensor, VersionFetched, int, PullHeader], None]
+    """Store the values of a version requested in a lineage, with its header, and tell the machine."""
     known: LearnerState
     """What is known of the run and the latest syncer: ``lineage``, ``epoch``, and this process's ``incarnation`` at
     that syncer (0 before it has joined)."""
@@ -595,20 +600,8 @@ class Participant:
         self.sealer, self.fetcher, self.sender = Sealer(self, encoders), Fetcher(self), Sender(self)
         self.threads: list[threading.Thread] = []
 
-    def wanted(self, fragment: int, sequence: int) -> str | None:
-        """Return the digest of an update that waits to be sent and answered; None when there is no such update."""
-        raise NotImplementedError
-
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
-
-    def keep_sealed(self, sealed: SealedUpdate) -> None:
-        """Store an update that is durable, and tell the machine."""
-        raise NotImplementedError
-
-    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
-        """Store the ``values`` of a version requested in ``lineage``, with header ``told``, and tell the machine."""
-        raise NotImplementedError
 
     def begin_threads(self, *loops: Callable[[], None]) -> None:
         """Start the threads that seal, send and fetch, and one for each of ``loops``."""
