@@ -410,10 +410,9 @@ class Agent(Exchange):
                     raise
                 self.emit("note", {"note": "trains_on_without", "why": error.text})
             self.begin_threads(self.listener.run, self._touch.run)
-            # A run in its last round admits a new site too, and the site needs a base for its last step.
-            done = lambda: self.machine.ready() or self.has_failed()  # noqa: E731
             try:
-                self._until(done, until, "the first versions")
+                # A run in its last round admits a new site too, and the site needs a base for its last step.
+                self._until(lambda: self.machine.ready() or self.has_failed(), until, "the first versions")
             except TimeoutError as error:
                 raise JoinFailed("unreachable", str(error)) from error
             if self.has_failed():
@@ -424,9 +423,8 @@ class Agent(Exchange):
             self.close()
             raise
         with self.changed:
-            ledger = site_ledger(self.machine.state)
             if before:
-                facts = {"step": self.machine.state.step, "tokens_lost": ledger.lost}
+                facts = {"step": self.machine.state.step, "tokens_lost": site_ledger(self.machine.state).lost}
                 self.emit("resumed", {**facts, **self.tensors.residuals.dropped})
             return self.machine.state.cursor
 
@@ -634,8 +632,7 @@ class Agent(Exchange):
 
         The lock is released during the wait.
         """
-        read = lambda: not self._unread or self.has_failed()  # noqa: E731
-        if not self.changed.wait_for(read, max(0.0, until - time.monotonic())):
+        if not self.changed.wait_for(lambda: not self._unread or self.has_failed(), max(0.0, until - time.monotonic())):
             raise TimeoutError("this site timed out waiting for its update to be encoded (lock_step)")
 
     def _owner_of(self, fragment: int) -> Exchange | Owners:

@@ -128,8 +128,7 @@ class Agents:
 
     def may_act(self) -> bool:
         """Return whether ``after_step`` may need the other ranks after the step that is about to end."""
-        acts = [agent.may_act() for agent in self._agents]
-        return self._leave_asked or any(acts) or bool(self._why_to_stop())
+        return self._leave_asked or any(agent.may_act() for agent in self._agents) or bool(self._why_to_stop())
 
     def _why_to_stop(self) -> str:
         stops = [agent.stop for agent in self._agents]

@@ -209,8 +209,7 @@ class Residuals:
             # Another update was refused while this one was encoded with a residual that still had the other's term.
             residual = residual + (held - before) * self.beta
         if self.beta != 1:  # Age the terms as the sum is aged.
-            aged = {key: term * self.beta for key, term in self._terms.items() if key[0] == fragment}
-            self._terms.update(aged)
+            self._terms |= {key: term * self.beta for key, term in self._terms.items() if key[0] == fragment}
         self._held[fragment] = residual
         self._terms[fragment, sequence] = fed.term
 

@@ -419,8 +419,7 @@ class Sender:
             own.emit("pushed", {**facts, "reason": reason, "bytes": len(payload)})
             if result.outcome is Outcome.RETRY:
                 return False  # The update that it waits for may be behind it in this queue.
-            answer = (result.outcome, result.reason, header.digest, result.epoch)
-            own.tell(PushAnswered(fragment, sequence, *answer))
+            own.tell(PushAnswered(fragment, sequence, result.outcome, result.reason, header.digest, result.epoch))
             if result.fate is not None and not 0 < result.epoch < own.known.epoch:
                 own.tell(FateTold(result.fate))
             return True
@@ -479,8 +478,7 @@ class Fetcher:
             own = self._participant
             lineage, latest = own.known.lineage, own.tensors.latest[fragment]
             waits = self._ahead is not None and not self._ahead[1].over
-            ends = own.stopping.is_set()
-            if ends or waits or latest is None or self._at == fragment:
+            if own.stopping.is_set() or waits or latest is None or self._at == fragment:
                 return
             ask = PullAsk(own.run_id, own.site_id, fragment, latest[0])
             ahead = Ahead(own.client, ask, self._of(fragment, lineage).sink)

@@ -266,8 +266,7 @@ class Checkup(ServiceClient):
 
     def come_in(self) -> None:
         """Make a call that needs authentication; ``Refused`` says why this end is not admitted."""
-        timeout_s = self._options.control_timeout_s
-        with Stream(self._line, _WATCH, b"", _is_serving, timeout_s=timeout_s) as stream:
+        with Stream(self._line, _WATCH, b"", _is_serving, timeout_s=self._options.control_timeout_s) as stream:
             if next(stream, None) is None:
                 raise Unreachable("Watch: the stream ended without an answer")
 

@@ -329,8 +329,7 @@ class Pushing:
             return guard in self._carrying
 
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
-        longest = self.pacer.chunk_bytes(self.options.chunk_bytes)
-        size = ChunkSize(CHUNK_BYTES_MIN, longest, careful=self._began > 0)
+        size = ChunkSize(CHUNK_BYTES_MIN, self.pacer.chunk_bytes(self.options.chunk_bytes), careful=self._began > 0)
         while (place := self._next(size.bytes, guard)) is not None:
             offset, length = place
             self.pacer.wait(length, guard)

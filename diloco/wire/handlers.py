@@ -612,8 +612,7 @@ class SyncHandlers:
     # --- Watch -------------------------------------------------------------------------------------------------
 
     def _watch(self, call: Call) -> Iterator[bytes]:
-        raw = self._door.first(call)
-        ask = convert.unpack_watch(raw)
+        ask = convert.unpack_watch(self._door.first(call))
         self._check_speaker(ask, call.identity)
         with (
             self._watching.enter((ask.site_id,), ask.incarnation, call.context.cancel),
@@ -652,8 +651,7 @@ class SyncHandlers:
     # --- Pull --------------------------------------------------------------------------------------------------
 
     def _pull(self, call: Call) -> Iterator[bytes]:
-        raw = self._door.first(call)
-        ask = convert.unpack_pull(raw)
+        ask = convert.unpack_pull(self._door.first(call))
         call.identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)
         self._door.spend("pull_bytes_per_s", 0.0, call.identity)  # Refuses a caller in debt.

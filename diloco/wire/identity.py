@@ -277,9 +277,7 @@ class Authenticator:
     """Determines the ``Identity`` of a call before any of its messages is read."""
 
     def __init__(self, options: SecurityOptions) -> None:
-        self._domain = options.trust_domain
-        self._certificates = options.require_client_cert
-        self._needs_token = bool(options.tokens_file)
+        self._options = options
         self._tokens: Watched[tuple[tuple[str, Identity], ...]]
         self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, ())
         self._permissions = Watched.where("permissions", options.permissions, read_permissions, EVERYTHING)
@@ -298,13 +296,13 @@ class Authenticator:
         for version in transport.get("ssl_tls_version", ()):
             if version != b"TLSv1.3":
                 raise Refusal(Status.UNAUTHENTICATED, "TLS 1.3 is needed")
-        if not self._needs_token and not self._certificates:
+        if not self._options.tokens_file and not self._options.require_client_cert:
             return Identity(roles=ROLES, anyone=True)
-        caller = self._holder_of_token(context.invocation_metadata()) if self._needs_token else None
-        if self._certificates:
+        caller = self._holder_of_token(context.invocation_metadata()) if self._options.tokens_file else None
+        if self._options.require_client_cert:
             ids = list(transport.get("peer_spiffe_id", ()))
             match = _SPIFFE.fullmatch(ids[0].decode("utf-8", "replace")) if len(ids) == 1 else None
-            if match is None or (self._domain and match["domain"] != self._domain):
+            if match is None or (self._options.trust_domain and match["domain"] != self._options.trust_domain):
                 raise Refusal(
                     Status.UNAUTHENTICATED,
                     "the client certificate does not hold one SPIFFE id of a site, observer, admin or standby",
@@ -323,7 +321,7 @@ class Authenticator:
 
     def check_still(self, identity: Identity, method: str) -> None:
         """Raise as ``identify`` would if this caller called now, and as the permissions would for ``method``."""
-        if self._needs_token and (identity.token_digest, identity) not in [
+        if self._options.tokens_file and (identity.token_digest, identity) not in [
             (each.token_digest, each) for _, each in self._tokens.value
         ]:
             raise Refusal(Status.UNAUTHENTICATED, "the token is no longer known")

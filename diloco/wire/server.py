@@ -58,8 +58,7 @@ def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> 
 
     def check(raw: bytes, call: Call) -> bytes:
         del call
-        service = parsed(health_pb2.HealthCheckRequest, raw).service
-        status = healthy.statuses().get(service)
+        status = healthy.statuses().get(parsed(health_pb2.HealthCheckRequest, raw).service)
         if status is None:
             raise Refusal(Status.NOT_FOUND, "service is not known here")
         return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
