@@ -354,7 +354,6 @@ class Agent(Exchange):
         holding: Holding,
         agreement: Agreement,
         client: SyncClient,
-        site_id: str,
         emit: Callable[[str, dict[str, object]], None],
         orders: Orders,
         restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None = None,
@@ -373,9 +372,7 @@ class Agent(Exchange):
         self._odometer = Odometer(
             Path(options.folder) / "odometer", disk, lambda why: emit("note", {"note": "odometer", "why": why})
         )
-        super().__init__(
-            options, learner.adopt, layout, holding, dealt, orders, client, agreement.run_id, site_id, disk
-        )
+        super().__init__(options, learner.adopt, layout, holding, dealt, orders, client, disk)
         self.meter = Meter()
         self.machine = restored_machine(learner, restored, redo, self.outbox, self._odometer, self.tensors)
         self.known = self.machine.state

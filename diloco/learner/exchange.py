@@ -137,8 +137,6 @@ class Exchange(Participant):
         dealt: Dealt,
         orders: Orders,
         client: SyncClient,
-        run_id: str,
-        site_id: str,
         disk: Disk = PLAIN_DISK,
     ) -> None:
         """``adopt`` is the rule of adopting; ``orders`` makes all ranks take part in changes of the model."""
@@ -163,7 +161,7 @@ class Exchange(Participant):
         # They share buffers, because a site makes one update at a time.  Published buffers are sent without loss.
         names = dict.fromkeys([*link.codecs, *[LOSSLESS] * bool(layout.averaged)])
         encoders = [Encoder(make_codec(name), tensors.place, tensors.buffers) for name in names]
-        super().__init__(run_id, site_id, client, link, encoders, outbox, tensors)
+        super().__init__(client, link, encoders, outbox, tensors)
 
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
@@ -245,8 +243,6 @@ class Owner(Exchange):
         holding: Holding,
         dealt: Dealt,
         client: SyncClient,
-        run_id: str,
-        site_id: str,
         restored: Mapping[str, Tensor] | None = None,
         disk: Disk = PLAIN_DISK,
     ) -> None:
@@ -263,7 +259,7 @@ class Owner(Exchange):
         self.tell, self.emit = partial(self._post, "tell"), partial(self._post, "emit")
         self.rejoin, self.give_up = partial(self._post, "rejoin"), partial(self._post, "give_up")
         alone = Orders(SiteGroup(device="cpu"))  # Broadcasts nothing: only rank 0 orders all ranks to take part.
-        super().__init__(options, adopt, layout, holding, dealt, alone, client, run_id, site_id, disk)
+        super().__init__(options, adopt, layout, holding, dealt, alone, client, disk)
         self._channel.hear(self._hear, self._wake)
         self.begin_threads(self._echo)
 

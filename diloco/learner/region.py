@@ -99,7 +99,7 @@ class Upward(Participant):
         self._sent: dict[tuple[int, int], tuple[str, Coded]] = {}
         self._sending: set[tuple[int, int]] = set()
         encoder = Encoder(make_codec(options.up_codec), versions.place, versions.buffers)
-        super().__init__(agreement.run_id, options.site, client, LinkMeter(client), [encoder], outbox, versions)
+        super().__init__(client, LinkMeter(client), [encoder], outbox, versions)
         self.listener = Listener(self, agreement, layout, encoder.where)
         self.rejoin = self.listener.rejoin
 

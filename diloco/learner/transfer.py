@@ -579,17 +579,10 @@ class Participant:
     that syncer (0 before it has joined)."""
 
     def __init__(
-        self,
-        run_id: str,
-        site_id: str,
-        client: SyncClient,
-        link: LinkMeter,
-        encoders: Sequence[Encoder],
-        outbox: Outbox,
-        tensors: Versions,
+        self, client: SyncClient, link: LinkMeter, encoders: Sequence[Encoder], outbox: Outbox, tensors: Versions
     ) -> None:
         """``encoders`` are those of ``Sealer``."""
-        self.run_id, self.site_id, self.client, self.link = run_id, site_id, client, link
+        self.run_id, self.site_id, self.client, self.link = client.run_id, client.site_id, client, link
         self.outbox, self.tensors = outbox, tensors
         self.stopping = threading.Event()
         """Set when the threads must end."""

@@ -62,7 +62,6 @@ def agent_of(
             holding,
             build.site_agreement(part, layout, whole, data),
             _client(part, dealt),
-            config.site.id,
             emit if len(parts) == 1 else voice.of(index),
             site if len(parts) == 1 else site.of(index),
             restored=restored,
@@ -102,8 +101,6 @@ def owning_follower_of(
             holding,
             dealt,
             _client(part, dealt),
-            config.run.name or "",
-            config.site.id,
             restored[0] if restored is not None else None,
             disk,
         )

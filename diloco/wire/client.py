@@ -408,7 +408,7 @@ class SyncClient(ServiceClient):
         for each in self._addresses:
             check_address(each, security)
         super().__init__(self._addresses[0], security, options)
-        self._site_id, self._run_id = site_id, run_id
+        self.site_id, self.run_id = site_id, run_id
         self._joining = threading.Lock()
         self._at = 0
         self._epoch = 0  # Of the syncer that took the site in last.
@@ -524,12 +524,12 @@ class SyncClient(ServiceClient):
 
     def leave(self, incarnation: int) -> None:
         """Tell the syncer that this site leaves the run."""
-        ask = LeaveAsk(self._run_id, self._site_id, incarnation)
+        ask = LeaveAsk(self.run_id, self.site_id, incarnation)
         self._line.unary("Leave", convert.pack_leave(ask), convert.unpack_empty, self._options.control_timeout_s)
 
     def watch(self, incarnation: int) -> Stream[WatchEvent]:
         """Stream the events of this site as they happen.  The first is an ``Alive``: the stream is open."""
-        ask = WatchAsk(self._run_id, self._site_id, incarnation)
+        ask = WatchAsk(self.run_id, self.site_id, incarnation)
         guard = Guard(self._stalls, self._options.stall_s)
         return Stream(self._line, "Watch", convert.pack_watch(ask), convert.unpack_watch_event, guard)
 
