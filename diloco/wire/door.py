@@ -414,9 +414,11 @@ class Door:
     options: ServerOptions
     counters: Counters
     connections: Connections
-    stalls: StallWatch
 
     def __post_init__(self) -> None:
+        self.stalls = StallWatch("stalls-syncer")
+        self.stopping = threading.Event()
+        """Set when the server takes no new calls; streams that wait for events end then."""
         self._lock = threading.Lock()
         self._inside: set[Call] = set()
         calls_max, pushback_ms = self.options.calls_max, self.options.pushback_ms
@@ -538,6 +540,15 @@ class Door:
         if raw is None:
             raise MalformedMessage("the call ended before its message")
         return raw
+
+    def serves(self, context: Any) -> bool:
+        """Return whether a call goes on: its client is there and the server is not stopping."""
+        return bool(context.is_active()) and not self.stopping.is_set()
+
+    def check_run(self, run_id: str) -> None:
+        """Raise NOT_FOUND for another run's id."""
+        if run_id != self.options.run_id:
+            raise Refusal(Status.NOT_FOUND, f"run_id is {run_id!r}: there is no such run here")
 
     def check_push(self, header: PushHeader, identity: Identity) -> None:
         """Refuse an update that its sender may not send, or not yet.  Called before its payload is read."""

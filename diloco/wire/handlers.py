@@ -93,7 +93,6 @@ if TYPE_CHECKING:
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
     from diloco.wire.messages import FollowPart, ProbeAnswer
-    from diloco.wire.options import ServerOptions
 
 
 class PushSession(Protocol):
@@ -463,12 +462,9 @@ SHORT_CHUNKS_MAX = 64
 class SyncHandlers:
     """All methods of ``SyncService``, on top of one ``SyncerApi``."""
 
-    def __init__(self, api: SyncerApi, options: ServerOptions, door: Door, stopping: threading.Event) -> None:
-        self._api = api
-        self._options = options
-        self._door = door
-        self._stopping = stopping
-        pushback_ms = options.pushback_ms
+    def __init__(self, api: SyncerApi, door: Door) -> None:
+        self._api, self._door, self._options = api, door, door.options
+        options, pushback_ms = door.options, door.options.pushback_ms
         self._joins = Gate("join", options.sites_max, _JOINS_EACH_MAX, pushback_ms)
         self._pushes = Gate("push", options.push_credits, options.pushes_per_site_max, pushback_ms)
         pulls_max = 8 * options.sites_max  # Eight streams for each site, so that there is room for observers too.
@@ -493,13 +489,9 @@ class SyncHandlers:
         self.generic_handler: Any = grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
         """All handlers, in the form that gRPC's server takes."""
 
-    def _check_run(self, run_id: str) -> None:
-        if run_id != self._options.run_id:
-            raise Refusal(Status.NOT_FOUND, f"run_id is {run_id!r}: there is no such run here")
-
     def _check_speaker(self, ask: PushHeader | WatchAsk | ReportInfo | LeaveAsk, identity: Identity) -> None:
         identity.check_site(ask.site_id)
-        self._check_run(ask.run_id)
+        self._door.check_run(ask.run_id)
 
     def _join(self, raw: bytes, call: Call) -> bytes:
         with self._joins.enter(call.caller):
@@ -622,7 +614,7 @@ class SyncHandlers:
         ):
             yield convert.pack_watch_event(Alive())
             until_s = time.monotonic() + self._options.connection_age_s
-            while call.context.is_active() and not self._stopping.is_set():
+            while self._door.serves(call.context):
                 if call.identity.certificate and time.monotonic() > until_s:
                     raise Refusal(Status.UNAVAILABLE, "this stream is too old: connect again with a certificate")
                 event = self._next_event(feed, call.context)
@@ -631,12 +623,12 @@ class SyncHandlers:
                 guard.touch()
                 if isinstance(event, Dropped):
                     return
-            if self._stopping.is_set():
+            if self._door.stopping.is_set():
                 raise Refusal(Status.UNAVAILABLE, STOPS)
 
     def _next_event(self, feed: WatchFeed, context: Any) -> WatchEvent:
         silent_until_s = time.monotonic() + self._options.alive_s
-        while context.is_active() and not self._stopping.is_set():
+        while self._door.serves(context):
             asked_s = time.monotonic()
             if asked_s >= silent_until_s:
                 break
@@ -645,7 +637,7 @@ class SyncHandlers:
             if event is not None:
                 return event
             # A closed feed returns None at once and must not make this loop spin.
-            self._stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
+            self._door.stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
         return Alive()
 
     # --- Pull --------------------------------------------------------------------------------------------------
@@ -653,11 +645,11 @@ class SyncHandlers:
     def _pull(self, call: Call) -> Iterator[bytes]:
         ask = convert.unpack_pull(self._door.first(call))
         call.identity.check_reader(ask.site_id)
-        self._check_run(ask.run_id)
+        self._door.check_run(ask.run_id)
         self._door.spend("pull_bytes_per_s", 0.0, call.identity)  # Refuses a caller in debt.
         # Wait for a version newer than the client's.  A waiting call takes no place of the pull limit.
         until_s = time.monotonic() + ask.wait_ns / 1e9
-        while call.context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
+        while self._door.serves(call.context) and (left_s := until_s - time.monotonic()) > 0:
             if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
                 break
         # Counted by the caller's identity, not by the site it reads as: one site must not use up the observers' places.
@@ -701,7 +693,7 @@ class SyncHandlers:
             if not isinstance(ask, ProbeAsk):
                 raise MalformedMessage("the first message of a probe is not its ask")
             if ask.run_id:
-                self._check_run(ask.run_id)
+                self._door.check_run(ask.run_id)
             self._door.check_probe(ask.bytes_up, ask.bytes_down, call.identity)
             answer = self._api.probe(ask)
             with Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard:
@@ -775,21 +767,19 @@ def admin_handler(api: SyncerApi, door: Door) -> Any:
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
 
 
-def follow_handler(api: Following, options: ServerOptions, door: Door, stopping: threading.Event) -> Any:
+def follow_handler(api: Following, door: Door) -> Any:
     """Return the handlers of ``ReplicationService`` in the form that gRPC's server takes."""
-    one = OneAtATime("standby", options.pushback_ms)
+    one = OneAtATime("standby", door.options.pushback_ms)
 
     def follow(call: Call) -> Iterator[bytes]:
         start = convert.unpack_follow(door.first(call))
         if not isinstance(start, FollowStart):
             raise MalformedMessage("the first message of a standby is not its start")
-        if start.run_id != options.run_id:
-            raise Refusal(Status.NOT_FOUND, f"run_id is {start.run_id!r}: there is no such run here")
+        door.check_run(start.run_id)
         with one.enter(("standby",), 0, call.context.cancel), closing(api.follow(start)) as followed:
-            listener = threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True)
-            listener.start()
+            threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True).start()
             for part in followed.parts():
-                if stopping.is_set():
+                if door.stopping.is_set():
                     raise Refusal(Status.UNAVAILABLE, STOPS)
                 yield convert.pack_follow_part(part)
 
