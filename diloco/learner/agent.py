@@ -379,8 +379,7 @@ class Agent(Exchange):
         self.stop: StopTraining | None = None
         """Why this site's part ends; None while it does not."""
         self._has_ended = self._draws_again = False
-        own = None if options.takeover else Path(options.folder)
-        self.listener = Listener(self, agreement, layout, self.sealer.encoder.where, own)
+        self.listener = Listener(self, agreement, None if options.takeover else Path(options.folder))
         self.rejoin = self.listener.rejoin
         self._touch = Touch(self, options.meter_every_s)
         self.owners = Owners(dealt, self, orders)

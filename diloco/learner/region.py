@@ -100,7 +100,7 @@ class Upward(Participant):
         self._sending: set[tuple[int, int]] = set()
         encoder = Encoder(make_codec(options.up_codec), versions.place, versions.buffers)
         super().__init__(client, LinkMeter(client), [encoder], outbox, versions)
-        self.listener = Listener(self, agreement, layout, encoder.where)
+        self.listener = Listener(self, agreement)
         self.rejoin = self.listener.rejoin
 
     # --- what the region's syncer calls --------------------------------------------------------------------------

@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from diloco.codec.base import Codec
     from diloco.learner.seal import Encoder, Outbox, SealedUpdate
     from diloco.learner.tensors import Versions
-    from diloco.outer.fragments import Layout
     from diloco.sync.events import LearnerEvent
     from diloco.sync.link import LinkEstimate
     from diloco.sync.options import Agreement
@@ -673,20 +672,10 @@ class Listener:
     It joins under one random id for the life of the process.
     """
 
-    def __init__(
-        self,
-        participant: Participant,
-        agreement: Agreement,
-        layout: Layout,
-        encodes: str,
-        folder: Path | None = None,
-    ) -> None:
-        """``encodes`` says where the site encodes, for the log.
-
-        With ``folder``, the process id contains its id, and the syncer keeps a live process of another folder.
-        """
-        self._participant, self._agreement, self._layout = participant, agreement, layout
-        self._encodes, self._process = encodes, secrets.token_hex(8) + (_folder_id(folder) if folder else "")
+    def __init__(self, participant: Participant, agreement: Agreement, folder: Path | None = None) -> None:
+        """With ``folder``, the process id contains its id, and the syncer keeps a live process of another folder."""
+        self._participant, self._agreement = participant, agreement
+        self._process = secrets.token_hex(8) + (_folder_id(folder) if folder else "")
         self._stream: Stream[WatchEvent] | None = None
         self._join_wanted = threading.Event()
         self._rejoining = ""  # The last reason logged for joining again; empty once joined.
@@ -785,14 +774,14 @@ class Listener:
             own.site_id,
             self._process,
             agreement.layout_fingerprint,
-            self._layout.to_json().encode(),
+            own.tensors.layout.to_json().encode(),
             agreement.shared,
         )
         reply = own.client.join(ask, own.known.epoch)
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        how = {"syncer": own.client.address, "kernels": kernel_library.description(), "encodes": self._encodes}
-        own.emit("joined", {**facts, **how})
+        how = {"syncer": own.client.address, "kernels": kernel_library.description()}
+        own.emit("joined", {**facts, **how, "encodes": own.sealer.encoder.where})
         self.heartbeat_s, self._rejoining = reply.settings.heartbeat_ns / 1e9, ""
         return JoinAnswered(
             reply.epoch,

@@ -296,7 +296,9 @@ class Ear(Recorder):
         self.log: list[str] = []
         self.joins: list[Callable[[], None]] = []
         self.watches: list[Callable[[], Stream]] = []
-        self.listener = Listener(self, agreement(), LAYOUT, "host")
+        self.tensors = SimpleNamespace(layout=LAYOUT)
+        self.sealer = SimpleNamespace(encoder=SimpleNamespace(where="host"))
+        self.listener = Listener(self, agreement())
         self.listener.attempt = self.join
 
     def join(self) -> JoinAnswered:
