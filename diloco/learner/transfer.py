@@ -204,17 +204,17 @@ class Ahead:
         return self._pulled
 
 
-class Incoming:
-    """Receives one fragment's versions into ``sink``, by one pull at a time, and decodes them on arrival."""
+class Incoming(PullSink):
+    """Receives one fragment's versions, by one pull at a time, and decodes them on arrival."""
 
     def __init__(self, fragment: int, tensors: Versions) -> None:
-        self.sink = PullSink(begun=self._begun, broken=self._broken)
+        super().__init__()
         self._fragment, self._numel = fragment, tensors.layout.fragments[fragment].numel
         self._tensors = tensors
         self._arriving: Arriving | None = None
         self._working = threading.Lock()
 
-    def _begun(self, header: PullHeader, payload: memoryview) -> Callable[[int], None] | None:
+    def begun(self, header: PullHeader, payload: memoryview) -> Callable[[int], None] | None:
         """Begin a payload.  It is decoded on arrival if it has one part and its base is the latest version here."""
         self._arriving, held = None, self._held(header)
         if held is None or len(header.part_bytes) != 1:
@@ -235,8 +235,9 @@ class Incoming:
 
         return come
 
-    def _broken(self) -> None:
+    def broke_off(self) -> None:
         """Stop decoding on arrival after a break: the bytes are kept, and decoded when the resumed pull has ended."""
+        super().broke_off()
         self._arriving = None
 
     def values(self, pulled: PulledVersion) -> Tensor | None:
@@ -480,7 +481,7 @@ class Fetcher:
             if own.stopping.is_set() or waits or latest is None or self._at == fragment:
                 return
             ask = PullAsk(own.run_id, own.site_id, fragment, latest[0])
-            ahead = Ahead(own.client, ask, self._of(fragment, lineage).sink)
+            ahead = Ahead(own.client, ask, self._of(fragment, lineage))
             self._ahead = (lineage, ahead)
             self._begun = [*(each for each in self._begun if each.thread.is_alive()), ahead]
 
@@ -513,12 +514,12 @@ class Fetcher:
                 pulled, here = here, None
                 if pulled is None:
                     with own.link.transfer(up=False):
-                        pulled = own.client.pull(ask, incoming.sink)
+                        pulled = own.client.pull(ask, incoming)
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
             values = incoming.values(pulled)
-            incoming.sink.give_back(pulled)
+            incoming.give_back(pulled)
             if values is None:
                 # Whatever went wrong, here or in transit, fetching the whole fragment repairs it.
                 why = f"fragment {fragment}: the fetched bytes are not version {pulled.header.version}"
