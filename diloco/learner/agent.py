@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
+    from diloco.inner.trainer import Log
     from diloco.learner.exchange import AgentOptions, Source
     from diloco.learner.ranks import Dealt, Orders
     from diloco.outer.fragments import Layout
@@ -91,6 +92,14 @@ class Finished:
     why: str
     ledger: dict[str, int]
     final: bool = False
+
+
+def site_done(emit: Log, ending: str, why: str, ledger: Ledger, *, final: bool) -> Finished:
+    """Log the end of the site's part with its ledger, which must balance, and return it."""
+    assert ledger.balanced(), ledger
+    found = asdict(ledger)
+    emit("site_done", {"ledger": {f"tokens_{field}": value for field, value in found.items()}, "reason": why})
+    return Finished(ending, why, found, final)
 
 
 SAMPLES_MAX = 8192
@@ -354,7 +363,7 @@ class Agent(Exchange):
         holding: Holding,
         agreement: Agreement,
         client: SyncClient,
-        emit: Callable[[str, dict[str, object]], None],
+        emit: Log,
         orders: Orders,
         restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None = None,
         redo: StepInfo | None = None,
@@ -367,7 +376,7 @@ class Agent(Exchange):
         fragments to the ranks that own them; by default rank 0 owns all.
         """
         dealt = dealt or all_mine(layout)
-        self._options, self._learner, self._agreement = options, learner, agreement
+        self._options, self._agreement = options, agreement
         self.emit, self._redo = emit, redo
         self._odometer = Odometer(
             Path(options.folder) / "odometer", disk, lambda why: emit("note", {"note": "odometer", "why": why})
@@ -397,7 +406,7 @@ class Agent(Exchange):
         """
         now, before = time.monotonic(), self.machine.state.tokens_processed
         until = now + self._options.join_timeout_s
-        may_go_on = away_s is not None and self.machine.ready() and not self._learner.lock_step
+        may_go_on = away_s is not None and self.machine.ready() and not self.machine.options.lock_step
         try:
             try:
                 self.listener.first(now + (away_s or 0.0) if may_go_on else until)
@@ -543,16 +552,12 @@ class Agent(Exchange):
         name = "failed" if stop.failed else ending.value if ending is not None else "left"
         with self.changed:
             ledger = site_ledger(self.machine.state)
-        assert ledger.balanced(), ledger
-        found = {field: getattr(ledger, field) for field in ledger.__slots__}
         if final and name == Ending.FINISHED.value and not self.machine.is_final():
             why = f"it did not come within finish_timeout_s={bound:g}"
             self.emit("note", {"note": "final_missed", "why": f"this site ends without the final version: {why}"})
-        self.emit(
-            "site_done", {"ledger": {f"tokens_{field}": value for field, value in found.items()}, "reason": stop.why}
-        )
+        finished = site_done(self.emit, name, stop.why, ledger, final=self.machine.is_final())
         self.close()
-        return Finished(name, stop.why, found, self.machine.is_final())
+        return finished
 
     def withdraw(self) -> None:
         """Make one attempt to leave if the site does not start to train, so that no round waits for it."""
@@ -597,7 +602,7 @@ class Agent(Exchange):
 
         The training thread passes ``until``, its deadline: in lock-step it waits while the sealed values are read.
         """
-        adopted, at_rest = set[int](), until > 0 and self._learner.lock_step
+        adopted, at_rest = set[int](), until > 0 and self.machine.options.lock_step
         self.owners.know(self.machine.state)
         for effect in effects:
             match effect:

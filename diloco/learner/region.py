@@ -37,11 +37,12 @@ from diloco.sync.region import OUTBOX
 from diloco.wire.messages import Refused, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from diloco.durable import Disk
+    from diloco.inner.trainer import Log
     from diloco.outer.fragments import Layout
     from diloco.sync.effects import RegionEffect, Seal
     from diloco.sync.events import LearnerEvent, VersionFetched
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from diloco.sync.state import Part
     from diloco.wire.client import SyncClient
     from diloco.wire.messages import PullHeader
-
-    Emit = Callable[[str, dict[str, object]], None]
 
 TURN_S = 0.1
 
@@ -86,7 +85,7 @@ class Upward(Participant):
         layout: Layout,
         agreement: Agreement,
         client: SyncClient,
-        emit: Emit,
+        emit: Log,
         disk: Disk = PLAIN_DISK,
     ) -> None:
         self._options, self._layout = options, layout

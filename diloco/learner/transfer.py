@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.codec.base import Codec
+    from diloco.inner.trainer import Log
     from diloco.learner.seal import Encoder, Outbox, SealedUpdate
     from diloco.learner.tensors import Versions
     from diloco.sync.events import LearnerEvent
@@ -560,7 +561,7 @@ class Participant:
     It owns the threads that seal, send and fetch, and others that it starts.  Every method is thread-safe.
     """
 
-    emit: Callable[[str, dict[str, object]], None]
+    emit: Log
     """Write an event into the log."""
     tell: Callable[[LearnerEvent], None]
     """Pass an event to the machine."""

@@ -18,7 +18,7 @@ from diloco.wire.client import SyncClient
 from diloco.wire.options import MBPS_MIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
-    from diloco.inner.trainer import Resumed
+    from diloco.inner.trainer import Log, Resumed
 
-    Emit = Callable[[str, dict[str, object]], None]
     Restored = tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
 
 
@@ -37,7 +36,7 @@ def agent_of(
     config: RunConfig,
     folder: SiteDir,
     holding: Holding,
-    emit: Emit,
+    emit: Log,
     resumed: Resumed | None,
     disk: Disk,
     *,
