@@ -698,8 +698,7 @@ class Listener:
                         own.tell(self.attempt())
                 joined = True
                 self._listen(pause)
-                why = "the syncer closed the stream"
-                refused, final = "", False
+                why, refused, final = "the syncer closed the stream", "", False
             except Unreachable as error:
                 why, refused, final = error.why, error.refused, False
             except Refused as error:
