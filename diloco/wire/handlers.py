@@ -45,7 +45,15 @@ import grpc
 from diloco.wire import convert
 from diloco.wire.channel import ADMIN_SERVICE, REPLICATION_SERVICE, SYNC_SERVICE, Arrival, Guard, Pacer, filler
 from diloco.wire.chunks import ChunkError, ChunkSize, DamagedChunk, Window, check_next, cut, tail_chunk
-from diloco.wire.convert import pack_frame, pack_probe_reply, pack_pull_part, pack_push_reply, unpack_probe, unpack_push
+from diloco.wire.convert import (
+    M,
+    pack_frame,
+    pack_probe_reply,
+    pack_pull_part,
+    pack_push_reply,
+    unpack_probe,
+    unpack_push,
+)
 from diloco.wire.door import Call, Gate, OneAtATime
 from diloco.wire.messages import (
     AGAINS_MAX,
@@ -518,11 +526,8 @@ class SyncHandlers:
                 raw = next(call.requests, None)
             if raw is None:
                 raise DamagedChunk("the stream ended before the header")
-            if len(raw) > CONTROL_BYTES_MAX:  # Only a chunk may be longer, and no chunk is parsed before the header.
-                raise MalformedMessage(f"header is {len(raw)} bytes long: at most {CONTROL_BYTES_MAX} wanted")
-            header = unpack_push(raw)
-            if not isinstance(header, PushHeader):
-                raise MalformedMessage("the first message of a push is not its header")
+            # Only a chunk may be longer, and no chunk is parsed before the header.
+            header = _first_of("push", "header", PushHeader, unpack_push, raw, CONTROL_BYTES_MAX)
             self._check_speaker(header, call.identity)
             if header.beside:
                 yield from self._push_beside(header, call, guard)
@@ -687,11 +692,7 @@ class SyncHandlers:
     def _probe(self, call: Call) -> Iterator[bytes]:
         with self._probes.enter(call.caller):
             raw = self._door.first(call, large=True)
-            if len(raw) > JOIN_BYTES_MAX:
-                raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
-            ask = unpack_probe(raw)
-            if not isinstance(ask, ProbeAsk):
-                raise MalformedMessage("the first message of a probe is not its ask")
+            ask = _first_of("probe", "ask", ProbeAsk, unpack_probe, raw, JOIN_BYTES_MAX)
             if ask.run_id:
                 self._door.check_run(ask.run_id)
             self._door.check_probe(ask.bytes_up, ask.bytes_down, call.identity)
@@ -726,6 +727,16 @@ class SyncHandlers:
             if not left or time.monotonic_ns() >= until_ns:
                 break
         return arrival.taken()
+
+
+def _first_of(of: str, what: str, kind: type[M], unpack: Callable[[bytes], object], raw: bytes, bytes_max: int) -> M:
+    """Unpack the first message of a stream; ``MalformedMessage`` if it is longer than ``bytes_max`` or no ``kind``."""
+    if len(raw) > bytes_max:
+        raise MalformedMessage(f"{what} is {len(raw)} bytes long: at most {bytes_max} wanted")
+    part = unpack(raw)
+    if not isinstance(part, kind):
+        raise MalformedMessage(f"the first message of a {of} is not its {what}")
+    return part
 
 
 def _pieces(ask: PullAsk, source: PullSource, deal: Deal | None, chunk_bytes: Callable[[], int]) -> Iterator[Piece]:
@@ -772,9 +783,8 @@ def follow_handler(api: Following, door: Door) -> Any:
     one = OneAtATime("standby", door.options.pushback_ms)
 
     def follow(call: Call) -> Iterator[bytes]:
-        start = convert.unpack_follow(door.first(call))
-        if not isinstance(start, FollowStart):
-            raise MalformedMessage("the first message of a standby is not its start")
+        raw = door.first(call)
+        start = _first_of("standby", "start", FollowStart, convert.unpack_follow, raw, CONTROL_BYTES_MAX)
         door.check_run(start.run_id)
         with one.enter(("standby",), 0, call.context.cancel), closing(api.follow(start)) as followed:
             threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True).start()
