@@ -197,7 +197,7 @@ class Checkup(ServiceClient):
         """Return whether ``service`` ("": the process itself) is SERVING there; None: it is unknown there."""
         ask = bytes(health_pb2.HealthCheckRequest(service=service).SerializeToString())
         try:
-            return self._line.unary(_CHECK, ask, _is_serving, self._options.control_timeout_s)
+            return self._line.unary(_CHECK, ask, _is_serving)
         except Refused as error:
             if error.status is Status.NOT_FOUND:
                 return None
@@ -210,7 +210,6 @@ class Checkup(ServiceClient):
                 _LIST,
                 b"",
                 lambda raw: tuple(sorted(parse(health_pb2.HealthListResponse, raw, REPLY_BYTES_MAX).statuses)),
-                self._options.control_timeout_s,
             )
         except Refused:
             return ()
@@ -221,7 +220,7 @@ class Checkup(ServiceClient):
         until, taken = time.monotonic() + limit_s, []
         for index in range(count + 1):
             began = time.monotonic()
-            self._line.unary(_CHECK, b"", bytes, self._options.control_timeout_s)
+            self._line.unary(_CHECK, b"", bytes)
             taken += [time.monotonic() - began] if index else []
             if time.monotonic() >= until:
                 break

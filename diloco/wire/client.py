@@ -414,8 +414,7 @@ class SyncClient(ServiceClient):
         self._epoch = 0  # Of the syncer that took the site in last.
         # All lines lead to one address, so updates go only to a syncer that admitted the site.  A line connects at its
         # first use, so spare ones cost nothing and can be used later.
-        arguments = self._options.channel_arguments()
-        self._bulk = [Line(self.address, security, arguments, SYNC_SERVICE) for _ in range(STREAMS_MAX)]
+        self._bulk = [Line(self.address, security, self._options, SYNC_SERVICE) for _ in range(STREAMS_MAX)]
         self._streams = self._options.data_channels
         self._turn = itertools.count()
         self._breaks: dict[str, int] = {}
@@ -493,9 +492,8 @@ class SyncClient(ServiceClient):
     def _join(self, ask: JoinAsk, epoch: int) -> JoinReply:
         """Join at the present address; repeat the ask with the ticket given while another process holds the site."""
         for _ in range(1 + CONFIRMATIONS_MAX):
-            reply = self._line.unary(
-                "Join", convert.pack_join(ask), convert.unpack_join_reply, self._options.join_timeout_s
-            )
+            limit_s = self._options.join_timeout_s
+            reply = self._line.unary("Join", convert.pack_join(ask), convert.unpack_join_reply, limit_s)
             if (reply.lineage, reply.epoch) < (ask.lineage, epoch):
                 older = f"of lineage {reply.lineage}, epoch {reply.epoch}"
                 raise Unreachable(f"Join: the syncer is {older}, and one of epoch {epoch} has replaced it")
@@ -507,9 +505,7 @@ class SyncClient(ServiceClient):
     def report(self, report: ReportInfo) -> ReportReply:
         """Send a heartbeat."""
         began_s = time.monotonic()
-        reply = self._line.unary(
-            "Report", convert.pack_report(report), convert.unpack_report_reply, self._options.control_timeout_s
-        )
+        reply = self._line.unary("Report", convert.pack_report(report), convert.unpack_report_reply)
         self._round_trips_s.append(time.monotonic() - began_s)
         self._check_epoch("Report", reply.epoch)
         return reply
@@ -525,7 +521,7 @@ class SyncClient(ServiceClient):
     def leave(self, incarnation: int) -> None:
         """Tell the syncer that this site leaves the run."""
         ask = LeaveAsk(self.run_id, self.site_id, incarnation)
-        self._line.unary("Leave", convert.pack_leave(ask), convert.unpack_empty, self._options.control_timeout_s)
+        self._line.unary("Leave", convert.pack_leave(ask), convert.unpack_empty)
 
     def watch(self, incarnation: int) -> Stream[WatchEvent]:
         """Stream the events of this site as they happen.  The first is an ``Alive``: the stream is open."""
@@ -613,7 +609,7 @@ class AdminClient(ServiceClient):
 
     def status(self) -> dict[str, object]:
         """Return the state of the run."""
-        return self._line.unary("Status", b"", convert.unpack_status, self._options.control_timeout_s)
+        return self._line.unary("Status", b"", convert.unpack_status)
 
     def drain(self) -> None:
         """Begin the last round."""
@@ -647,8 +643,8 @@ class AdminClient(ServiceClient):
         """Let the syncer continue without a standby until one has caught up."""
         self._have("Detach", timeout_s=self._options.admin_timeout_s)
 
-    def _have(self, method: str, request: bytes = b"", timeout_s: float = 0.0) -> None:
-        self._line.unary(method, request, convert.unpack_empty, timeout_s or self._options.control_timeout_s)
+    def _have(self, method: str, request: bytes = b"", timeout_s: float | None = None) -> None:
+        self._line.unary(method, request, convert.unpack_empty, timeout_s)
 
 
 class FollowClient(ServiceClient):
