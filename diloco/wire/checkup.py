@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2
@@ -205,12 +206,9 @@ class Checkup(ServiceClient):
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all services there; empty where the server refuses to list them."""
+        unpack = partial(parse, health_pb2.HealthListResponse, bytes_max=REPLY_BYTES_MAX)
         try:
-            return self._line.unary(
-                _LIST,
-                b"",
-                lambda raw: tuple(sorted(parse(health_pb2.HealthListResponse, raw, REPLY_BYTES_MAX).statuses)),
-            )
+            return tuple(sorted(self._line.unary(_LIST, b"", unpack).statuses))
         except Refused:
             return ()
 
