@@ -57,8 +57,8 @@ from diloco.wire.messages import (
     Frame,
     JoinAsk,
     JoinReply,
-    LeaveAsk,
     MalformedMessage,
+    MemberAsk,
     Nonsense,
     PromoteAsk,
     PullAsk,
@@ -75,7 +75,6 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
     UpdateAsk,
-    WatchAsk,
     WatchEvent,
     WireError,
 )
@@ -520,14 +519,14 @@ class SyncClient(ServiceClient):
 
     def leave(self, incarnation: int) -> None:
         """Tell the syncer that this site leaves the run."""
-        ask = LeaveAsk(self.run_id, self.site_id, incarnation)
-        self._line.unary("Leave", convert.pack_leave(ask), convert.unpack_empty)
+        ask = MemberAsk(self.run_id, self.site_id, incarnation)
+        self._line.unary("Leave", convert.pack_member(ask), convert.unpack_empty)
 
     def watch(self, incarnation: int) -> Stream[WatchEvent]:
         """Stream the events of this site as they happen.  The first is an ``Alive``: the stream is open."""
-        ask = WatchAsk(self.run_id, self.site_id, incarnation)
+        ask = MemberAsk(self.run_id, self.site_id, incarnation)
         guard = Guard(self._stalls, self._options.stall_s)
-        return Stream(self._line, "Watch", convert.pack_watch(ask), convert.unpack_watch_event, guard)
+        return Stream(self._line, "Watch", convert.pack_member(ask), convert.unpack_watch_event, guard)
 
     def push(self, header: PushHeader, payload: bytes | memoryview) -> PushResult:
         """Make one attempt to send an update; the next attempt resumes from the bytes that the syncer holds.

@@ -290,8 +290,8 @@ pack_join, unpack_join = _whole(m.JoinAsk, sync_pb2.JoinRequest, m.JOIN_BYTES_MA
 pack_join_reply, unpack_join_reply = _whole(m.JoinReply, sync_pb2.JoinResponse, m.REPLY_BYTES_MAX)
 pack_report, unpack_report = _whole(m.ReportInfo, sync_pb2.ReportRequest)
 pack_report_reply, unpack_report_reply = _whole(m.ReportReply, sync_pb2.ReportResponse)
-pack_leave, unpack_leave = _whole(m.LeaveAsk, sync_pb2.LeaveRequest)
-pack_watch, unpack_watch = _whole(m.WatchAsk, sync_pb2.WatchRequest)
+pack_member, unpack_member = _whole(m.MemberAsk, sync_pb2.WatchRequest)
+"""Also for ``LeaveRequest``, which has the same fields."""
 _watch_event: _Form[m.WatchEvent] = _one_of(
     sync_pb2.WatchResponse,
     "an event",

@@ -74,8 +74,8 @@ from diloco.wire.messages import (
     Frame,
     JoinAsk,
     JoinReply,
-    LeaveAsk,
     MalformedMessage,
+    MemberAsk,
     ProbeAsk,
     ProbeTaken,
     PullAsk,
@@ -89,7 +89,6 @@ from diloco.wire.messages import (
     ReportInfo,
     ReportReply,
     Status,
-    WatchAsk,
     WatchEvent,
 )
 from diloco.wire.options import FRAMES_KEPT
@@ -497,7 +496,7 @@ class SyncHandlers:
         self.generic_handler: Any = grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
         """All handlers, in the form that gRPC's server takes."""
 
-    def _check_speaker(self, ask: PushHeader | WatchAsk | ReportInfo | LeaveAsk, identity: Identity) -> None:
+    def _check_speaker(self, ask: PushHeader | MemberAsk | ReportInfo, identity: Identity) -> None:
         identity.check_site(ask.site_id)
         self._door.check_run(ask.run_id)
 
@@ -513,7 +512,7 @@ class SyncHandlers:
         return convert.pack_report_reply(self._api.report(report))
 
     def _leave(self, raw: bytes, call: Call) -> bytes:
-        ask = convert.unpack_leave(raw)
+        ask = convert.unpack_member(raw)
         self._check_speaker(ask, call.identity)
         self._api.leave(ask.site_id, ask.incarnation)
         return b""
@@ -609,7 +608,7 @@ class SyncHandlers:
     # --- Watch -------------------------------------------------------------------------------------------------
 
     def _watch(self, call: Call) -> Iterator[bytes]:
-        ask = convert.unpack_watch(self._door.first(call))
+        ask = convert.unpack_member(self._door.first(call))
         self._check_speaker(ask, call.identity)
         with (
             self._watching.enter((ask.site_id,), ask.incarnation, call.context.cancel),

@@ -546,8 +546,8 @@ PushReply = PushAdmitted | PushAgain | PushResult
 
 
 @dataclass(frozen=True, slots=True)
-class WatchAsk:
-    """A request for the events of ``site_id``, from the process that joined as ``incarnation``."""
+class MemberAsk:
+    """A request of the process that joined as ``incarnation``: for its site's events (Watch), or to leave (Leave)."""
 
     run_id: Id
     site_id: Id
@@ -653,7 +653,7 @@ class PullHeader:
 PullPart = PullHeader | Chunk | Frame
 
 
-# --- Report and Leave ------------------------------------------------------------------------------------------
+# --- Report ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -729,15 +729,6 @@ class ReportReply:
     ending: Ending | None
     retake: Annotated[tuple[Fragment, ...], AtMost(FRAGMENTS_MAX)] = ()
     units: UnitsTold | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveAsk:
-    """The site leaves the run."""
-
-    run_id: Id
-    site_id: Id
-    incarnation: Number
 
 
 # --- Admin -----------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_bytes_that_are_no_message_are_refused_in_words_and_bad_messages_on_the_
         with pytest.raises(MalformedMessage, match=f"spans has {count} numbers"):
             spans_in(range(count))
     for message, pack, words in (
-        (m.WatchAsk(RUN, "a b", 0), convert.pack_watch, "site_id"),
+        (m.MemberAsk(RUN, "a b", 0), convert.pack_member, "site_id"),
         (m.Filler(bytes(CHUNK_BYTES_MAX + 1)), pack_probe, "data"),
     ):
         with pytest.raises(MalformedMessage, match=words):
