@@ -277,36 +277,28 @@ _Undecided = Annotated[tuple[int, int], _pair("a sequence and its tokens", lambd
 _Piece = Annotated[Piece, _pair("a unit and a count", lambda unit, count: unit >= SKIPPED and count >= 1)]
 
 _RECORDS: Mapping[type, Mapping[str, Any]] = {
-    Fate: {
-        "fragment": Fragment,
-        "sequence": Number,
-        "version": Number,
-        "tokens": Number,
-        "digest": Digest,
-        "reason": Reason | None,
-    },
+    Fate: {"fragment": Fragment, "digest": Digest},
     FragmentStanding: {
         "fragment": Fragment,
-        "version": Number,
         "digest": Digest,
-        "watermark": Number,
-        "cursor": Number,
-        "tokens_merged": Number,
-        "tokens_discarded": Number,
         "undecided": Annotated[tuple[_Undecided, ...], AtMost(UNDECIDED_MAX)],
         "fates": Fates,
     },
-    FinalAnnounced: {"ending": Ending, "versions": Annotated[tuple[Number, ...], AtMost(FRAGMENTS_MAX)]},
-    UnitAsk: {"known": Number, "begin": Number, "upto": Number, "floor": Number, "again": Number},
-    UnitsTold: {"first": Number, "pieces": Annotated[tuple[_Piece, ...], AtMost(PIECES_TOLD_MAX)]},
+    FinalAnnounced: {"versions": Annotated[tuple[Number, ...], AtMost(FRAGMENTS_MAX)]},
+    UnitAsk: {},
+    UnitsTold: {"pieces": Annotated[tuple[_Piece, ...], AtMost(PIECES_TOLD_MAX)]},
 }
-"""The bounds of records defined in ``sync``, whose own annotations state none."""
+"""Records defined in ``sync``, whose own annotations state no bounds, with those of their fields; any other int is a
+``Number``."""
 
 
 @cache
 def annotations_of(kind: type) -> Mapping[str, Any]:
     """Return the annotation of each field of ``kind``, with its bound."""
-    return _RECORDS.get(kind) or get_type_hints(kind, include_extras=True)
+    stated = get_type_hints(kind, include_extras=True)
+    if kind in _RECORDS:
+        stated = {name: Number if each is int else each for name, each in stated.items()} | dict(_RECORDS[kind])
+    return stated
 
 
 @cache
