@@ -784,16 +784,8 @@ class Listener:
         how = {"syncer": own.client.address, "kernels": kernel_library.description()}
         own.emit("joined", {**facts, **how, "encodes": own.sealer.encoder.where})
         self.heartbeat_s, self._rejoining = reply.settings.heartbeat_ns / 1e9, ""
-        return JoinAnswered(
-            reply.epoch,
-            reply.incarnation,
-            reply.standings,
-            reply.run_tokens,
-            reply.progress_ppm,
-            reply.ending,
-            reply.lineage,
-            reply.settings.keep_until_decided,
-        )
+        run = (reply.run_tokens, reply.progress_ppm, reply.ending, reply.lineage, reply.settings.keep_until_decided)
+        return JoinAnswered(reply.epoch, reply.incarnation, reply.standings, *run)
 
     def first(self, until: float) -> None:
         """Join, with retries until the monotonic time ``until`` or until the site stops; raises ``JoinFailed``."""
