@@ -154,18 +154,10 @@ class LinkUse(LinkMeter):
 
     def info(self, step_ns: int) -> LinkInfo:
         """Return measurement and choice for a heartbeat, where an inner step takes ``step_ns``."""
-        found, choice = self.read(), self.adapter.choice
-        return LinkInfo(
-            found.rtt_ns,
-            found.up_bytes_per_s,
-            found.down_bytes_per_s,
-            choice.codec,
-            choice.channels,
-            self.adapter.exchange_steps(found, step_ns, self.rounds.usual_ns()),
-            choice.why,
-            self.rounds.usual_ns(),
-            choice.overlap_steps,
-        )
+        found, choice, round_ns = self.read(), self.adapter.choice, self.rounds.usual_ns()
+        steps = self.adapter.exchange_steps(found, step_ns, round_ns)
+        measured = (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s)
+        return LinkInfo(*measured, choice.codec, choice.channels, steps, choice.why, round_ns, choice.overlap_steps)
 
 
 WAIT_S = 60.0
@@ -725,7 +717,7 @@ class Listener:
                 if not self.connected:
                     self.connected = True
                     self._refused = ""
-                    pause.backoff.reset()
+                    pause.backoff.failures = 0
                     self._participant.emit("connected", {})
                 self._take(event)
                 if self._participant.stopping.is_set():

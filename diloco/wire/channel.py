@@ -80,6 +80,7 @@ class Backoff:
     base_s: float
     cap_s: float
     failures: int = 0
+    """In a row; the caller sets it to 0 after a success."""
 
     def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
         """Return the next delay in seconds; ``chance`` is in [0, 1), ``at_least_s`` the delay the other end asked for.
@@ -89,10 +90,6 @@ class Backoff:
         span_s = min(self.cap_s, self.base_s * 2.0 ** min(self.failures, 60))
         self.failures += 1
         return max(at_least_s * (1.0 + 0.5 * chance), span_s * (0.5 + 0.5 * chance))
-
-    def reset(self) -> None:
-        """Start over after a success."""
-        self.failures = 0
 
 
 @dataclass(eq=False)

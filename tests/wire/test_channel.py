@@ -37,7 +37,7 @@ def test_delays_grow_to_the_cap_with_a_jitter_and_what_the_other_end_asks_for_is
     backoff = Backoff(base_s=0.5, cap_s=4.0)
     assert [backoff.next_s(0.0) for _ in range(5)] == [0.25, 0.5, 1.0, 2.0, 2.0]
     assert 3.9 < backoff.next_s(0.999) <= 4.0
-    backoff.reset()
+    backoff.failures = 0
     assert backoff.next_s(0.0) == 0.25
     assert Backoff(base_s=0.2, cap_s=5.0, failures=100_000).next_s(0.999) <= 5.0
     # The other end asks all whom it refuses for the same: without chance they would all come back at one instant.
