@@ -67,7 +67,7 @@ BAD_BYTES: list[tuple[Callable[[bytes], object], bytes | Message, str]] = [
     *((unpack, b"", "part is not set") for unpack in (unpack_push_reply, unpack_pull_part)),
     *((unpack, b"", "part is not set") for unpack in (unpack_probe, unpack_probe_reply, unpack_follow_part)),
     *((unpack, b"\xff\xff", "cannot be parsed") for unpack in (unpack_follow, unpack_follow_part)),
-    (unpack_push, b"", "a header, a chunk or a commit wanted"),
+    (unpack_push, b"", "one of header, chunk, commit wanted"),
     (unpack_probe, b"\xff", "cannot be parsed"),
     # The length is compared before parsing.
     (unpack_report, b"\xff" * (m.CONTROL_BYTES_MAX + 1), "65537 bytes long"),
