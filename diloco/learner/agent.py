@@ -31,7 +31,7 @@ from diloco.learner.exchange import Exchange, Owners
 from diloco.learner.ranks import all_mine
 from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import Echo, SiteTensors
-from diloco.learner.transfer import JoinFailed, Listener, report_info, say_goodbye
+from diloco.learner.transfer import LOOK_S, JoinFailed, Listener, report_info, say_goodbye
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -179,9 +179,6 @@ class Meter:
         return reading
 
 
-TURN_S = 0.1
-
-
 UNHEARD_MAX = 3
 """Consecutive unanswered heartbeats after which a site with several addresses joins again, perhaps elsewhere."""
 
@@ -202,7 +199,7 @@ class Touch:
         """Run the thread."""
         site = self._site
         next_meter = next_report = time.monotonic()
-        while not site.stopping.wait(TURN_S):
+        while not site.stopping.wait(LOOK_S):
             now = time.monotonic()
             if self.leave_asked:
                 self.leave_asked = False

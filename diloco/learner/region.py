@@ -19,7 +19,7 @@ from diloco.codec.registry import Coded, make_codec
 from diloco.durable import PLAIN_DISK
 from diloco.learner.seal import Encoder, Outbox, SealedUpdate, SealJob
 from diloco.learner.tensors import HOST, Place, SealInputs, Versions
-from diloco.learner.transfer import LinkMeter, Listener, Participant, report_info, say_goodbye, with_room
+from diloco.learner.transfer import LOOK_S, LinkMeter, Listener, Participant, report_info, say_goodbye, with_room
 from diloco.sync.effects import Fetch, Join, Leave, Release, Send, StartOver
 from diloco.sync.events import (
     FateTold,
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from diloco.sync.state import Part
     from diloco.wire.client import SyncClient
     from diloco.wire.messages import PullHeader
-
-TURN_S = 0.1
-
 
 SHARE = Bound(lambda value: 0 < value <= 1, "above 0, to 1")
 
@@ -223,7 +220,7 @@ class Upward(Participant):
 
     def _keep_in_touch(self) -> None:
         next_report = time.monotonic()
-        while not self.stopping.wait(TURN_S):
+        while not self.stopping.wait(LOOK_S):
             if self.left.is_set() or self.known.incarnation == 0:
                 continue
             if self._leaving.is_set():

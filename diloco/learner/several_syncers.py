@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.inner.checkpoint import CheckpointError, Prefixed
 from diloco.inner.trainer import Verdict
 from diloco.learner.agent import Finished, Meter, site_done
-from diloco.learner.transfer import JoinFailed
+from diloco.learner.transfer import LOOK_S, JoinFailed
 from diloco.sync.events import Ending, TurnElsewhere
 from diloco.sync.progress import combined
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 AWAY_S = 5.0
 """How long a site that resumes from a checkpoint waits for each syncer before it trains without it."""
-LOOK_S = 0.1
 
 
 class Agents:

@@ -263,6 +263,7 @@ def _codec(header: PullHeader) -> Codec:
 
 
 LOOK_S = 0.1
+"""Interval at which a waiting thread of a site looks for what it is to do."""
 MALFORMED_MAX = 3
 """Refusals in a row of one update as malformed (bytes may change in transit) after which the site stops."""
 
