@@ -55,7 +55,7 @@ class PullSink:
 
     def __init__(self) -> None:
         self._come: Callable[[int], None] | None = None
-        self._spare: bytearray | None = None
+        self._spare = bytearray()
         self._lock = threading.Lock()
         self.header: PullHeader | None
         self.breaks: int
@@ -82,7 +82,7 @@ class PullSink:
     def clear(self) -> None:
         """Drop what was received."""
         self._view.release()
-        self._spare = self._buffer if self._buffer else self._spare
+        self._spare = self._buffer or self._spare
         self._hold(bytearray())
 
     def begun(self, header: PullHeader, payload: memoryview) -> Callable[[int], None] | None:
@@ -126,9 +126,8 @@ class PullSink:
 
     def _memory(self, payload_bytes: int) -> bytearray:
         """Return a buffer; reuse the spare one if it fits, because new memory is ten times as slow to write."""
-        spare, self._spare = self._spare, None
-        fits = spare is not None and payload_bytes <= len(spare) <= 2 * payload_bytes
-        return spare if spare is not None and fits else bytearray(payload_bytes)
+        spare, self._spare = self._spare, bytearray()
+        return spare if payload_bytes <= len(spare) <= 2 * payload_bytes else bytearray(payload_bytes)
 
     def accept(self, chunk: Chunk | Frame) -> None:
         """Store a piece of the payload; frames may come in any order.  ``ChunkError`` when its bytes are not missing.
