@@ -143,7 +143,6 @@ def line_of(model: torch.nn.Module, group: SiteGroup, facts: Facts) -> NoAgent |
         holding,
         agreement_of(layout),
         SyncClient(facts.syncer, "site", "bench"),
-        "site",
         quiet,
         Orders(group),
     )

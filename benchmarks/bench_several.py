@@ -140,7 +140,6 @@ def outer_of(case: Several, folder: str, addresses: list[str], site: str, seen: 
                 Holding(parameters, group),
                 case.agreement(syncer),
                 SyncClient(address, site, "bench", options=ClientOptions()),
-                site,
                 voice.of(syncer) if case.syncers > 1 else seen.emit,
                 orders.of(syncer) if case.syncers > 1 else orders,
                 disk=UnsyncedDisk(),

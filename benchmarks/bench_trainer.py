@@ -220,7 +220,6 @@ def run_trainer(
             Holding(named_parameters_once(model), group),
             agreement_of(layout),
             SyncClient(address, site, "bench"),
-            site,
             emit,
             Orders(group),
         )

@@ -172,7 +172,6 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
         Holding(parameters, group),
         case.agreement,
         client,
-        name,
         quiet,
         Orders(group),
         disk=PLAIN_DISK if case.synced else UnsyncedDisk(),

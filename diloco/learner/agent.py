@@ -31,7 +31,7 @@ from diloco.learner.exchange import Exchange, Owners
 from diloco.learner.ranks import all_mine
 from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import Echo, SiteTensors
-from diloco.learner.transfer import JoinFailed, Listener, report_info, say_goodbye
+from diloco.learner.transfer import LOOK_S, JoinFailed, Listener, report_info, say_goodbye
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
+    from diloco.inner.trainer import Log
     from diloco.learner.exchange import AgentOptions, Source
     from diloco.learner.ranks import Dealt, Orders
     from diloco.outer.fragments import Layout
@@ -93,24 +94,32 @@ class Finished:
     final: bool = False
 
 
+def site_done(emit: Log, ending: str, why: str, ledger: Ledger, *, final: bool) -> Finished:
+    """Log the end of the site's part with its ledger, which must balance, and return it."""
+    assert ledger.balanced(), ledger
+    found = asdict(ledger)
+    emit("site_done", {"ledger": {f"tokens_{field}": value for field, value in found.items()}, "reason": why})
+    return Finished(ending, why, found, final)
+
+
 SAMPLES_MAX = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """Totals since this process began to train; times in seconds, ``stall_s`` is all the time inside ``after_step``."""
 
-    inner_steps: int
-    tokens: int
-    train_s: float
-    stall_s: float
-    adopt_s: float
-    after_step_s_max: float
-    step_s_p50: float
-    step_s_p95: float
-    step_s_max: float
-    loss: float | None
-    tokens_per_s: float
+    inner_steps: int = 0
+    tokens: int = 0
+    train_s: float = 0.0
+    stall_s: float = 0.0
+    adopt_s: float = 0.0
+    after_step_s_max: float = 0.0
+    step_s_p50: float = 0.0
+    step_s_p95: float = 0.0
+    step_s_max: float = 0.0
+    loss: float | None = None
+    tokens_per_s: float = 0.0
 
 
 class Meter:
@@ -120,36 +129,34 @@ class Meter:
         self._lock = threading.Lock()
         self._began_ns: int | None = None
         self._ended_ns: int | None = None
-        self._count = 0
         self._samples_ns: list[int] = []
         self._stride = 1
-        self._step_ns_max = 0
-        self._tokens = 0
-        self._stall_ns = self._stall_ns_max = self._adopt_ns = 0
-        self._loss: float | None = None
+        self._stall_ns = self._adopt_ns = 0
+        self._totals = Reading()  # Its fields that are not computed from the attributes above.
 
     def step(self, step_ns: int, tokens: int, loss: float) -> None:
         """Record one inner step."""
         with self._lock:
+            totals = self._totals
             if self._began_ns is None:
                 self._began_ns = time.perf_counter_ns() - step_ns
-            if self._count % self._stride == 0:
+            if totals.inner_steps % self._stride == 0:
                 self._samples_ns.append(step_ns)
                 if len(self._samples_ns) == SAMPLES_MAX:
                     # Keep every second sample and halve the sampling rate, so that a long run is sampled evenly.
                     self._samples_ns = self._samples_ns[::2]
                     self._stride *= 2
-            self._count += 1
-            self._step_ns_max = max(self._step_ns_max, step_ns)
-            self._tokens += tokens
-            self._loss = loss if self._loss is None or self._loss != self._loss else 0.9 * self._loss + 0.1 * loss
+            totals.inner_steps += 1
+            totals.step_s_max = max(totals.step_s_max, step_ns / 1e9)
+            totals.tokens += tokens
+            totals.loss = loss if totals.loss is None or totals.loss != totals.loss else 0.9 * totals.loss + 0.1 * loss
 
     def stalled(self, stall_ns: int, adopt_ns: int) -> None:
         """Record that ``after_step`` took ``stall_ns``, of which ``adopt_ns`` was spent on copying values."""
         with self._lock:
             self._stall_ns += stall_ns
-            self._stall_ns_max = max(self._stall_ns_max, stall_ns)
             self._adopt_ns += adopt_ns
+            self._totals.after_step_s_max = max(self._totals.after_step_s_max, stall_ns / 1e9)
 
     def end(self) -> None:
         """Stop the clock: the training loop is over."""
@@ -161,28 +168,15 @@ class Meter:
         with self._lock:
             samples_ns = list(self._samples_ns)
             until_ns = self._ended_ns or time.perf_counter_ns()
-            train_ns = 0 if self._began_ns is None else until_ns - self._began_ns
-            reading = Reading(
-                inner_steps=self._count,
-                tokens=self._tokens,
-                train_s=train_ns / 1e9,
-                stall_s=self._stall_ns / 1e9,
-                adopt_s=self._adopt_ns / 1e9,
-                after_step_s_max=self._stall_ns_max / 1e9,
-                step_s_p50=0.0,
-                step_s_p95=0.0,
-                step_s_max=self._step_ns_max / 1e9,
-                loss=self._loss,
-                tokens_per_s=self._tokens / (train_ns / 1e9) if train_ns else 0.0,
-            )
-        if not samples_ns:
-            return reading
-        samples_ns.sort()  # Outside the lock, which the training thread also takes.
-        p50, p95 = (samples_ns[int(share * len(samples_ns))] / 1e9 for share in (0.5, 0.95))
-        return replace(reading, step_s_p50=p50, step_s_p95=p95)
-
-
-TURN_S = 0.1
+            reading = replace(self._totals, stall_s=self._stall_ns / 1e9, adopt_s=self._adopt_ns / 1e9)
+            if self._began_ns is not None and until_ns > self._began_ns:
+                reading.train_s = (until_ns - self._began_ns) / 1e9
+                reading.tokens_per_s = reading.tokens / reading.train_s
+        if samples_ns:
+            samples_ns.sort()  # Outside the lock, which the training thread also takes.
+            reading.step_s_p50 = samples_ns[int(0.5 * len(samples_ns))] / 1e9
+            reading.step_s_p95 = samples_ns[int(0.95 * len(samples_ns))] / 1e9
+        return reading
 
 
 UNHEARD_MAX = 3
@@ -205,7 +199,7 @@ class Touch:
         """Run the thread."""
         site = self._site
         next_meter = next_report = time.monotonic()
-        while not site.stopping.wait(TURN_S):
+        while not site.stopping.wait(LOOK_S):
             now = time.monotonic()
             if self.leave_asked:
                 self.leave_asked = False
@@ -366,8 +360,7 @@ class Agent(Exchange):
         holding: Holding,
         agreement: Agreement,
         client: SyncClient,
-        site_id: str,
-        emit: Callable[[str, dict[str, object]], None],
+        emit: Log,
         orders: Orders,
         restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None = None,
         redo: StepInfo | None = None,
@@ -380,22 +373,19 @@ class Agent(Exchange):
         fragments to the ranks that own them; by default rank 0 owns all.
         """
         dealt = dealt or all_mine(layout)
-        self._options, self._learner, self._agreement = options, learner, agreement
+        self._options, self._agreement = options, agreement
         self.emit, self._redo = emit, redo
         self._odometer = Odometer(
             Path(options.folder) / "odometer", disk, lambda why: emit("note", {"note": "odometer", "why": why})
         )
-        super().__init__(
-            options, learner.adopt, layout, holding, dealt, orders, client, agreement.run_id, site_id, disk
-        )
+        super().__init__(options, learner.adopt, layout, holding, dealt, orders, client, disk)
         self.meter = Meter()
         self.machine = restored_machine(learner, restored, redo, self.outbox, self._odometer, self.tensors)
         self.known = self.machine.state
         self.stop: StopTraining | None = None
         """Why this site's part ends; None while it does not."""
         self._has_ended = self._draws_again = False
-        own = None if options.takeover else Path(options.folder)
-        self.listener = Listener(self, agreement, layout, self.sealer.encoder.where, own)
+        self.listener = Listener(self, agreement, None if options.takeover else Path(options.folder))
         self.rejoin = self.listener.rejoin
         self._touch = Touch(self, options.meter_every_s)
         self.owners = Owners(dealt, self, orders)
@@ -413,7 +403,7 @@ class Agent(Exchange):
         """
         now, before = time.monotonic(), self.machine.state.tokens_processed
         until = now + self._options.join_timeout_s
-        may_go_on = away_s is not None and self.machine.ready() and not self._learner.lock_step
+        may_go_on = away_s is not None and self.machine.ready() and not self.machine.options.lock_step
         try:
             try:
                 self.listener.first(now + (away_s or 0.0) if may_go_on else until)
@@ -422,10 +412,9 @@ class Agent(Exchange):
                     raise
                 self.emit("note", {"note": "trains_on_without", "why": error.text})
             self.begin_threads(self.listener.run, self._touch.run)
-            # A run in its last round admits a new site too, and the site needs a base for its last step.
-            done = lambda: self.machine.ready() or self.has_failed()  # noqa: E731
             try:
-                self._until(done, until, "the first versions")
+                # A run in its last round admits a new site too, and the site needs a base for its last step.
+                self._until(lambda: self.machine.ready() or self.has_failed(), until, "the first versions")
             except TimeoutError as error:
                 raise JoinFailed("unreachable", str(error)) from error
             if self.has_failed():
@@ -436,9 +425,8 @@ class Agent(Exchange):
             self.close()
             raise
         with self.changed:
-            ledger = site_ledger(self.machine.state)
             if before:
-                facts = {"step": self.machine.state.step, "tokens_lost": ledger.lost}
+                facts = {"step": self.machine.state.step, "tokens_lost": site_ledger(self.machine.state).lost}
                 self.emit("resumed", {**facts, **self.tensors.residuals.dropped})
             return self.machine.state.cursor
 
@@ -561,16 +549,12 @@ class Agent(Exchange):
         name = "failed" if stop.failed else ending.value if ending is not None else "left"
         with self.changed:
             ledger = site_ledger(self.machine.state)
-        assert ledger.balanced(), ledger
-        found = {field: getattr(ledger, field) for field in ledger.__slots__}
         if final and name == Ending.FINISHED.value and not self.machine.is_final():
             why = f"it did not come within finish_timeout_s={bound:g}"
             self.emit("note", {"note": "final_missed", "why": f"this site ends without the final version: {why}"})
-        self.emit(
-            "site_done", {"ledger": {f"tokens_{field}": value for field, value in found.items()}, "reason": stop.why}
-        )
+        finished = site_done(self.emit, name, stop.why, ledger, final=self.machine.is_final())
         self.close()
-        return Finished(name, stop.why, found, self.machine.is_final())
+        return finished
 
     def withdraw(self) -> None:
         """Make one attempt to leave if the site does not start to train, so that no round waits for it."""
@@ -615,7 +599,7 @@ class Agent(Exchange):
 
         The training thread passes ``until``, its deadline: in lock-step it waits while the sealed values are read.
         """
-        adopted, at_rest = set[int](), until > 0 and self._learner.lock_step
+        adopted, at_rest = set[int](), until > 0 and self.machine.options.lock_step
         self.owners.know(self.machine.state)
         for effect in effects:
             match effect:
@@ -646,8 +630,7 @@ class Agent(Exchange):
 
         The lock is released during the wait.
         """
-        read = lambda: not self._unread or self.has_failed()  # noqa: E731
-        if not self.changed.wait_for(read, max(0.0, until - time.monotonic())):
+        if not self.changed.wait_for(lambda: not self._unread or self.has_failed(), max(0.0, until - time.monotonic())):
             raise TimeoutError("this site timed out waiting for its update to be encoded (lock_step)")
 
     def _owner_of(self, fragment: int) -> Exchange | Owners:

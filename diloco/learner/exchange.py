@@ -125,6 +125,8 @@ class Exchange(Participant):
 
     link: LinkUse
     tensors: SiteTensors
+    change: Callable[[Callable[[], None], LearnerEvent, Source | None], object]
+    """Call a function and pass an event to the machine, atomically, unless it comes from another run or syncer."""
 
     def __init__(
         self,
@@ -135,8 +137,6 @@ class Exchange(Participant):
         dealt: Dealt,
         orders: Orders,
         client: SyncClient,
-        run_id: str,
-        site_id: str,
         disk: Disk = PLAIN_DISK,
     ) -> None:
         """``adopt`` is the rule of adopting; ``orders`` makes all ranks take part in changes of the model."""
@@ -161,11 +161,7 @@ class Exchange(Participant):
         # They share buffers, because a site makes one update at a time.  Published buffers are sent without loss.
         names = dict.fromkeys([*link.codecs, *[LOSSLESS] * bool(layout.averaged)])
         encoders = [Encoder(make_codec(name), tensors.place, tensors.buffers) for name in names]
-        super().__init__(run_id, site_id, client, link, encoders, outbox, tensors)
-
-    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
-        """Call ``do`` and pass ``event`` to the machine atomically, unless it comes from another run or syncer."""
-        raise NotImplementedError
+        super().__init__(client, link, encoders, outbox, tensors)
 
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
@@ -223,15 +219,14 @@ class Exchange(Participant):
     def keep_sealed(self, sealed: SealedUpdate) -> None:
         """Store the values of a durable update and tell the machine, atomically."""
         key, encoded = (sealed.header.fragment, sealed.header.sequence), sealed.encoded
-        keep = lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed)  # noqa: E731
-        self.change(keep, Sealed(*key, sealed.header.digest), None)
+        event = Sealed(*key, sealed.header.digest)
+        self.change(lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed), event, None)
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """Store the values of a version fetched in ``lineage`` and tell the machine, atomically."""
         self.tensors.place.of(values)  # Copies to the model's device now, so that the adopt need not wait for it.
         version = (event.fragment, event.version, values, told.digest, told.sites)
-        keep = lambda: self.tensors.arrived(*version)  # noqa: E731
-        self.change(keep, event, Source(lineage, told.epoch, told.digest))
+        self.change(lambda: self.tensors.arrived(*version), event, Source(lineage, told.epoch, told.digest))
 
 
 ECHO_EVERY_S = 1.0
@@ -248,8 +243,6 @@ class Owner(Exchange):
         holding: Holding,
         dealt: Dealt,
         client: SyncClient,
-        run_id: str,
-        site_id: str,
         restored: Mapping[str, Tensor] | None = None,
         disk: Disk = PLAIN_DISK,
     ) -> None:
@@ -266,7 +259,7 @@ class Owner(Exchange):
         self.tell, self.emit = partial(self._post, "tell"), partial(self._post, "emit")
         self.rejoin, self.give_up = partial(self._post, "rejoin"), partial(self._post, "give_up")
         alone = Orders(SiteGroup(device="cpu"))  # Broadcasts nothing: only rank 0 orders all ranks to take part.
-        super().__init__(options, adopt, layout, holding, dealt, alone, client, run_id, site_id, disk)
+        super().__init__(options, adopt, layout, holding, dealt, alone, client, disk)
         self._channel.hear(self._hear, self._wake)
         self.begin_threads(self._echo)
 

@@ -310,14 +310,11 @@ def knock(host: str, port: int, key: bytes, bound_s: float) -> Connection:
     try:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
-    except (AssertionError, EOFError, OSError) as error:
+    except (AssertionError, AuthenticationError, EOFError, OSError) as error:
         connection.close()
-        if isinstance(error, AssertionError):
-            raise AuthenticationError("the listener does not know the key") from error
-        raise ConnectionError(f"{host}:{port} does not answer: {error!r}") from error
-    except AuthenticationError:
-        connection.close()
-        raise
+        if isinstance(error, EOFError | OSError):
+            raise ConnectionError(f"{host}:{port} does not answer: {error!r}") from error
+        raise AuthenticationError("the listener does not know the key") from error
     finally:
         over.cancel()
     return connection

@@ -19,7 +19,7 @@ from diloco.codec.registry import Coded, make_codec
 from diloco.durable import PLAIN_DISK
 from diloco.learner.seal import Encoder, Outbox, SealedUpdate, SealJob
 from diloco.learner.tensors import HOST, Place, SealInputs, Versions
-from diloco.learner.transfer import LinkMeter, Listener, Participant, report_info, say_goodbye, with_room
+from diloco.learner.transfer import LOOK_S, LinkMeter, Listener, Participant, report_info, say_goodbye, with_room
 from diloco.sync.effects import Fetch, Join, Leave, Release, Send, StartOver
 from diloco.sync.events import (
     FateTold,
@@ -37,11 +37,12 @@ from diloco.sync.region import OUTBOX
 from diloco.wire.messages import Refused, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from diloco.durable import Disk
+    from diloco.inner.trainer import Log
     from diloco.outer.fragments import Layout
     from diloco.sync.effects import RegionEffect, Seal
     from diloco.sync.events import LearnerEvent, VersionFetched
@@ -50,11 +51,6 @@ if TYPE_CHECKING:
     from diloco.sync.state import Part
     from diloco.wire.client import SyncClient
     from diloco.wire.messages import PullHeader
-
-    Emit = Callable[[str, dict[str, object]], None]
-
-TURN_S = 0.1
-
 
 SHARE = Bound(lambda value: 0 < value <= 1, "above 0, to 1")
 
@@ -86,7 +82,7 @@ class Upward(Participant):
         layout: Layout,
         agreement: Agreement,
         client: SyncClient,
-        emit: Emit,
+        emit: Log,
         disk: Disk = PLAIN_DISK,
     ) -> None:
         self._options, self._layout = options, layout
@@ -99,8 +95,8 @@ class Upward(Participant):
         self._sent: dict[tuple[int, int], tuple[str, Coded]] = {}
         self._sending: set[tuple[int, int]] = set()
         encoder = Encoder(make_codec(options.up_codec), versions.place, versions.buffers)
-        super().__init__(agreement.run_id, options.site, client, LinkMeter(client), [encoder], outbox, versions)
-        self.listener = Listener(self, agreement, layout, encoder.where)
+        super().__init__(client, LinkMeter(client), [encoder], outbox, versions)
+        self.listener = Listener(self, agreement)
         self.rejoin = self.listener.rejoin
 
     # --- what the region's syncer calls --------------------------------------------------------------------------
@@ -224,7 +220,7 @@ class Upward(Participant):
 
     def _keep_in_touch(self) -> None:
         next_report = time.monotonic()
-        while not self.stopping.wait(TURN_S):
+        while not self.stopping.wait(LOOK_S):
             if self.left.is_set() or self.known.incarnation == 0:
                 continue
             if self._leaving.is_set():

@@ -169,9 +169,10 @@ class Encoder:
         """Measure on the device, encode on the host, and compute the residual on the device."""
         measured, there = self._room(inputs.local.numel(), torch.float32), torch.empty_like(inputs.local)
         with self._place.beside():
-            there.copy_(inputs.to_send())
+            fresh = inputs.pseudo_gradient()
+            there.copy_(fresh if inputs.carried is None else inputs.carried.onto(fresh))
             measured.copy_(there, non_blocking=True)
-        del there
+        del fresh, there
         payload = self.codec.encode(measured)
         decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
         norm, there = float(torch.linalg.vector_norm(decoded)), self._place.of(decoded)
@@ -217,26 +218,18 @@ class SealedUpdate:
 
 def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation: int) -> SealedUpdate:
     """Measure, encode and describe an update; ``NonFiniteError`` when the site's values are not finite."""
-    effect = job.effect
-    encoded = encoder.encode(job.inputs)
+    encoded, ordered = encoder.encode(job.inputs), asdict(job.effect)
+    del ordered["in_flight"]  # All other fields of the order are the header's as well.
     header = PushHeader(
         run_id=run_id,
         site_id=site_id,
         incarnation=incarnation,
-        fragment=effect.fragment,
-        sequence=effect.sequence,
-        base_version=effect.base_version,
-        tokens=effect.tokens,
-        steps=effect.steps,
-        step_ns=effect.step_ns,
-        cursor=effect.cursor,
-        final=effect.final,
         encoding=encoder.codec.name,
         payload_bytes=len(encoded.payload),
         numel=job.inputs.reference.numel(),
         digest=digest_of(encoded.payload),
         values_digest=encoded.digest,
-        spans=effect.spans,
+        **ordered,
     )
     return SealedUpdate(header, encoded)
 

@@ -27,26 +27,23 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.inner.checkpoint import CheckpointError, Prefixed
 from diloco.inner.trainer import Verdict
-from diloco.learner.agent import Finished, Meter
-from diloco.learner.transfer import JoinFailed
+from diloco.learner.agent import Finished, Meter, site_done
+from diloco.learner.transfer import LOOK_S, JoinFailed
 from diloco.sync.events import Ending, TurnElsewhere
 from diloco.sync.progress import combined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from diloco.inner.trainer import StepInfo
+    from diloco.inner.trainer import Log, StepInfo
     from diloco.learner.agent import Agent
     from diloco.learner.ranks import Orders
     from diloco.sync.progress import Ledger
 
-    Emit = Callable[[str, dict[str, object]], None]
-
 AWAY_S = 5.0
 """How long a site that resumes from a checkpoint waits for each syncer before it trains without it."""
-LOOK_S = 0.1
 
 
 class Agents:
@@ -63,7 +60,6 @@ class Agents:
         """``agents`` log through ``voice``; ``redo`` is the argument that each of them was given."""
         self._agents, self._voice, self._orders = tuple(agents), voice, orders
         self._join_timeout_s, self._redo = join_timeout_s, redo
-        self._meter = voice.spent
         self._leave_asked = False  # A signal handler sets it, so a plain store.
         self._given_up_at = 0.0  # When the site ends without the syncers that never answered; 0: no end is due.
         self._why = ""
@@ -107,8 +103,8 @@ class Agents:
             agent.after_step(info)
             self._tell_turns()
         if self._redo is None or info.step != self._redo.step:
-            self._meter.step(info.step_ns, info.tokens, info.loss)
-        self._meter.stalled(time.perf_counter_ns() - began_ns, 0)
+            self._voice.spent.step(info.step_ns, info.tokens, info.loss)
+        self._voice.spent.stalled(time.perf_counter_ns() - began_ns, 0)
         if info.passes:
             return Verdict()
         self._why = why = self._why_to_stop()
@@ -128,8 +124,7 @@ class Agents:
 
     def may_act(self) -> bool:
         """Return whether ``after_step`` may need the other ranks after the step that is about to end."""
-        acts = [agent.may_act() for agent in self._agents]
-        return self._leave_asked or any(acts) or bool(self._why_to_stop())
+        return self._leave_asked or any(agent.may_act() for agent in self._agents) or bool(self._why_to_stop())
 
     def _why_to_stop(self) -> str:
         stops = [agent.stop for agent in self._agents]
@@ -172,20 +167,16 @@ class Agents:
 
     def finish(self, *, final: bool = False) -> Finished:
         """After the loop, run ``Agent.finish`` of all agents in parallel.  Ends all threads."""
-        self._meter.end()
+        self._voice.spent.end()
         with ThreadPoolExecutor(len(self._agents)) as pool:
             ended = list(pool.map(lambda agent: self._finished(agent, final=final), self._agents))
         self._orders.go_on(stop=True)
         self._voice.meter()
-        ledger = combined(self.ledgers())
-        assert ledger.balanced(), ledger
-        found = {field: getattr(ledger, field) for field in ledger.__slots__}
         worst_first = ("failed", "drained", "left", "finished")
         decisive = min(ended, key=lambda each: worst_first.index(each.ending))
-        told = {f"tokens_{field}": value for field, value in found.items()}
         why = self._why if self._why and decisive.ending != "failed" else decisive.why
-        self._voice.emit("site_done", {"ledger": told, "reason": why})
-        return Finished(decisive.ending, why, found, all(each.final for each in ended))
+        is_final = all(each.final for each in ended)
+        return site_done(self._voice.emit, decisive.ending, why, combined(self.ledgers()), final=is_final)
 
     def _is_over(self, agent: Agent) -> bool:
         """Return whether the agent's syncer had finished before, and has not answered this process."""
@@ -234,14 +225,14 @@ class OneVoice:
     """Combines the agents' log events into one stream of the site.  ``emit`` writes an event; ``placement`` lists the
     fragments of each syncer."""
 
-    def __init__(self, placement: Sequence[Sequence[int]], emit: Emit) -> None:
+    def __init__(self, placement: Sequence[Sequence[int]], emit: Log) -> None:
         self._placement, self.emit = placement, emit
         self.spent = Meter()
         """Measures the training loop's time, for all agents together."""
         self._lock = threading.Lock()
         self._meters: dict[int, dict[str, Any]] = {}
 
-    def of(self, syncer: int) -> Emit:
+    def of(self, syncer: int) -> Log:
         """Return the ``emit`` of the agent that talks to ``syncer``."""
         return lambda what, fields: self._take(syncer, what, fields)
 

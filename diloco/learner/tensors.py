@@ -209,8 +209,7 @@ class Residuals:
             # Another update was refused while this one was encoded with a residual that still had the other's term.
             residual = residual + (held - before) * self.beta
         if self.beta != 1:  # Age the terms as the sum is aged.
-            aged = {key: term * self.beta for key, term in self._terms.items() if key[0] == fragment}
-            self._terms.update(aged)
+            self._terms |= {key: term * self.beta for key, term in self._terms.items() if key[0] == fragment}
         self._held[fragment] = residual
         self._terms[fragment, sequence] = fed.term
 
@@ -242,14 +241,13 @@ class Residuals:
         """Restore what ``tensors`` returned; with feedback off, residuals count as ``dropped`` instead."""
         dropped = 0.0
         for name, values in tensors.items():
-            kind, _, rest = name.partition(".")
+            kind, fragment, *sequence = name.split(".")
             if kind == "residual" and not self.beta:
                 dropped = hypot(dropped, float(torch.linalg.vector_norm(values)))
             elif kind == "residual":
-                self._held[int(rest)] = self._place.of(values)
+                self._held[int(fragment)] = self._place.of(values)
             elif kind == "term" and self.beta:
-                fragment, _, sequence = rest.partition(".")
-                self._terms[int(fragment), int(sequence)] = self._place.of(values)
+                self._terms[int(fragment), int(sequence[0])] = self._place.of(values)
         self.dropped = {"residual_dropped": dropped} if dropped else {}
 
 
@@ -529,12 +527,11 @@ class SiteTensors(Versions):
             self.reference[index] = self.place.of(tensors.get(f"reference.{index}", base))
             self.latest[index] = (version, base)
         for name, values in tensors.items():
-            kind, _, rest = name.partition(".")
+            kind, fragment, *sequence = name.split(".")
             if kind == "sent":
-                fragment, _, sequence = rest.partition(".")
-                self.sent[int(fragment), int(sequence)] = self.place.of(values)
+                self.sent[int(fragment), int(sequence[0])] = self.place.of(values)
             elif kind == "own" and self.own is not None:
-                self.own[int(rest)].restore(self.place.of(values))
+                self.own[int(fragment)].restore(self.place.of(values))
         self.residuals.restore(tensors)
 
 
@@ -562,8 +559,3 @@ class SealInputs:
     def pseudo_gradient(self) -> Tensor:
         """Return base − local − Σ d of the in-flight list."""
         return pseudo_gradient(self.reference, self.local, [values_of(each) for each in self.in_flight])
-
-    def to_send(self) -> Tensor:
-        """Return the pseudo-gradient plus the carried residual."""
-        fresh = self.pseudo_gradient()
-        return fresh if self.carried is None else self.carried.onto(fresh)

@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.codec.base import Codec
+    from diloco.inner.trainer import Log
     from diloco.learner.seal import Encoder, Outbox, SealedUpdate
     from diloco.learner.tensors import Versions
-    from diloco.outer.fragments import Layout
     from diloco.sync.events import LearnerEvent
     from diloco.sync.link import LinkEstimate
     from diloco.sync.options import Agreement
@@ -154,18 +154,10 @@ class LinkUse(LinkMeter):
 
     def info(self, step_ns: int) -> LinkInfo:
         """Return measurement and choice for a heartbeat, where an inner step takes ``step_ns``."""
-        found, choice = self.read(), self.adapter.choice
-        return LinkInfo(
-            found.rtt_ns,
-            found.up_bytes_per_s,
-            found.down_bytes_per_s,
-            choice.codec,
-            choice.channels,
-            self.adapter.exchange_steps(found, step_ns, self.rounds.usual_ns()),
-            choice.why,
-            self.rounds.usual_ns(),
-            choice.overlap_steps,
-        )
+        found, choice, round_ns = self.read(), self.adapter.choice, self.rounds.usual_ns()
+        steps = self.adapter.exchange_steps(found, step_ns, round_ns)
+        measured = (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s)
+        return LinkInfo(*measured, choice.codec, choice.channels, steps, choice.why, round_ns, choice.overlap_steps)
 
 
 WAIT_S = 60.0
@@ -188,35 +180,34 @@ class Ahead:
         self.thread.start()
 
     def _run(self) -> None:
-        try:
-            self._pulled = self._client.pull(self.ask, self._sink, self._patience)
-        except (Refused, Unreachable):
-            return
-        self.carried_s = self._patience.carried_s
+        with suppress(Refused, Unreachable):
+            pulled = self._client.pull(self.ask, self._sink, self._patience)
+            self._pulled = pulled if pulled.parts else None
+            self.carried_s = self._patience.carried_s
 
     @property
     def over(self) -> bool:
         """Whether it has ended without a version."""
-        return not self.thread.is_alive() and (self._pulled is None or not self._pulled.parts)
+        return not self.thread.is_alive() and self._pulled is None
 
     def take(self) -> PulledVersion | None:
         """Return the version, which is known to be published by now; None when it must be pulled again."""
         self._patience.due()
         self.thread.join()
-        return self._pulled if self._pulled is not None and self._pulled.parts else None
+        return self._pulled
 
 
-class Incoming:
-    """Receives one fragment's versions into ``sink``, by one pull at a time, and decodes them on arrival."""
+class Incoming(PullSink):
+    """Receives one fragment's versions, by one pull at a time, and decodes them on arrival."""
 
     def __init__(self, fragment: int, tensors: Versions) -> None:
-        self.sink = PullSink(begun=self._begun, broken=self._broken)
+        super().__init__()
         self._fragment, self._numel = fragment, tensors.layout.fragments[fragment].numel
         self._tensors = tensors
         self._arriving: Following | None = None
         self._working = threading.Lock()
 
-    def _begun(self, header: PullHeader, payload: memoryview) -> Callable[[int], None] | None:
+    def begun(self, header: PullHeader, payload: memoryview) -> Callable[[int], None] | None:
         """Begin a payload.  It is decoded on arrival if it has one part and its base is the latest version here."""
         self._arriving, held = None, self._held(header)
         if held is None or len(header.part_bytes) != 1:
@@ -237,8 +228,9 @@ class Incoming:
 
         return come
 
-    def _broken(self) -> None:
+    def broke_off(self) -> None:
         """Stop decoding on arrival after a break: the bytes are kept, and decoded when the resumed pull has ended."""
+        super().broke_off()
         self._arriving = None
 
     def values(self, pulled: PulledVersion) -> Tensor | None:
@@ -271,6 +263,7 @@ def _codec(header: PullHeader) -> Codec:
 
 
 LOOK_S = 0.1
+"""Interval at which a waiting thread of a site looks for what it is to do."""
 MALFORMED_MAX = 3
 """Refusals in a row of one update as malformed (bytes may change in transit) after which the site stops."""
 
@@ -420,8 +413,7 @@ class Sender:
             own.emit("pushed", {**facts, "reason": reason, "bytes": len(payload)})
             if result.outcome is Outcome.RETRY:
                 return False  # The update that it waits for may be behind it in this queue.
-            answer = (result.outcome, result.reason, header.digest, result.epoch)
-            own.tell(PushAnswered(fragment, sequence, *answer))
+            own.tell(PushAnswered(fragment, sequence, result.outcome, result.reason, header.digest, result.epoch))
             if result.fate is not None and not 0 < result.epoch < own.known.epoch:
                 own.tell(FateTold(result.fate))
             return True
@@ -480,11 +472,10 @@ class Fetcher:
             own = self._participant
             lineage, latest = own.known.lineage, own.tensors.latest[fragment]
             waits = self._ahead is not None and not self._ahead[1].over
-            ends = own.stopping.is_set()
-            if ends or waits or latest is None or self._at == fragment:
+            if own.stopping.is_set() or waits or latest is None or self._at == fragment:
                 return
             ask = PullAsk(own.run_id, own.site_id, fragment, latest[0])
-            ahead = Ahead(own.client, ask, self._of(fragment, lineage).sink)
+            ahead = Ahead(own.client, ask, self._of(fragment, lineage))
             self._ahead = (lineage, ahead)
             self._begun = [*(each for each in self._begun if each.thread.is_alive()), ahead]
 
@@ -517,12 +508,12 @@ class Fetcher:
                 pulled, here = here, None
                 if pulled is None:
                     with own.link.transfer(up=False):
-                        pulled = own.client.pull(ask, incoming.sink)
+                        pulled = own.client.pull(ask, incoming)
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
             values = incoming.values(pulled)
-            incoming.sink.give_back(pulled)
+            incoming.give_back(pulled)
             if values is None:
                 # Whatever went wrong, here or in transit, fetching the whole fragment repairs it.
                 why = f"fragment {fragment}: the fetched bytes are not version {pulled.header.version}"
@@ -563,7 +554,7 @@ class Participant:
     It owns the threads that seal, send and fetch, and others that it starts.  Every method is thread-safe.
     """
 
-    emit: Callable[[str, dict[str, object]], None]
+    emit: Log
     """Write an event into the log."""
     tell: Callable[[LearnerEvent], None]
     """Pass an event to the machine."""
@@ -571,22 +562,21 @@ class Participant:
     """Join again soon, for the given reason."""
     give_up: Callable[[str], None]
     """Stop this participant with a failure, for the given reason."""
+    wanted: Callable[[int, int], str | None]
+    """Return the digest of an update (fragment, sequence) that waits to be sent and answered; None: there is none."""
+    keep_sealed: Callable[[SealedUpdate], None]
+    """Store an update that is durable, and tell the machine."""
+    keep_fetched: Callable[[Tensor, VersionFetched, int, PullHeader], None]
+    """Store the values of a version requested in a lineage, with its header, and tell the machine."""
     known: LearnerState
     """What is known of the run and the latest syncer: ``lineage``, ``epoch``, and this process's ``incarnation`` at
     that syncer (0 before it has joined)."""
 
     def __init__(
-        self,
-        run_id: str,
-        site_id: str,
-        client: SyncClient,
-        link: LinkMeter,
-        encoders: Sequence[Encoder],
-        outbox: Outbox,
-        tensors: Versions,
+        self, client: SyncClient, link: LinkMeter, encoders: Sequence[Encoder], outbox: Outbox, tensors: Versions
     ) -> None:
         """``encoders`` are those of ``Sealer``."""
-        self.run_id, self.site_id, self.client, self.link = run_id, site_id, client, link
+        self.run_id, self.site_id, self.client, self.link = client.run_id, client.site_id, client, link
         self.outbox, self.tensors = outbox, tensors
         self.stopping = threading.Event()
         """Set when the threads must end."""
@@ -595,20 +585,8 @@ class Participant:
         self.sealer, self.fetcher, self.sender = Sealer(self, encoders), Fetcher(self), Sender(self)
         self.threads: list[threading.Thread] = []
 
-    def wanted(self, fragment: int, sequence: int) -> str | None:
-        """Return the digest of an update that waits to be sent and answered; None when there is no such update."""
-        raise NotImplementedError
-
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
-
-    def keep_sealed(self, sealed: SealedUpdate) -> None:
-        """Store an update that is durable, and tell the machine."""
-        raise NotImplementedError
-
-    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
-        """Store the ``values`` of a version requested in ``lineage``, with header ``told``, and tell the machine."""
-        raise NotImplementedError
 
     def begin_threads(self, *loops: Callable[[], None]) -> None:
         """Start the threads that seal, send and fetch, and one for each of ``loops``."""
@@ -689,20 +667,10 @@ class Listener:
     It joins under one random id for the life of the process.
     """
 
-    def __init__(
-        self,
-        participant: Participant,
-        agreement: Agreement,
-        layout: Layout,
-        encodes: str,
-        folder: Path | None = None,
-    ) -> None:
-        """``encodes`` says where the site encodes, for the log.
-
-        With ``folder``, the process id contains its id, and the syncer keeps a live process of another folder.
-        """
-        self._participant, self._agreement, self._layout = participant, agreement, layout
-        self._encodes, self._process = encodes, secrets.token_hex(8) + (_folder_id(folder) if folder else "")
+    def __init__(self, participant: Participant, agreement: Agreement, folder: Path | None = None) -> None:
+        """With ``folder``, the process id contains its id, and the syncer keeps a live process of another folder."""
+        self._participant, self._agreement = participant, agreement
+        self._process = secrets.token_hex(8) + (_folder_id(folder) if folder else "")
         self._stream: Stream[WatchEvent] | None = None
         self._join_wanted = threading.Event()
         self._rejoining = ""  # The last reason logged for joining again; empty once joined.
@@ -723,8 +691,7 @@ class Listener:
                         own.tell(self.attempt())
                 joined = True
                 self._listen(pause)
-                why = "the syncer closed the stream"
-                refused, final = "", False
+                why, refused, final = "the syncer closed the stream", "", False
             except Unreachable as error:
                 why, refused, final = error.why, error.refused, False
             except Refused as error:
@@ -751,7 +718,7 @@ class Listener:
                 if not self.connected:
                     self.connected = True
                     self._refused = ""
-                    pause.backoff.reset()
+                    pause.backoff.failures = 0
                     self._participant.emit("connected", {})
                 self._take(event)
                 if self._participant.stopping.is_set():
@@ -801,25 +768,17 @@ class Listener:
             own.site_id,
             self._process,
             agreement.layout_fingerprint,
-            self._layout.to_json().encode(),
+            own.tensors.layout.to_json().encode(),
             agreement.shared,
         )
         reply = own.client.join(ask, own.known.epoch)
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        how = {"syncer": own.client.address, "kernels": kernel_library.description(), "encodes": self._encodes}
-        own.emit("joined", {**facts, **how})
+        how = {"syncer": own.client.address, "kernels": kernel_library.description()}
+        own.emit("joined", {**facts, **how, "encodes": own.sealer.encoder.where})
         self.heartbeat_s, self._rejoining = reply.settings.heartbeat_ns / 1e9, ""
-        return JoinAnswered(
-            reply.epoch,
-            reply.incarnation,
-            reply.standings,
-            reply.run_tokens,
-            reply.progress_ppm,
-            reply.ending,
-            reply.lineage,
-            reply.settings.keep_until_decided,
-        )
+        run = (reply.run_tokens, reply.progress_ppm, reply.ending, reply.lineage, reply.settings.keep_until_decided)
+        return JoinAnswered(reply.epoch, reply.incarnation, reply.standings, *run)
 
     def first(self, until: float) -> None:
         """Join, with retries until the monotonic time ``until`` or until the site stops; raises ``JoinFailed``."""

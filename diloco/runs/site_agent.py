@@ -18,7 +18,7 @@ from diloco.wire.client import SyncClient
 from diloco.wire.options import MBPS_MIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
-    from diloco.inner.trainer import Resumed
+    from diloco.inner.trainer import Log, Resumed
 
-    Emit = Callable[[str, dict[str, object]], None]
     Restored = tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
 
 
@@ -37,7 +36,7 @@ def agent_of(
     config: RunConfig,
     folder: SiteDir,
     holding: Holding,
-    emit: Emit,
+    emit: Log,
     resumed: Resumed | None,
     disk: Disk,
     *,
@@ -62,7 +61,6 @@ def agent_of(
             holding,
             build.site_agreement(part, layout, whole, data),
             _client(part, dealt),
-            config.site.id,
             emit if len(parts) == 1 else voice.of(index),
             site if len(parts) == 1 else site.of(index),
             restored=restored,
@@ -102,8 +100,6 @@ def owning_follower_of(
             holding,
             dealt,
             _client(part, dealt),
-            config.run.name or "",
-            config.site.id,
             restored[0] if restored is not None else None,
             disk,
         )

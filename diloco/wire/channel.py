@@ -80,6 +80,7 @@ class Backoff:
     base_s: float
     cap_s: float
     failures: int = 0
+    """In a row; the caller sets it to 0 after a success."""
 
     def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
         """Return the next delay in seconds; ``chance`` is in [0, 1), ``at_least_s`` the delay the other end asked for.
@@ -89,10 +90,6 @@ class Backoff:
         span_s = min(self.cap_s, self.base_s * 2.0 ** min(self.failures, 60))
         self.failures += 1
         return max(at_least_s * (1.0 + 0.5 * chance), span_s * (0.5 + 0.5 * chance))
-
-    def reset(self) -> None:
-        """Start over after a success."""
-        self.failures = 0
 
 
 @dataclass(eq=False)
@@ -367,18 +364,15 @@ class Line:
     Raises ``ValueError`` when a token would be sent unencrypted to another machine, and for unusable files.
     """
 
-    def __init__(self, address: str, options: SecurityOptions, arguments: list[tuple[str, int]], service: str) -> None:
-        check_address(address, options)
-        self._options = options
-        self._service = service
-        self._address = address
-        self._arguments = arguments
+    def __init__(self, address: str, security: SecurityOptions, options: ClientOptions, service: str) -> None:
+        check_address(address, security)
+        self._address, self._security, self._options, self._service = address, security, options, service
         self._lock = threading.Lock()
         self._closed = False
-        files = (options.tls_ca, options.tls_cert, options.tls_key) if options.tls_ca else ()
+        files = (security.tls_ca, security.tls_cert, security.tls_key) if security.tls_ca else ()
         names = [name for name in files if name not in ("", SYSTEM_ROOTS)]
-        self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(options))
-        self._token = Watched.where("token_file", options.token_file, read_token, options.token)
+        self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(security))
+        self._token = Watched.where("token_file", security.token_file, read_token, security.token)
         self.channel = self._open()
         """gRPC's present channel."""
 
@@ -403,7 +397,7 @@ class Line:
         None: open a new channel to the present address, which resolves it again.
         """
         if address is not None:
-            check_address(address, self._options)
+            check_address(address, self._security)
         with self._lock:
             if self._closed or address == self._address:
                 return
@@ -418,12 +412,16 @@ class Line:
         self.channel.close()
 
     def _open(self) -> Any:
+        arguments = self._options.channel_arguments()
         if self._shown.value is None:
-            return grpc.insecure_channel(self._address, self._arguments)
-        return grpc.secure_channel(self._address, self._shown.value, self._arguments)
+            return grpc.insecure_channel(self._address, arguments)
+        return grpc.secure_channel(self._address, self._shown.value, arguments)
 
-    def unary(self, method: str, request: bytes, unpack: Callable[[bytes], T], timeout_s: float) -> T:
-        """Send one message and return the unpacked answer.  Raises ``Refused`` or ``Unreachable``."""
+    def unary(self, method: str, request: bytes, unpack: Callable[[bytes], T], timeout_s: float | None = None) -> T:
+        """Send one message and return the unpacked answer, within ``control_timeout_s`` by default.
+
+        Raises ``Refused`` or ``Unreachable``."""
+        timeout_s = timeout_s or self._options.control_timeout_s
         try:
             return unpack(self.call("unary_unary", method, request, timeout_s))
         except (grpc.RpcError, MalformedMessage, ChunkError) as error:
@@ -550,7 +548,7 @@ class ServiceClient:
         """``ValueError`` or ``OSError`` for an address or files that cannot work."""
         self.address = address
         self._options = options or ClientOptions()
-        self._line = Line(address, security or SecurityOptions(), self._options.channel_arguments(), self.service)
+        self._line = Line(address, security or SecurityOptions(), self._options, self.service)
         self._stalls = StallWatch("stalls-client")
 
     def __enter__(self) -> Self:

@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2
@@ -197,7 +198,7 @@ class Checkup(ServiceClient):
         """Return whether ``service`` ("": the process itself) is SERVING there; None: it is unknown there."""
         ask = bytes(health_pb2.HealthCheckRequest(service=service).SerializeToString())
         try:
-            return self._line.unary(_CHECK, ask, _is_serving, self._options.control_timeout_s)
+            return self._line.unary(_CHECK, ask, _is_serving)
         except Refused as error:
             if error.status is Status.NOT_FOUND:
                 return None
@@ -205,13 +206,9 @@ class Checkup(ServiceClient):
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all services there; empty where the server refuses to list them."""
+        unpack = partial(parse, health_pb2.HealthListResponse, bytes_max=REPLY_BYTES_MAX)
         try:
-            return self._line.unary(
-                _LIST,
-                b"",
-                lambda raw: tuple(sorted(parse(health_pb2.HealthListResponse, raw, REPLY_BYTES_MAX).statuses)),
-                self._options.control_timeout_s,
-            )
+            return tuple(sorted(self._line.unary(_LIST, b"", unpack).statuses))
         except Refused:
             return ()
 
@@ -221,7 +218,7 @@ class Checkup(ServiceClient):
         until, taken = time.monotonic() + limit_s, []
         for index in range(count + 1):
             began = time.monotonic()
-            self._line.unary(_CHECK, b"", bytes, self._options.control_timeout_s)
+            self._line.unary(_CHECK, b"", bytes)
             taken += [time.monotonic() - began] if index else []
             if time.monotonic() >= until:
                 break
@@ -266,8 +263,7 @@ class Checkup(ServiceClient):
 
     def come_in(self) -> None:
         """Make a call that needs authentication; ``Refused`` says why this end is not admitted."""
-        timeout_s = self._options.control_timeout_s
-        with Stream(self._line, _WATCH, b"", _is_serving, timeout_s=timeout_s) as stream:
+        with Stream(self._line, _WATCH, b"", _is_serving, timeout_s=self._options.control_timeout_s) as stream:
             if next(stream, None) is None:
                 raise Unreachable("Watch: the stream ended without an answer")
 

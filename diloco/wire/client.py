@@ -23,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -58,8 +57,8 @@ from diloco.wire.messages import (
     Frame,
     JoinAsk,
     JoinReply,
-    LeaveAsk,
     MalformedMessage,
+    MemberAsk,
     Nonsense,
     PromoteAsk,
     PullAsk,
@@ -76,7 +75,6 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
     UpdateAsk,
-    WatchAsk,
     WatchEvent,
     WireError,
 )
@@ -85,7 +83,6 @@ from diloco.wire.pulling import Patience, Pulling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from diloco.wire.pulling import PulledVersion, PullSink
 
@@ -331,8 +328,7 @@ class Pushing:
             return guard in self._carrying
 
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
-        longest = self.pacer.chunk_bytes(self.options.chunk_bytes)
-        size = ChunkSize(CHUNK_BYTES_MIN, longest, careful=self._began > 0)
+        size = ChunkSize(CHUNK_BYTES_MIN, self.pacer.chunk_bytes(self.options.chunk_bytes), careful=self._began > 0)
         while (place := self._next(size.bytes, guard)) is not None:
             offset, length = place
             self.pacer.wait(length, guard)
@@ -384,16 +380,19 @@ CONFIRMATIONS_MAX = 3
 """Most tickets repeated in one join; each further ticket means that yet another process of the site has joined."""
 
 
-class SyncClient(AbstractContextManager["SyncClient"]):
+class SyncClient(ServiceClient):
     """The client of ``site_id`` in run ``run_id``; ``site_id`` is empty for an observer that only pulls.
 
     Control calls (Join, Watch, Report, Leave) and bulk calls (Push, Pull) use separate connections.  Each connects at
     its first call, and reconnects by itself.  ``ValueError`` for an address or security options that cannot work.
 
     ``address`` may list several, separated by commas: that of the syncer, and those of the standbys that may replace
-    it.  ``join`` finds the one that admits the site, and all other calls go there from then on.  An answer from a
-    syncer of an older epoch is discarded, on every connection: that syncer has been replaced.
+    it.  ``join`` finds the one that admits the site, and all other calls go there from then on; the attribute
+    ``address`` is that one, before a join the first to try.  An answer from a syncer of an older epoch is discarded, on
+    every connection: that syncer has been replaced.
     """
+
+    service = SYNC_SERVICE
 
     def __init__(
         self,
@@ -404,21 +403,18 @@ class SyncClient(AbstractContextManager["SyncClient"]):
         options: ClientOptions | None = None,
     ) -> None:
         security = security or SecurityOptions()
-        self._options = options or ClientOptions()
-        self._site_id, self._run_id = site_id, run_id
-        self._stalls = StallWatch(f"stalls-{site_id or 'observer'}")
         self._addresses = split_addresses(address)
         for each in self._addresses:
             check_address(each, security)
+        super().__init__(self._addresses[0], security, options)
+        self.site_id, self.run_id = site_id, run_id
         self._joining = threading.Lock()
         self._at = 0
         self._epoch = 0  # Of the syncer that took the site in last.
-        arguments = self._options.channel_arguments()
-        # The first is for control.  All lines lead to one address, so updates go only to a syncer that admitted the
-        # site.  A line connects at its first use, so spare ones cost nothing and can be used later.
-        self._lines = [Line(self.address, security, arguments, SYNC_SERVICE) for _ in range(1 + STREAMS_MAX)]
+        # All lines lead to one address, so updates go only to a syncer that admitted the site.  A line connects at its
+        # first use, so spare ones cost nothing and can be used later.
+        self._bulk = [Line(self.address, security, self._options, SYNC_SERVICE) for _ in range(STREAMS_MAX)]
         self._streams = self._options.data_channels
-        self._control, *self._bulk = self._lines
         self._turn = itertools.count()
         self._breaks: dict[str, int] = {}
         self._welcome = False  # The last push was accepted, so expect the same of the next one.
@@ -426,14 +422,6 @@ class SyncClient(AbstractContextManager["SyncClient"]):
         self._up, self._down = Learned(self._options.up_mbps), Learned(self._options.down_mbps)
         self._pacer = Pacer(self._up.bytes_per_s)
         self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def address(self) -> str:
-        """The address that last admitted the site, or the first to try."""
-        return self._addresses[self._at]
 
     @property
     def has_choice(self) -> bool:
@@ -467,16 +455,16 @@ class SyncClient(AbstractContextManager["SyncClient"]):
             self._round_trips_s.clear()
             for way in (self._up, self._down):
                 way.forget()
-        self._at = at
-        for line in self._lines:
+        self._at, self.address = at, self._addresses[at]
+        for line in (self._line, *self._bulk):
             line.lead_to(self.address)
 
     def close(self) -> None:
         """End every call under way; they raise ``Unreachable``."""
-        for line in self._lines:
+        for line in self._bulk:
             line.close()
         self._pacer.close()
-        self._stalls.close()
+        super().close()
 
     def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
         """Join at the first address that admits the site, trying each once; later calls go there.
@@ -488,7 +476,7 @@ class SyncClient(AbstractContextManager["SyncClient"]):
         with self._joining:
             failures: list[Refused | Unreachable] = []
             for at in [*range(self._at, len(self._addresses)), *range(self._at)]:
-                self._control.lead_to(self._addresses[at])
+                self._line.lead_to(self._addresses[at])
                 try:
                     reply = self._join(ask, epoch)
                 except (Refused, Unreachable) as error:
@@ -497,15 +485,14 @@ class SyncClient(AbstractContextManager["SyncClient"]):
                 self._epoch = reply.epoch
                 self._go_to(at)
                 return reply
-            self._control.lead_to(self.address)
+            self._line.lead_to(self.address)
             raise _worst(failures)
 
     def _join(self, ask: JoinAsk, epoch: int) -> JoinReply:
         """Join at the present address; repeat the ask with the ticket given while another process holds the site."""
         for _ in range(1 + CONFIRMATIONS_MAX):
-            reply = self._control.unary(
-                "Join", convert.pack_join(ask), convert.unpack_join_reply, self._options.join_timeout_s
-            )
+            limit_s = self._options.join_timeout_s
+            reply = self._line.unary("Join", convert.pack_join(ask), convert.unpack_join_reply, limit_s)
             if (reply.lineage, reply.epoch) < (ask.lineage, epoch):
                 older = f"of lineage {reply.lineage}, epoch {reply.epoch}"
                 raise Unreachable(f"Join: the syncer is {older}, and one of epoch {epoch} has replaced it")
@@ -517,9 +504,7 @@ class SyncClient(AbstractContextManager["SyncClient"]):
     def report(self, report: ReportInfo) -> ReportReply:
         """Send a heartbeat."""
         began_s = time.monotonic()
-        reply = self._control.unary(
-            "Report", convert.pack_report(report), convert.unpack_report_reply, self._options.control_timeout_s
-        )
+        reply = self._line.unary("Report", convert.pack_report(report), convert.unpack_report_reply)
         self._round_trips_s.append(time.monotonic() - began_s)
         self._check_epoch("Report", reply.epoch)
         return reply
@@ -527,21 +512,21 @@ class SyncClient(AbstractContextManager["SyncClient"]):
     def _check_epoch(self, method: str, epoch: int) -> None:
         """Raise ``Unreachable`` when an answer's ``epoch`` (0: not given) is older than that of the joined syncer."""
         if 0 < epoch < self._epoch:
-            for line in self._lines[1:]:  # The name may resolve elsewhere now; an open connection never notices.
+            for line in self._bulk:  # The name may resolve elsewhere now; an open connection never notices.
                 line.lead_to(None)
             older = f"the syncer that answers is of epoch {epoch}"
             raise Unreachable(f"{method}: {older}, and one of epoch {self._epoch} has replaced it")
 
     def leave(self, incarnation: int) -> None:
         """Tell the syncer that this site leaves the run."""
-        ask = LeaveAsk(self._run_id, self._site_id, incarnation)
-        self._control.unary("Leave", convert.pack_leave(ask), convert.unpack_empty, self._options.control_timeout_s)
+        ask = MemberAsk(self.run_id, self.site_id, incarnation)
+        self._line.unary("Leave", convert.pack_member(ask), convert.unpack_empty)
 
     def watch(self, incarnation: int) -> Stream[WatchEvent]:
         """Stream the events of this site as they happen.  The first is an ``Alive``: the stream is open."""
-        ask = WatchAsk(self._run_id, self._site_id, incarnation)
+        ask = MemberAsk(self.run_id, self.site_id, incarnation)
         guard = Guard(self._stalls, self._options.stall_s)
-        return Stream(self._control, "Watch", convert.pack_watch(ask), convert.unpack_watch_event, guard)
+        return Stream(self._line, "Watch", convert.pack_member(ask), convert.unpack_watch_event, guard)
 
     def push(self, header: PushHeader, payload: bytes | memoryview) -> PushResult:
         """Make one attempt to send an update; the next attempt resumes from the bytes that the syncer holds.
@@ -623,7 +608,7 @@ class AdminClient(ServiceClient):
 
     def status(self) -> dict[str, object]:
         """Return the state of the run."""
-        return self._line.unary("Status", b"", convert.unpack_status, self._options.control_timeout_s)
+        return self._line.unary("Status", b"", convert.unpack_status)
 
     def drain(self) -> None:
         """Begin the last round."""
@@ -657,8 +642,8 @@ class AdminClient(ServiceClient):
         """Let the syncer continue without a standby until one has caught up."""
         self._have("Detach", timeout_s=self._options.admin_timeout_s)
 
-    def _have(self, method: str, request: bytes = b"", timeout_s: float = 0.0) -> None:
-        self._line.unary(method, request, convert.unpack_empty, timeout_s or self._options.control_timeout_s)
+    def _have(self, method: str, request: bytes = b"", timeout_s: float | None = None) -> None:
+        self._line.unary(method, request, convert.unpack_empty, timeout_s)
 
 
 class FollowClient(ServiceClient):

@@ -206,8 +206,8 @@ def _whole(kind: type[M], proto: Any, bytes_max: int = m.CONTROL_BYTES_MAX) -> _
     return _form(proto, _message_ways(kind, proto.DESCRIPTOR), bytes_max)
 
 
-def _one_of(proto: Any, wanted: str, bytes_max: int = m.CONTROL_BYTES_MAX, **parts: type) -> _Form[Any]:
-    """Return the form of messages sent as one of the ``parts`` of a ``proto``; the error for none names ``wanted``.
+def _one_of(proto: Any, bytes_max: int = m.CONTROL_BYTES_MAX, **parts: type) -> _Form[Any]:
+    """Return the form of messages sent as one of the ``parts`` of a ``proto``.
 
     A part is the message itself or, for a kind with one field, that field.
     """
@@ -222,7 +222,8 @@ def _one_of(proto: Any, wanted: str, bytes_max: int = m.CONTROL_BYTES_MAX, **par
     def back(message: Any) -> Any:
         name = message.WhichOneof(oneof.name)
         if name not in ways:
-            raise m.MalformedMessage(f"{oneof.name} is not set, or of an unknown kind: {wanted} wanted")
+            wanted = f"one of {', '.join(ways)} wanted"
+            raise m.MalformedMessage(f"{oneof.name} is not set, or of an unknown kind: {wanted}")
         return ways[name][1](getattr(message, name))
 
     return _form(proto, (out, back), bytes_max)
@@ -290,71 +291,39 @@ pack_join, unpack_join = _whole(m.JoinAsk, sync_pb2.JoinRequest, m.JOIN_BYTES_MA
 pack_join_reply, unpack_join_reply = _whole(m.JoinReply, sync_pb2.JoinResponse, m.REPLY_BYTES_MAX)
 pack_report, unpack_report = _whole(m.ReportInfo, sync_pb2.ReportRequest)
 pack_report_reply, unpack_report_reply = _whole(m.ReportReply, sync_pb2.ReportResponse)
-pack_leave, unpack_leave = _whole(m.LeaveAsk, sync_pb2.LeaveRequest)
-pack_watch, unpack_watch = _whole(m.WatchAsk, sync_pb2.WatchRequest)
+pack_member, unpack_member = _whole(m.MemberAsk, sync_pb2.WatchRequest)
+"""Also for ``LeaveRequest``, which has the same fields."""
 _watch_event: _Form[m.WatchEvent] = _one_of(
-    sync_pb2.WatchResponse,
-    "an event",
-    published=m.Published,
-    fate=FateTold,
-    final=FinalAnnounced,
-    dropped=m.Dropped,
-    alive=m.Alive,
+    sync_pb2.WatchResponse, published=m.Published, fate=FateTold, final=FinalAnnounced, dropped=m.Dropped, alive=m.Alive
 )
 pack_watch_event, unpack_watch_event = _watch_event
 
-_probe: _Form[m.ProbePart] = _one_of(
-    sync_pb2.ProbeRequest, "an ask or filler", m.MESSAGE_BYTES_MAX, ask=m.ProbeAsk, filler=m.Filler
-)
+_probe: _Form[m.ProbePart] = _one_of(sync_pb2.ProbeRequest, m.MESSAGE_BYTES_MAX, ask=m.ProbeAsk, filler=m.Filler)
 pack_probe, unpack_probe = _probe
 _probe_reply: _Form[m.ProbeReply] = _one_of(
-    sync_pb2.ProbeResponse,
-    "an answer, what was taken, or filler",
-    m.MESSAGE_BYTES_MAX,
-    answer=m.ProbeAnswer,
-    taken=m.ProbeTaken,
-    filler=m.Filler,
+    sync_pb2.ProbeResponse, m.MESSAGE_BYTES_MAX, answer=m.ProbeAnswer, taken=m.ProbeTaken, filler=m.Filler
 )
 pack_probe_reply, unpack_probe_reply = _probe_reply
 
 _push: _Form[m.PushPart] = _or_frame(
-    _one_of(
-        sync_pb2.PushRequest,
-        "a header, a chunk or a commit",
-        m.MESSAGE_BYTES_MAX,
-        header=m.PushHeader,
-        chunk=m.Chunk,
-        commit=m.PushCommit,
-    )
+    _one_of(sync_pb2.PushRequest, m.MESSAGE_BYTES_MAX, header=m.PushHeader, chunk=m.Chunk, commit=m.PushCommit)
 )
 pack_push, unpack_push = _push
 _push_reply: _Form[m.PushReply] = _one_of(
-    sync_pb2.PushResponse,
-    "an admission, bytes wanted again or a result",
-    admitted=m.PushAdmitted,
-    again=m.PushAgain,
-    result=m.PushResult,
+    sync_pb2.PushResponse, admitted=m.PushAdmitted, again=m.PushAgain, result=m.PushResult
 )
 pack_push_reply, unpack_push_reply = _push_reply
 
 pack_pull, unpack_pull = _whole(m.PullAsk, sync_pb2.PullRequest)
 _pull_part: _Form[m.PullPart] = _or_frame(
-    _one_of(sync_pb2.PullResponse, "a header or a chunk", m.MESSAGE_BYTES_MAX, header=m.PullHeader, chunk=m.Chunk)
+    _one_of(sync_pb2.PullResponse, m.MESSAGE_BYTES_MAX, header=m.PullHeader, chunk=m.Chunk)
 )
 pack_pull_part, unpack_pull_part = _pull_part
 
-_follow: _Form[m.FollowRequest] = _one_of(
-    replication_pb2.FollowRequest, "a start or an ack", start=m.FollowStart, ack=m.FollowAck
-)
+_follow: _Form[m.FollowRequest] = _one_of(replication_pb2.FollowRequest, start=m.FollowStart, ack=m.FollowAck)
 pack_follow, unpack_follow = _follow
 _follow_part: _Form[m.FollowPart] = _one_of(
-    replication_pb2.FollowResponse,
-    "follows, an item, a chunk or alive",
-    m.MESSAGE_BYTES_MAX,
-    follows=m.Follows,
-    item=m.Item,
-    chunk=m.Chunk,
-    alive=m.Alive,
+    replication_pb2.FollowResponse, m.MESSAGE_BYTES_MAX, follows=m.Follows, item=m.Item, chunk=m.Chunk, alive=m.Alive
 )
 pack_follow_part, unpack_follow_part = _follow_part
 

@@ -41,7 +41,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -414,9 +414,11 @@ class Door:
     options: ServerOptions
     counters: Counters
     connections: Connections
-    stalls: StallWatch
 
     def __post_init__(self) -> None:
+        self.stalls = StallWatch("stalls-syncer")
+        self.stopping = threading.Event()
+        """Set when the server takes no new calls; streams that wait for events end then."""
         self._lock = threading.Lock()
         self._inside: set[Call] = set()
         calls_max, pushback_ms = self.options.calls_max, self.options.pushback_ms
@@ -437,22 +439,15 @@ class Door:
             lambda requests, context: self._answers(method, work, requests, context)
         )
 
-    def unary(
-        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False, gate: Gate | None = None
-    ) -> Any:
+    def unary(self, method: str, work: Callable[[bytes, Call], bytes], *, large: bool = False) -> Any:
         """As ``handler``, for a method with one request message, which ``work`` answers with one.
-
-        A ``gate`` bounds the calls in ``work`` at once, in total and per caller.
 
         gRPC sends the answer together with the status, which frees the thread.  After a message of a stream the thread
         waits until the caller has read it, so callers that read nothing would hold every thread.
         """
 
         def work_once(call: Call) -> Iterator[bytes]:
-            raw = self.first(call, large=large)
-            with gate.enter(call.caller) if gate is not None else nullcontext():
-                told = work(raw, call.identity)
-            yield told
+            yield work(self.first(call, large=large), call)
 
         def answer(requests: Iterator[bytes], context: Any) -> bytes:
             answers = list(self._answers(method, work_once, requests, context))
@@ -545,6 +540,15 @@ class Door:
         if raw is None:
             raise MalformedMessage("the call ended before its message")
         return raw
+
+    def serves(self, context: Any) -> bool:
+        """Return whether a call goes on: its client is there and the server is not stopping."""
+        return bool(context.is_active()) and not self.stopping.is_set()
+
+    def check_run(self, run_id: str) -> None:
+        """Raise NOT_FOUND for another run's id."""
+        if run_id != self.options.run_id:
+            raise Refusal(Status.NOT_FOUND, f"run_id is {run_id!r}: there is no such run here")
 
     def check_push(self, header: PushHeader, identity: Identity) -> None:
         """Refuse an update that its sender may not send, or not yet.  Called before its payload is read."""

@@ -45,7 +45,15 @@ import grpc
 from diloco.wire import convert
 from diloco.wire.channel import ADMIN_SERVICE, REPLICATION_SERVICE, SYNC_SERVICE, Arrival, Guard, Pacer, filler
 from diloco.wire.chunks import ChunkError, ChunkSize, DamagedChunk, Window, check_next, cut, tail_chunk
-from diloco.wire.convert import pack_frame, pack_probe_reply, pack_pull_part, pack_push_reply, unpack_probe, unpack_push
+from diloco.wire.convert import (
+    M,
+    pack_frame,
+    pack_probe_reply,
+    pack_pull_part,
+    pack_push_reply,
+    unpack_probe,
+    unpack_push,
+)
 from diloco.wire.door import Call, Gate, OneAtATime
 from diloco.wire.messages import (
     AGAINS_MAX,
@@ -66,8 +74,8 @@ from diloco.wire.messages import (
     Frame,
     JoinAsk,
     JoinReply,
-    LeaveAsk,
     MalformedMessage,
+    MemberAsk,
     ProbeAsk,
     ProbeTaken,
     PullAsk,
@@ -81,7 +89,6 @@ from diloco.wire.messages import (
     ReportInfo,
     ReportReply,
     Status,
-    WatchAsk,
     WatchEvent,
 )
 from diloco.wire.options import FRAMES_KEPT
@@ -93,7 +100,6 @@ if TYPE_CHECKING:
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
     from diloco.wire.messages import FollowPart, ProbeAnswer
-    from diloco.wire.options import ServerOptions
 
 
 class PushSession(Protocol):
@@ -463,12 +469,9 @@ SHORT_CHUNKS_MAX = 64
 class SyncHandlers:
     """All methods of ``SyncService``, on top of one ``SyncerApi``."""
 
-    def __init__(self, api: SyncerApi, options: ServerOptions, door: Door, stopping: threading.Event) -> None:
-        self._api = api
-        self._options = options
-        self._door = door
-        self._stopping = stopping
-        pushback_ms = options.pushback_ms
+    def __init__(self, api: SyncerApi, door: Door) -> None:
+        self._api, self._door, self._options = api, door, door.options
+        options, pushback_ms = door.options, door.options.pushback_ms
         self._joins = Gate("join", options.sites_max, _JOINS_EACH_MAX, pushback_ms)
         self._pushes = Gate("push", options.push_credits, options.pushes_per_site_max, pushback_ms)
         pulls_max = 8 * options.sites_max  # Eight streams for each site, so that there is room for observers too.
@@ -482,7 +485,7 @@ class SyncHandlers:
         self._deals = Deals()
         self._repeats = Repeats(FRAMES_KEPT * options.chunk_bytes)
         handlers = {
-            "Join": door.unary("Join", self._join, large=True, gate=self._joins),
+            "Join": door.unary("Join", self._join, large=True),
             "Report": door.unary("Report", self._report),
             "Leave": door.unary("Leave", self._leave),
             "Push": door.handler("Push", self._push),
@@ -493,27 +496,24 @@ class SyncHandlers:
         self.generic_handler: Any = grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
         """All handlers, in the form that gRPC's server takes."""
 
-    def _check_run(self, run_id: str) -> None:
-        if run_id != self._options.run_id:
-            raise Refusal(Status.NOT_FOUND, f"run_id is {run_id!r}: there is no such run here")
-
-    def _check_speaker(self, ask: PushHeader | WatchAsk | ReportInfo | LeaveAsk, identity: Identity) -> None:
+    def _check_speaker(self, ask: PushHeader | MemberAsk | ReportInfo, identity: Identity) -> None:
         identity.check_site(ask.site_id)
-        self._check_run(ask.run_id)
+        self._door.check_run(ask.run_id)
 
-    def _join(self, raw: bytes, identity: Identity) -> bytes:
-        ask = convert.unpack_join(raw)
-        identity.check_site(ask.site_id)
-        return convert.pack_join_reply(self._api.join(ask))
+    def _join(self, raw: bytes, call: Call) -> bytes:
+        with self._joins.enter(call.caller):
+            ask = convert.unpack_join(raw)
+            call.identity.check_site(ask.site_id)
+            return convert.pack_join_reply(self._api.join(ask))
 
-    def _report(self, raw: bytes, identity: Identity) -> bytes:
+    def _report(self, raw: bytes, call: Call) -> bytes:
         report = convert.unpack_report(raw)
-        self._check_speaker(report, identity)
+        self._check_speaker(report, call.identity)
         return convert.pack_report_reply(self._api.report(report))
 
-    def _leave(self, raw: bytes, identity: Identity) -> bytes:
-        ask = convert.unpack_leave(raw)
-        self._check_speaker(ask, identity)
+    def _leave(self, raw: bytes, call: Call) -> bytes:
+        ask = convert.unpack_member(raw)
+        self._check_speaker(ask, call.identity)
         self._api.leave(ask.site_id, ask.incarnation)
         return b""
 
@@ -525,11 +525,8 @@ class SyncHandlers:
                 raw = next(call.requests, None)
             if raw is None:
                 raise DamagedChunk("the stream ended before the header")
-            if len(raw) > CONTROL_BYTES_MAX:  # Only a chunk may be longer, and no chunk is parsed before the header.
-                raise MalformedMessage(f"header is {len(raw)} bytes long: at most {CONTROL_BYTES_MAX} wanted")
-            header = unpack_push(raw)
-            if not isinstance(header, PushHeader):
-                raise MalformedMessage("the first message of a push is not its header")
+            # Only a chunk may be longer, and no chunk is parsed before the header.
+            header = _first_of("push", "header", PushHeader, unpack_push, raw, CONTROL_BYTES_MAX)
             self._check_speaker(header, call.identity)
             if header.beside:
                 yield from self._push_beside(header, call, guard)
@@ -611,8 +608,7 @@ class SyncHandlers:
     # --- Watch -------------------------------------------------------------------------------------------------
 
     def _watch(self, call: Call) -> Iterator[bytes]:
-        raw = self._door.first(call)
-        ask = convert.unpack_watch(raw)
+        ask = convert.unpack_member(self._door.first(call))
         self._check_speaker(ask, call.identity)
         with (
             self._watching.enter((ask.site_id,), ask.incarnation, call.context.cancel),
@@ -622,7 +618,7 @@ class SyncHandlers:
         ):
             yield convert.pack_watch_event(Alive())
             until_s = time.monotonic() + self._options.connection_age_s
-            while call.context.is_active() and not self._stopping.is_set():
+            while self._door.serves(call.context):
                 if call.identity.certificate and time.monotonic() > until_s:
                     raise Refusal(Status.UNAVAILABLE, "this stream is too old: connect again with a certificate")
                 event = self._next_event(feed, call.context)
@@ -631,12 +627,12 @@ class SyncHandlers:
                 guard.touch()
                 if isinstance(event, Dropped):
                     return
-            if self._stopping.is_set():
+            if self._door.stopping.is_set():
                 raise Refusal(Status.UNAVAILABLE, STOPS)
 
     def _next_event(self, feed: WatchFeed, context: Any) -> WatchEvent:
         silent_until_s = time.monotonic() + self._options.alive_s
-        while context.is_active() and not self._stopping.is_set():
+        while self._door.serves(context):
             asked_s = time.monotonic()
             if asked_s >= silent_until_s:
                 break
@@ -645,20 +641,19 @@ class SyncHandlers:
             if event is not None:
                 return event
             # A closed feed returns None at once and must not make this loop spin.
-            self._stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
+            self._door.stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
         return Alive()
 
     # --- Pull --------------------------------------------------------------------------------------------------
 
     def _pull(self, call: Call) -> Iterator[bytes]:
-        raw = self._door.first(call)
-        ask = convert.unpack_pull(raw)
+        ask = convert.unpack_pull(self._door.first(call))
         call.identity.check_reader(ask.site_id)
-        self._check_run(ask.run_id)
+        self._door.check_run(ask.run_id)
         self._door.spend("pull_bytes_per_s", 0.0, call.identity)  # Refuses a caller in debt.
         # Wait for a version newer than the client's.  A waiting call takes no place of the pull limit.
         until_s = time.monotonic() + ask.wait_ns / 1e9
-        while call.context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
+        while self._door.serves(call.context) and (left_s := until_s - time.monotonic()) > 0:
             if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
                 break
         # Counted by the caller's identity, not by the site it reads as: one site must not use up the observers' places.
@@ -696,13 +691,9 @@ class SyncHandlers:
     def _probe(self, call: Call) -> Iterator[bytes]:
         with self._probes.enter(call.caller):
             raw = self._door.first(call, large=True)
-            if len(raw) > JOIN_BYTES_MAX:
-                raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
-            ask = unpack_probe(raw)
-            if not isinstance(ask, ProbeAsk):
-                raise MalformedMessage("the first message of a probe is not its ask")
+            ask = _first_of("probe", "ask", ProbeAsk, unpack_probe, raw, JOIN_BYTES_MAX)
             if ask.run_id:
-                self._check_run(ask.run_id)
+                self._door.check_run(ask.run_id)
             self._door.check_probe(ask.bytes_up, ask.bytes_down, call.identity)
             answer = self._api.probe(ask)
             with Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard:
@@ -737,6 +728,16 @@ class SyncHandlers:
         return arrival.taken()
 
 
+def _first_of(of: str, what: str, kind: type[M], unpack: Callable[[bytes], object], raw: bytes, bytes_max: int) -> M:
+    """Unpack the first message of a stream; ``MalformedMessage`` if it is longer than ``bytes_max`` or no ``kind``."""
+    if len(raw) > bytes_max:
+        raise MalformedMessage(f"{what} is {len(raw)} bytes long: at most {bytes_max} wanted")
+    part = unpack(raw)
+    if not isinstance(part, kind):
+        raise MalformedMessage(f"the first message of a {of} is not its {what}")
+    return part
+
+
 def _pieces(ask: PullAsk, source: PullSource, deal: Deal | None, chunk_bytes: Callable[[], int]) -> Iterator[Piece]:
     """Yield the pieces of a payload that one stream sends."""
     if deal is None:
@@ -766,8 +767,8 @@ _ADMIN: Mapping[str, tuple[Callable[[bytes], Any], Callable[[SyncerApi, Any], ob
 def admin_handler(api: SyncerApi, door: Door) -> Any:
     """Return the handlers of ``AdminService`` in the form that gRPC's server takes."""
 
-    def work(name: str, raw: bytes, identity: Identity) -> bytes:
-        del identity
+    def work(name: str, raw: bytes, call: Call) -> bytes:
+        del call
         unpack, act = _ADMIN[name]
         told = act(api, unpack(raw))
         return convert.pack_status(told) if isinstance(told, dict) else b""
@@ -776,21 +777,18 @@ def admin_handler(api: SyncerApi, door: Door) -> Any:
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
 
 
-def follow_handler(api: Following, options: ServerOptions, door: Door, stopping: threading.Event) -> Any:
+def follow_handler(api: Following, door: Door) -> Any:
     """Return the handlers of ``ReplicationService`` in the form that gRPC's server takes."""
-    one = OneAtATime("standby", options.pushback_ms)
+    one = OneAtATime("standby", door.options.pushback_ms)
 
     def follow(call: Call) -> Iterator[bytes]:
-        start = convert.unpack_follow(door.first(call))
-        if not isinstance(start, FollowStart):
-            raise MalformedMessage("the first message of a standby is not its start")
-        if start.run_id != options.run_id:
-            raise Refusal(Status.NOT_FOUND, f"run_id is {start.run_id!r}: there is no such run here")
+        raw = door.first(call)
+        start = _first_of("standby", "start", FollowStart, convert.unpack_follow, raw, CONTROL_BYTES_MAX)
+        door.check_run(start.run_id)
         with one.enter(("standby",), 0, call.context.cancel), closing(api.follow(start)) as followed:
-            listener = threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True)
-            listener.start()
+            threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True).start()
             for part in followed.parts():
-                if stopping.is_set():
+                if door.stopping.is_set():
                     raise Refusal(Status.UNAVAILABLE, STOPS)
                 yield convert.pack_follow_part(part)
 

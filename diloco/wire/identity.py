@@ -49,33 +49,28 @@ RATE_MAX = 1e15
 
 
 class Needs(Enum):
-    """Which callers may call a method."""
+    """Which callers may call a method: in words, and the roles that suffice."""
 
-    SITE = "the site itself"
-    READER = "the site itself or an observer"
-    OBSERVER = "an observer or an admin"
-    ADMIN = "an admin"
-    STANDBY = "a standby or an admin"
-    KNOWN = "a caller that the syncer knows"
+    SITE = "the site itself", frozenset[str]()
+    READER = "the site itself or an observer", ROLES
+    OBSERVER = "an observer or an admin", frozenset({"observer", "admin"})
+    ADMIN = "an admin", frozenset({"admin"})
+    STANDBY = "a standby or an admin", frozenset({"standby", "admin"})
+    KNOWN = "a caller that the syncer knows", ROLES
 
 
 _HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-_TABLE: tuple[tuple[Needs, frozenset[str], tuple[str, ...]], ...] = (
-    (Needs.SITE, frozenset(), ("Join", "Push", "Watch", "Report", "Leave")),
-    (Needs.READER, ROLES, ("Pull",)),
-    (Needs.OBSERVER, frozenset({"observer", "admin"}), ("Status",)),
-    (
-        Needs.ADMIN,
-        frozenset({"admin"}),
-        ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach"),
-    ),
-    (Needs.STANDBY, frozenset({"standby", "admin"}), ("Follow",)),
-    (Needs.KNOWN, ROLES, ("Probe", _HEALTH_WATCH, _REFLECTION)),
-)
-"""What each group of methods requires, and the roles that suffice for it."""
-NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs, _, methods in _TABLE for method in methods})
-_OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType({needs: roles for needs, roles, _ in _TABLE})
+_METHODS: Mapping[Needs, tuple[str, ...]] = {
+    Needs.SITE: ("Join", "Push", "Watch", "Report", "Leave"),
+    Needs.READER: ("Pull",),
+    Needs.OBSERVER: ("Status",),
+    Needs.ADMIN: ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach"),
+    Needs.STANDBY: ("Follow",),
+    Needs.KNOWN: ("Probe", _HEALTH_WATCH, _REFLECTION),
+}
+NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs in Needs for method in _METHODS[needs]})
+"""What each method requires."""
 
 
 def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -210,8 +205,9 @@ class Identity:
             raise Refusal(Status.PERMISSION_DENIED, f"no caller may call {method}")
         if (self.anyone or self.site is not None) and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
             return
-        if not (self.roles | self.grant.roles) & _OPEN_TO[needs]:
-            raise Refusal(Status.PERMISSION_DENIED, f"only {needs.value} may do this")
+        who, roles = needs.value
+        if not (self.roles | self.grant.roles) & roles:
+            raise Refusal(Status.PERMISSION_DENIED, f"only {who} may do this")
 
     def check_site(self, site_id: str) -> None:
         """Raise PERMISSION_DENIED unless this caller is ``site_id``."""
@@ -281,9 +277,7 @@ class Authenticator:
     """Determines the ``Identity`` of a call before any of its messages is read."""
 
     def __init__(self, options: SecurityOptions) -> None:
-        self._domain = options.trust_domain
-        self._certificates = options.require_client_cert
-        self._needs_token = bool(options.tokens_file)
+        self._options = options
         self._tokens: Watched[tuple[tuple[str, Identity], ...]]
         self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, ())
         self._permissions = Watched.where("permissions", options.permissions, read_permissions, EVERYTHING)
@@ -302,13 +296,13 @@ class Authenticator:
         for version in transport.get("ssl_tls_version", ()):
             if version != b"TLSv1.3":
                 raise Refusal(Status.UNAUTHENTICATED, "TLS 1.3 is needed")
-        if not self._needs_token and not self._certificates:
+        if not self._options.tokens_file and not self._options.require_client_cert:
             return Identity(roles=ROLES, anyone=True)
-        caller = self._holder_of_token(context.invocation_metadata()) if self._needs_token else None
-        if self._certificates:
+        caller = self._holder_of_token(context.invocation_metadata()) if self._options.tokens_file else None
+        if self._options.require_client_cert:
             ids = list(transport.get("peer_spiffe_id", ()))
             match = _SPIFFE.fullmatch(ids[0].decode("utf-8", "replace")) if len(ids) == 1 else None
-            if match is None or (self._domain and match["domain"] != self._domain):
+            if match is None or (self._options.trust_domain and match["domain"] != self._options.trust_domain):
                 raise Refusal(
                     Status.UNAUTHENTICATED,
                     "the client certificate does not hold one SPIFFE id of a site, observer, admin or standby",
@@ -327,7 +321,7 @@ class Authenticator:
 
     def check_still(self, identity: Identity, method: str) -> None:
         """Raise as ``identify`` would if this caller called now, and as the permissions would for ``method``."""
-        if self._needs_token and (identity.token_digest, identity) not in [
+        if self._options.tokens_file and (identity.token_digest, identity) not in [
             (each.token_digest, each) for _, each in self._tokens.value
         ]:
             raise Refusal(Status.UNAUTHENTICATED, "the token is no longer known")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 from xxhash import xxh3_64_intdigest
 
@@ -164,7 +164,7 @@ class AtMost(NamedTuple):
     items_max: int
 
 
-def refuse(field: str, value: object, wanted: str) -> None:
+def refuse(field: str, value: object, wanted: str) -> NoReturn:
     """Raise ``MalformedMessage``; its text shortens a long value, and gives only the length of bytes."""
     shown = f"{len(value)} bytes long" if isinstance(value, _BYTES) else repr(value)
     raise MalformedMessage(f"{field} is {shown[:80] + '...' if len(shown) > 80 else shown}: {wanted} wanted")
@@ -224,7 +224,6 @@ def _is_number(value: object) -> bool:
 def _shared_config(field: str, value: object) -> None:
     if not isinstance(value, Mapping) or len(value) > SHARED_CONFIG_MAX:
         refuse(field, value, f"a mapping of at most {SHARED_CONFIG_MAX} names")
-        return
     for name, text in value.items():
         _text(1, 200)(f"{field} name", name)
         _text(0, 4096)(f"{field}.{name}", text)
@@ -278,36 +277,28 @@ _Undecided = Annotated[tuple[int, int], _pair("a sequence and its tokens", lambd
 _Piece = Annotated[Piece, _pair("a unit and a count", lambda unit, count: unit >= SKIPPED and count >= 1)]
 
 _RECORDS: Mapping[type, Mapping[str, Any]] = {
-    Fate: {
-        "fragment": Fragment,
-        "sequence": Number,
-        "version": Number,
-        "tokens": Number,
-        "digest": Digest,
-        "reason": Reason | None,
-    },
+    Fate: {"fragment": Fragment, "digest": Digest},
     FragmentStanding: {
         "fragment": Fragment,
-        "version": Number,
         "digest": Digest,
-        "watermark": Number,
-        "cursor": Number,
-        "tokens_merged": Number,
-        "tokens_discarded": Number,
         "undecided": Annotated[tuple[_Undecided, ...], AtMost(UNDECIDED_MAX)],
         "fates": Fates,
     },
-    FinalAnnounced: {"ending": Ending, "versions": Annotated[tuple[Number, ...], AtMost(FRAGMENTS_MAX)]},
-    UnitAsk: {"known": Number, "begin": Number, "upto": Number, "floor": Number, "again": Number},
-    UnitsTold: {"first": Number, "pieces": Annotated[tuple[_Piece, ...], AtMost(PIECES_TOLD_MAX)]},
+    FinalAnnounced: {"versions": Annotated[tuple[Number, ...], AtMost(FRAGMENTS_MAX)]},
+    UnitAsk: {},
+    UnitsTold: {"pieces": Annotated[tuple[_Piece, ...], AtMost(PIECES_TOLD_MAX)]},
 }
-"""The bounds of records defined in ``sync``, whose own annotations state none."""
+"""Records defined in ``sync``, whose own annotations state no bounds, with those of their fields; any other int is a
+``Number``."""
 
 
 @cache
 def annotations_of(kind: type) -> Mapping[str, Any]:
     """Return the annotation of each field of ``kind``, with its bound."""
-    return _RECORDS.get(kind) or get_type_hints(kind, include_extras=True)
+    stated = get_type_hints(kind, include_extras=True)
+    if kind in _RECORDS:
+        stated = {name: Number if each is int else each for name, each in stated.items()} | dict(_RECORDS[kind])
+    return stated
 
 
 @cache
@@ -353,7 +344,6 @@ def _many(each: Rule, count_max: int) -> Rule:
     def rule(field: str, value: object) -> None:
         if not isinstance(value, tuple) or len(value) > count_max:
             refuse(field, value, f"at most {count_max}")
-            return
         for index, item in enumerate(value):
             each(f"{field}[{index}]", item)
 
@@ -548,8 +538,8 @@ PushReply = PushAdmitted | PushAgain | PushResult
 
 
 @dataclass(frozen=True, slots=True)
-class WatchAsk:
-    """A request for the events of ``site_id``, from the process that joined as ``incarnation``."""
+class MemberAsk:
+    """A request of the process that joined as ``incarnation``: for its site's events (Watch), or to leave (Leave)."""
 
     run_id: Id
     site_id: Id
@@ -655,7 +645,7 @@ class PullHeader:
 PullPart = PullHeader | Chunk | Frame
 
 
-# --- Report and Leave ------------------------------------------------------------------------------------------
+# --- Report ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -731,15 +721,6 @@ class ReportReply:
     ending: Ending | None
     retake: Annotated[tuple[Fragment, ...], AtMost(FRAGMENTS_MAX)] = ()
     units: UnitsTold | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveAsk:
-    """The site leaves the run."""
-
-    run_id: Id
-    site_id: Id
-    incarnation: Number
 
 
 # --- Admin -----------------------------------------------------------------------------------------------------

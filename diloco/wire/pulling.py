@@ -50,22 +50,12 @@ class PulledVersion:
 class PullSink:
     """Collects one fragment's payload, over as many streams and attempts as it needs.
 
-    Several threads may call ``accept``.
+    Several threads may call ``accept``.  A subclass may work on a payload while it comes: see ``begun``.
     """
 
-    def __init__(
-        self,
-        begun: Callable[[PullHeader, memoryview], Callable[[int], None] | None] | None = None,
-        broken: Callable[[], None] | None = None,
-    ) -> None:
-        """``begun`` is called for each payload that begins, with the memory that it will fill.  It may return a
-        callback, which the receiving threads call, in any order, with the number of contiguous bytes from byte 0.
-
-        That callback is not called after ``broken``: the attempt broke off, and the next may begin late or never."""
-        self._begun = begun
-        self._broken = broken
+    def __init__(self) -> None:
         self._come: Callable[[int], None] | None = None
-        self._spare: bytearray | None = None
+        self._spare = bytearray()
         self._lock = threading.Lock()
         self.header: PullHeader | None
         self.breaks: int
@@ -92,14 +82,21 @@ class PullSink:
     def clear(self) -> None:
         """Drop what was received."""
         self._view.release()
-        self._spare = self._buffer if self._buffer else self._spare
+        self._spare = self._buffer or self._spare
         self._hold(bytearray())
+
+    def begun(self, header: PullHeader, payload: memoryview) -> Callable[[int], None] | None:
+        """Note that a payload begins; ``payload`` is the memory that it will fill.
+
+        May return a callback, which the receiving threads call, in any order, with the number of contiguous bytes from
+        byte 0.  It is not called after ``broke_off``, and the next attempt may begin late or never.
+        """
+        del header, payload
+        return None
 
     def broke_off(self) -> None:
         """Note that an attempt broke off and all its threads have ended; the received bytes are kept."""
         self._come = None
-        if self._broken is not None:
-            self._broken()
 
     def _hold(self, memory: bytearray, header: PullHeader | None = None) -> None:
         """Use ``memory`` for the payload of ``header``, all of it missing.
@@ -120,8 +117,7 @@ class PullSink:
             return
         self.clear()
         self._hold(self._memory(header.payload_bytes), header)
-        if self._begun is not None:
-            self._come = self._begun(header, self._view[: header.payload_bytes].toreadonly())
+        self._come = self.begun(header, self._view[: header.payload_bytes].toreadonly())
 
     def belongs(self, header: PullHeader) -> bool:
         """Return whether the bytes held are of the payload that ``header`` describes."""
@@ -130,9 +126,8 @@ class PullSink:
 
     def _memory(self, payload_bytes: int) -> bytearray:
         """Return a buffer; reuse the spare one if it fits, because new memory is ten times as slow to write."""
-        spare, self._spare = self._spare, None
-        fits = spare is not None and payload_bytes <= len(spare) <= 2 * payload_bytes
-        return spare if spare is not None and fits else bytearray(payload_bytes)
+        spare, self._spare = self._spare, bytearray()
+        return spare if payload_bytes <= len(spare) <= 2 * payload_bytes else bytearray(payload_bytes)
 
     def accept(self, chunk: Chunk | Frame) -> None:
         """Store a piece of the payload; frames may come in any order.  ``ChunkError`` when its bytes are not missing.

@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE, Guard, StallWatch
+from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE, Guard
 from diloco.wire.convert import parse
 from diloco.wire.door import Call, Connections, Counters, Door, Gate, places
 from diloco.wire.handlers import SyncHandlers, admin_handler, follow_handler
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from diloco.wire.handlers import Following, SyncerApi
-    from diloco.wire.identity import Identity
     from diloco.wire.options import ServerOptions
 
 _LOOK_S = 0.5
@@ -49,24 +48,23 @@ class _Health(health.HealthServicer):  # type: ignore[misc]  # grpc_health has n
             return dict(self._server_status)
 
 
-def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> list[Any]:
+def _standard_services(healthy: _Health, door: Door) -> list[Any]:
     """Return the handlers of health and reflection, behind ``door``, in the form that gRPC's server takes."""
     reflecting = reflection.ReflectionServicer(
         (SYNC_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     )
-    streams = Gate("standard stream", STANDARD_STREAMS_MAX, _EACH_MAX, options.pushback_ms)
+    streams = Gate("standard stream", STANDARD_STREAMS_MAX, _EACH_MAX, door.options.pushback_ms)
     parsed = partial(parse, bytes_max=CONTROL_BYTES_MAX)
 
-    def check(raw: bytes, identity: Identity) -> bytes:
-        del identity
-        service = parsed(health_pb2.HealthCheckRequest, raw).service
-        status = healthy.statuses().get(service)
+    def check(raw: bytes, call: Call) -> bytes:
+        del call
+        status = healthy.statuses().get(parsed(health_pb2.HealthCheckRequest, raw).service)
         if status is None:
             raise Refusal(Status.NOT_FOUND, "service is not known here")
         return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
 
-    def list_all(raw: bytes, identity: Identity) -> bytes:
-        del identity
+    def list_all(raw: bytes, call: Call) -> bytes:
+        del call
         parsed(health_pb2.HealthListRequest, raw)
         answers = {name: health_pb2.HealthCheckResponse(status=status) for name, status in healthy.statuses().items()}
         return bytes(health_pb2.HealthListResponse(statuses=answers).SerializeToString())
@@ -82,7 +80,7 @@ def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> 
 
     def reflect(call: Call) -> Iterator[bytes]:
         first = door.first(call)
-        with streams.enter(call.caller), Guard(door.stalls, options.stall_s, call.context.cancel) as guard:
+        with streams.enter(call.caller), Guard(door.stalls, door.options.stall_s, call.context.cancel) as guard:
 
             def asked() -> Iterator[Any]:
                 for raw in chain((first,), call.requests):
@@ -138,10 +136,9 @@ class RunningServer:
         counters = Counters()
         self.counters = counters.totals
         """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
-        self._stopping = threading.Event()
         connections_max = places(options)
         self._connections = Connections(connections_max, counters, lambda why: note("crowded", why))
-        self._door = Door(authenticator, options, counters, self._connections, StallWatch("stalls-syncer"))
+        self._door = Door(authenticator, options, counters, self._connections)
         self._threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
         arguments = [*options.channel_arguments(), ("grpc.max_allowed_incoming_connections", connections_max)]
         if security.require_client_cert:
@@ -150,12 +147,12 @@ class RunningServer:
         self._health = _Health()
         self._names = "", SYNC_SERVICE, ADMIN_SERVICE, options.run_id
         handlers = [
-            SyncHandlers(api, options, self._door, self._stopping).generic_handler,
+            SyncHandlers(api, self._door).generic_handler,
             admin_handler(api, self._door),
-            *_standard_services(self._health, self._door, options),
+            *_standard_services(self._health, self._door),
         ]
         if following is not None:
-            handlers.append(follow_handler(following, options, self._door, self._stopping))
+            handlers.append(follow_handler(following, self._door))
         self._server.add_generic_rpc_handlers(handlers)
         self.address = _bind(self._server, options.address, credentials)
         self._thread = threading.Thread(target=self._look, name="identity-files", daemon=True)
@@ -170,7 +167,7 @@ class RunningServer:
             self._connections.watch(int(self.address.rpartition(":")[2]))
 
     def _look(self) -> None:
-        while not self._stopping.wait(_LOOK_S):
+        while not self._door.stopping.wait(_LOOK_S):
             said = [text for each in self._watched if (text := each.refresh()) is not None]
             # Checked each time, not only after a change: a call may have been admitted on the content before it.
             for text in [*said, *self._door.end_revoked()]:
@@ -194,7 +191,7 @@ class RunningServer:
     def stop(self, grace_s: float) -> None:
         """Accept no new calls, end every Watch at once, and give other calls ``grace_s`` seconds to finish."""
         self._health.enter_graceful_shutdown()
-        self._stopping.set()
+        self._door.stopping.set()
         self._server.stop(grace_s).wait(grace_s + 5.0)
         self._threads.shutdown(wait=False)
         self._door.stalls.close()

@@ -27,13 +27,12 @@ from diloco.wire.messages import (
     Chunk,
     EvictAsk,
     JoinAsk,
-    LeaveAsk,
     MalformedMessage,
+    MemberAsk,
     PullAsk,
     PushCommit,
     PushHeader,
     PushResult,
-    WatchAsk,
 )
 from diloco.wire.v1 import admin_pb2, sync_pb2
 from tests.hunts import statuses
@@ -138,9 +137,9 @@ def good(world: World, chance: random.Random) -> dict[str, tuple[object, bytes]]
     asks: dict[str, tuple[object, bytes]] = {}
     for name, ask, pack in (
         (f"{SYNC}Join", world.join(), convert.pack_join),
-        (f"{SYNC}Watch", WatchAsk(RUN, world.site, world.incarnation), convert.pack_watch),
+        (f"{SYNC}Watch", MemberAsk(RUN, world.site, world.incarnation), convert.pack_member),
         (f"{SYNC}Pull", PullAsk(RUN, world.site, chance.randrange(len(world.versions)), -1), pack_pull),
-        (f"{SYNC}Leave", LeaveAsk(RUN, world.site, world.incarnation), convert.pack_leave),
+        (f"{SYNC}Leave", MemberAsk(RUN, world.site, world.incarnation), convert.pack_member),
         (f"{ADMIN}Evict", EvictAsk("ghost"), convert.pack_evict),
     ):
         asks[name] = ask, pack(ask)  # type: ignore[operator]

@@ -27,11 +27,10 @@ from diloco.wire.messages import (
     MESSAGE_BYTES_MAX,
     Chunk,
     EvictAsk,
-    LeaveAsk,
     MalformedMessage,
+    MemberAsk,
     PullAsk,
     PushCommit,
-    WatchAsk,
     bounds_of,
 )
 from diloco.wire.v1 import sync_pb2
@@ -259,11 +258,11 @@ def fenced(world: World, chance: random.Random) -> Call:
             ahead = header.sequence + chance.choice((1, 2, 1 << 50))
             header, payload = world.update(chance, fragment=header.fragment, sequence=ahead)
         case 2:
-            ask = WatchAsk(RUN, world.site, world.incarnation + chance.choice((1, 5)))
-            return Call(s.FENCED, f"{SYNC}Watch", [convert.pack_watch(ask)], world.site)
+            ask = MemberAsk(RUN, world.site, world.incarnation + chance.choice((1, 5)))
+            return Call(s.FENCED, f"{SYNC}Watch", [convert.pack_member(ask)], world.site)
         case _:
-            leave = LeaveAsk(RUN, world.site, world.incarnation + 7)
-            return Call(s.FENCED, f"{SYNC}Leave", [convert.pack_leave(leave)], world.site)
+            leave = MemberAsk(RUN, world.site, world.incarnation + 7)
+            return Call(s.FENCED, f"{SYNC}Leave", [convert.pack_member(leave)], world.site)
     return Call(s.FENCED, f"{SYNC}Push", pushed(header, payload), world.site)
 
 

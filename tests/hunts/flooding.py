@@ -28,14 +28,14 @@ from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import cut
 from diloco.wire.convert import (
     pack_join,
+    pack_member,
     pack_pull,
     pack_push,
     pack_report,
-    pack_watch,
     unpack_join_reply,
     unpack_push_reply,
 )
-from diloco.wire.messages import Chunk, JoinAsk, PullAsk, PushCommit, PushHeader, PushResult, ReportInfo, WatchAsk
+from diloco.wire.messages import Chunk, JoinAsk, MemberAsk, PullAsk, PushCommit, PushHeader, PushResult, ReportInfo
 from tests.loopback.toy import RUN, Toy
 
 # --- Just enough HTTP/2 for the abuse --------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Flood:
             pass
 
     def watches(self) -> None:
-        call = self.ask("Watch", pack_watch(WatchAsk(RUN, SITE, self.incarnation)))
+        call = self.ask("Watch", pack_member(MemberAsk(RUN, SITE, self.incarnation)))
         next(call)
         call.cancel()  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2
 from diloco.wire import convert
 from diloco.wire.channel import PUSHBACK_KEY
 from diloco.wire.convert import pack_push
-from diloco.wire.messages import WatchAsk
+from diloco.wire.messages import MemberAsk
 from tests.hunts import flooding, statuses
 from tests.hunts.asking import ADMIN, HEALTH, SYNC, Access, Call, due, good, pushed
 from tests.hunts.attacks import strict
@@ -150,7 +150,7 @@ def test_overload_is_resource_exhausted_with_a_time_to_come_back(tokens: Siege) 
 def test_a_syncer_that_stops_is_unavailable(tmp_path: Path) -> None:
     for siege in besieged("tokens", tmp_path):
         worker = siege.workers[0]
-        ask = convert.pack_watch(WatchAsk(RUN, worker.world.site, worker.world.incarnation))
+        ask = convert.pack_member(MemberAsk(RUN, worker.world.site, worker.world.incarnation))
         options: dict[str, Any] = {"metadata": worker.access.metadata(worker.world.site), "timeout": BOUND_S}
         stream = worker.access.channel(worker.world.site).unary_stream(f"{SYNC}Watch")(ask, **options)
         next(stream)

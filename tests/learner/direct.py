@@ -42,7 +42,7 @@ from diloco.wire.messages import (
 )
 from diloco.wire.pulling import Patience, PulledVersion, PullSink
 from tests.learner.participant import held
-from tests.syncer.building import ANYONE, LAYOUT, Events, agreement
+from tests.syncer.building import ANYONE, LAYOUT, RUN, Events, agreement
 
 T = TypeVar("T")
 SHAPES = dict(LAYOUT.parameters)
@@ -55,7 +55,7 @@ WAITING: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2, "final_wait_n
 
 class DirectClient:
     def __init__(self, syncer: Syncer, site: str = "a") -> None:
-        self.syncer, self.site = syncer, site
+        self.syncer, self.site_id, self.run_id = syncer, site, RUN
         self.down = threading.Event()
         self.closed = threading.Event()
         self.training: threading.Thread | None = None
@@ -94,10 +94,10 @@ class DirectClient:
         return self._ask("report", lambda: self.syncer.api.report(checked))
 
     def leave(self, incarnation: int) -> None:
-        self._ask("leave", lambda: self.syncer.api.leave(self.site, incarnation))
+        self._ask("leave", lambda: self.syncer.api.leave(self.site_id, incarnation))
 
     def watch(self, incarnation: int) -> DirectStream:
-        feed = self._ask("watch", lambda: self.syncer.api.watch(self.site, incarnation))
+        feed = self._ask("watch", lambda: self.syncer.api.watch(self.site_id, incarnation))
         self.streams.append(DirectStream(self, feed))
         return self.streams[-1]
 
@@ -188,7 +188,6 @@ class Site:
             held(self.parameters),
             agreed or agreement(),
             client,  # type: ignore[arg-type]
-            client.site,
             self.events.emit,
             Orders(SiteGroup()),
             restored,

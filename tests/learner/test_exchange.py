@@ -56,6 +56,8 @@ class Rank:
 class Client:
     """Of the wire only what is counted, and where it leads."""
 
+    run_id, site_id = "run", "a"
+
     def __init__(self) -> None:
         self.bytes_up, self.bytes_down = 0, 0
         self.taken_in = (0, 1)
@@ -78,7 +80,7 @@ class Told(Heard, Exchange):
         Heard.__init__(self)
         self.knows, self.answer = True, "digest"
         options, orders = AgentOptions(folder=str(folder)), Orders(model.group)
-        Exchange.__init__(self, options, "rebase", LAYOUT, model, dealt, orders, client, "run", "a")
+        Exchange.__init__(self, options, "rebase", LAYOUT, model, dealt, orders, client)
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
         with self.changed:
@@ -182,7 +184,7 @@ class Pair:
         self.tensors, self.told, self.events = self.zero.tensors, self.zero.told, self.zero.events
         self.site = Owners(dealt, self.zero, Orders(mine.group))
         dealt, options = Dealt((0, 1), {0: ends[1]}), AgentOptions(folder=str(folder))
-        self.owner = Owner(options, "rebase", LAYOUT, theirs, dealt, self.clients[1], "run", "a", restored)
+        self.owner = Owner(options, "rebase", LAYOUT, theirs, dealt, self.clients[1], restored)
 
     def first_version(self) -> None:
         arrive(self.owner, 0, 1)

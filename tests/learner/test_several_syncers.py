@@ -237,7 +237,7 @@ class TwoSyncers:
             rules = LearnerOptions(num_fragments=1, inner_steps=4, offsets=offsets, lock_step=self.lock_step)
             part, agreed, back = self.parts[at], self._agreed(at), part_restored(restored, at, 2)
             said, ordered = voice.of(at), orders.of(at)
-            agents.append(Agent(options, rules, part, model, agreed, client, name, said, ordered, back))
+            agents.append(Agent(options, rules, part, model, agreed, client, said, ordered, back))
         return Agents(agents, voice, orders, 5.0)
 
     def begun(self) -> Agents:

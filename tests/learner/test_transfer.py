@@ -296,7 +296,9 @@ class Ear(Recorder):
         self.log: list[str] = []
         self.joins: list[Callable[[], None]] = []
         self.watches: list[Callable[[], Stream]] = []
-        self.listener = Listener(self, agreement(), LAYOUT, "host")
+        self.tensors = SimpleNamespace(layout=LAYOUT)
+        self.sealer = SimpleNamespace(encoder=SimpleNamespace(where="host"))
+        self.listener = Listener(self, agreement())
         self.listener.attempt = self.join
 
     def join(self) -> JoinAnswered:
@@ -479,11 +481,11 @@ def tensors(held: torch.Tensor, layout: Layout = LAYOUT, have: int | None = 3) -
 
 def pulled(incoming: Incoming, header: PullHeader, payload: bytes) -> torch.Tensor | None:
     """What comes of a pull that brings the last bytes first, and then the others."""
-    incoming.sink.begin(header)
+    incoming.begin(header)
     middle = len(payload) // 2
     bring(incoming, payload, middle)
     bring(incoming, payload, 0, middle)
-    return incoming.values(incoming.sink.finish())
+    return incoming.values(incoming.finish())
 
 
 def header_of(
@@ -495,7 +497,7 @@ def header_of(
 
 
 def bring(incoming: Incoming, payload: bytes, start: int = 0, stop: int | None = None) -> None:
-    incoming.sink.accept(Frame(start, memoryview(payload)[start:stop]))
+    incoming.accept(Frame(start, memoryview(payload)[start:stop]))
 
 
 @pytest.mark.parametrize("encoding", ["int4:32", "int4:32+zstd1", "fp32"])
@@ -524,10 +526,10 @@ def test_other_bytes_than_were_told_are_nothing() -> None:
     assert pulled(Incoming(0, tensors(held)), replace(header, from_version=2), payload) is None
     site = tensors(held)
     incoming = Incoming(0, site)
-    incoming.sink.begin(header)
+    incoming.begin(header)
     bring(incoming, payload)
     site.latest[0] = (4, after)
-    assert incoming.values(incoming.sink.finish()) is None, "that version was left meanwhile"
+    assert incoming.values(incoming.finish()) is None, "that version was left meanwhile"
 
 
 def test_one_that_breaks_off_for_a_newer_one_is_forgotten_and_its_memory_used_again() -> None:
@@ -535,29 +537,29 @@ def test_one_that_breaks_off_for_a_newer_one_is_forgotten_and_its_memory_used_ag
     old, old_after = publish(dice("one", 0), held, codec)
     new, new_after = publish(dice("two", 0), held, codec)
     incoming = Incoming(0, tensors(held))
-    incoming.sink.begin(header_of(old_after, old))
+    incoming.begin(header_of(old_after, old))
     bring(incoming, old, 0, 9)
     memory = []
     for _ in range(2):
-        incoming.sink.begin(header_of(new_after, new, version=5))
+        incoming.begin(header_of(new_after, new, version=5))
         bring(incoming, new)
-        taken = incoming.sink.finish()
+        taken = incoming.finish()
         memory.append(taken.parts[0].obj)
         assert same(incoming.values(taken), new_after)
-        incoming.sink.give_back(taken)
+        incoming.give_back(taken)
     assert memory[0] is memory[1]
 
 
 def test_values_are_made_before_the_last_byte_has_come(stops: list[int]) -> None:
     held, payload, after = long_one()
     incoming = Incoming(0, tensors(held, LONG))
-    incoming.sink.begin(header_of(after, payload))
+    incoming.begin(header_of(after, payload))
     ends = [0, len(payload) // 2, len(payload) - 1]
     for begin, end in pairwise(ends):
         bring(incoming, payload, begin, end)
     assert stops == list(range(RANGE, 25 * RANGE, RANGE))
     bring(incoming, payload, ends[-1])
-    assert same(incoming.values(incoming.sink.finish()), after)
+    assert same(incoming.values(incoming.finish()), after)
 
 
 def test_streams_of_several_threads_bring_it_and_one_at_a_time_makes_values(stops: list[int]) -> None:
@@ -570,11 +572,11 @@ def test_streams_of_several_threads_bring_it_and_one_at_a_time_makes_values(stop
         bring(incoming, payload, at, at + more)
 
     for _ in range(3):
-        incoming.sink.begin(header_of(after, payload))
+        incoming.begin(header_of(after, payload))
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(bring_some, range(0, len(payload), more)))
         assert len(stops) > 1
-        assert same(incoming.values(incoming.sink.finish()), after)
+        assert same(incoming.values(incoming.finish()), after)
         stops.clear()
 
 
@@ -583,19 +585,19 @@ def test_one_that_broke_off_keeps_what_came_and_no_values_and_goes_on_from_there
     site, middle = tensors(held, LONG), len(payload) // 2
     incoming, kept = Incoming(0, site), weakref.ref(held)
     header = header_of(after, payload)
-    incoming.sink.begin(header)
+    incoming.begin(header)
     bring(incoming, payload, 0, middle)
-    incoming.sink.broke_off()
+    incoming.broke_off()
     site.latest[0], again = None, held.clone()
     del held
     gc.collect()
     assert kept() is None, "it would be kept until this fragment is pulled again"
-    assert incoming.sink.bytes_held == middle
+    assert incoming.bytes_held == middle
     site.latest[0] = (3, again)
-    assert incoming.sink.belongs(header)
-    incoming.sink.begin(header)
+    assert incoming.belongs(header)
+    incoming.begin(header)
     bring(incoming, payload, middle)
-    assert same(incoming.values(incoming.sink.finish()), after)
+    assert same(incoming.values(incoming.finish()), after)
 
 
 # --- The thread that fetches versions ---------------------------------------------------------------------------------
@@ -749,7 +751,7 @@ def test_what_was_waited_for_as_of_another_base_is_not_taken_and_its_memory_left
         shelf.tensors.latest[0] = (5, OLD)
     shelf.fetch(lambda: shelf.fetched)
     assert [event.version for _, event in shelf.fetched] == [9]
-    assert shelf.fetcher._of(0, shelf.lineage).sink is not shelf.sinks[0]
+    assert shelf.fetcher._of(0, shelf.lineage) is not shelf.sinks[0]
     shelf.made.set()
 
 

@@ -193,7 +193,7 @@ class Toy:
         )
         options, client, group = self.agent_options(site), self.sync_client(site, address), group or SiteGroup()
         holding, orders, agreement = holding or Holding(parameters, group), Orders(group), self.agreement()
-        mine = (self.layout(), holding, agreement, client, site, emit, orders)
+        mine = (self.layout(), holding, agreement, client, emit, orders)
         return Agent(options, learner, *mine, restored, redo, disk, dealt)
 
 

@@ -27,7 +27,7 @@ from diloco.wire.channel import (
     wire_error,
 )
 from diloco.wire.messages import CHUNK_BYTES_MIN, MIB, Refused, Status, Unreachable
-from diloco.wire.options import SecurityOptions
+from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.wire.certificates import A, Authority, written
 from tests.wire.conftest import answering
 from tests.wire.relay import wait_until
@@ -37,7 +37,7 @@ def test_delays_grow_to_the_cap_with_a_jitter_and_what_the_other_end_asks_for_is
     backoff = Backoff(base_s=0.5, cap_s=4.0)
     assert [backoff.next_s(0.0) for _ in range(5)] == [0.25, 0.5, 1.0, 2.0, 2.0]
     assert 3.9 < backoff.next_s(0.999) <= 4.0
-    backoff.reset()
+    backoff.failures = 0
     assert backoff.next_s(0.0) == 0.25
     assert Backoff(base_s=0.2, cap_s=5.0, failures=100_000).next_s(0.999) <= 5.0
     # The other end asks all whom it refuses for the same: without chance they would all come back at one instant.
@@ -91,7 +91,7 @@ def test_why_there_is_no_connection_is_said_without_grpcs_own_words() -> None:
         error = wire_error("Join", Failed(grpc.StatusCode.UNAVAILABLE, details=details))
         assert isinstance(error, Unreachable)
         assert error.why.startswith(f"Join: {why}")
-    line = Line("127.0.0.1:1", SecurityOptions(), [], ADMIN_SERVICE)
+    line = Line("127.0.0.1:1", SecurityOptions(), ClientOptions(), ADMIN_SERVICE)
     with pytest.raises(Unreachable, match=r"^Status: Connection refused$"):
         line.unary("Status", b"", bytes, 5.0)
     line.close()
@@ -111,7 +111,7 @@ def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
         return request
 
     with answering(statuses(held), calls_max=1) as address:
-        line = Line(address, SecurityOptions(), [], ADMIN_SERVICE)
+        line = Line(address, SecurityOptions(), ClientOptions(), ADMIN_SERVICE)
         first = Stream(line, "Status", b"", bytes)
         try:
             assert began.wait(30)
@@ -131,7 +131,7 @@ def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
         raise ValueError("operation forbidden on released memoryview object")
 
     with answering(statuses(lambda request, context: request)) as address:
-        line = Line(address, SecurityOptions(), [], ADMIN_SERVICE)
+        line = Line(address, SecurityOptions(), ClientOptions(), ADMIN_SERVICE)
         with pytest.raises(ValueError, match="released memoryview"):
             line.unary("Status", b"", defective, 30.0)
         with pytest.raises(ValueError, match="released memoryview"), Stream(line, "Status", b"", defective) as stream:
@@ -141,19 +141,21 @@ def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
 
 def test_a_token_is_that_of_its_file_now(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    line = Line("127.0.0.1:1", SecurityOptions(token_file=written(file, f"{A}\n")), [], SYNC_SERVICE)
+    line = Line("127.0.0.1:1", SecurityOptions(token_file=written(file, f"{A}\n")), ClientOptions(), SYNC_SERVICE)
     assert line.metadata() == (("authorization", f"Bearer {A}"),)
     for text in ("next-token-of-site-a", "two words"):
         written(file, text)
         assert line.metadata() == (("authorization", "Bearer next-token-of-site-a"),)
     line.close()
-    assert Line("127.0.0.1:1", SecurityOptions(), [], SYNC_SERVICE).metadata() == ()
+    assert Line("127.0.0.1:1", SecurityOptions(), ClientOptions(), SYNC_SERVICE).metadata() == ()
 
 
 def test_a_channel_is_made_anew_when_its_files_or_its_address_have_changed_and_the_old_one_ends(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.site("site/a")
-    line = Line("127.0.0.1:1", SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key), [], SYNC_SERVICE)
+    line = Line(
+        "127.0.0.1:1", SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key), ClientOptions(), SYNC_SERVICE
+    )
     channels = [line.channel]
 
     def stays() -> None:
@@ -192,18 +194,20 @@ def test_files_that_cannot_work_are_refused_in_words(tmp_path: Path) -> None:
         (SecurityOptions(token_file=empty), "token_file .* is empty"),
     ):
         with pytest.raises(ValueError, match=words):
-            Line("127.0.0.1:1", options, [], SYNC_SERVICE)
+            Line("127.0.0.1:1", options, ClientOptions(), SYNC_SERVICE)
 
 
 def test_a_token_goes_to_no_address_in_the_clear_however_it_is_given(tmp_path: Path) -> None:
     for options in (SecurityOptions(token=A), SecurityOptions(token_file=written(tmp_path / "token", A))):
         with pytest.raises(ValueError, match="unencrypted"):
-            Line("example.org:7000", options, [], SYNC_SERVICE)
-        line = Line("127.0.0.1:1", options, [], SYNC_SERVICE)
+            Line("example.org:7000", options, ClientOptions(), SYNC_SERVICE)
+        line = Line("127.0.0.1:1", options, ClientOptions(), SYNC_SERVICE)
         with pytest.raises(ValueError, match="unencrypted"):
             line.lead_to("example.org:7000")
         line.close()
-    Line("example.org:7000", SecurityOptions(token=A, insecure_non_loopback=True), [], SYNC_SERVICE).close()
+    Line(
+        "example.org:7000", SecurityOptions(token=A, insecure_non_loopback=True), ClientOptions(), SYNC_SERVICE
+    ).close()
 
 
 GUARD = Guard(StallWatch("never started"), 1.0)
@@ -297,4 +301,4 @@ def test_a_stream_that_does_not_move_is_cancelled_once_and_no_other() -> None:
 def test_a_port_that_is_none_is_not_taken_modulo_what_there_is() -> None:
     for address in ("127.0.0.1:65536", "127.0.0.1:0", "[::1]:70000"):
         with pytest.raises(ValueError, match="a port of 1 to 65535"):
-            Line(address, SecurityOptions(), [], SYNC_SERVICE)
+            Line(address, SecurityOptions(), ClientOptions(), SYNC_SERVICE)

@@ -257,7 +257,7 @@ def test_a_path_that_damages_everything_is_given_up(wired: Wired, relay: Relay) 
 
 def test_a_stream_that_is_not_answered_is_done_without(wired: Wired) -> None:
     client = wired.client(data_channels=3)
-    client._lines[2].lead_to("127.0.0.1:1")
+    client._bulk[1].lead_to("127.0.0.1:1")
     for sequence in range(1, 7):
         client._turn = itertools.count()  # The first stream is always one that works.
         assert client.push(push_header(PAYLOAD, sequence=sequence), PAYLOAD).outcome is Outcome.ACCEPTED

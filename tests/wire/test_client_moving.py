@@ -168,7 +168,7 @@ def calls(client: SyncClient, admin: AdminClient) -> list[Any]:
         lambda: client.join(join_ask()),
         lambda: client.report(report_info()),
         lambda: client.push(push_header(b"abc"), b"abc"),
-        lambda: client.pull(PullAsk(RUN, "site-a", 0, 0), PullSink(10_000)),
+        lambda: client.pull(PullAsk(RUN, "site-a", 0, 0), PullSink()),
         lambda: list(client.watch(1)),
         lambda: admin.status(),
     ]

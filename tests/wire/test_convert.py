@@ -67,7 +67,7 @@ BAD_BYTES: list[tuple[Callable[[bytes], object], bytes | Message, str]] = [
     *((unpack, b"", "part is not set") for unpack in (unpack_push_reply, unpack_pull_part)),
     *((unpack, b"", "part is not set") for unpack in (unpack_probe, unpack_probe_reply, unpack_follow_part)),
     *((unpack, b"\xff\xff", "cannot be parsed") for unpack in (unpack_follow, unpack_follow_part)),
-    (unpack_push, b"", "a header, a chunk or a commit wanted"),
+    (unpack_push, b"", "one of header, chunk, commit wanted"),
     (unpack_probe, b"\xff", "cannot be parsed"),
     # The length is compared before parsing.
     (unpack_report, b"\xff" * (m.CONTROL_BYTES_MAX + 1), "65537 bytes long"),
@@ -93,7 +93,7 @@ def test_bytes_that_are_no_message_are_refused_in_words_and_bad_messages_on_the_
         with pytest.raises(MalformedMessage, match=f"spans has {count} numbers"):
             spans_in(range(count))
     for message, pack, words in (
-        (m.WatchAsk(RUN, "a b", 0), convert.pack_watch, "site_id"),
+        (m.MemberAsk(RUN, "a b", 0), convert.pack_member, "site_id"),
         (m.Filler(bytes(CHUNK_BYTES_MAX + 1)), pack_probe, "data"),
     ):
         with pytest.raises(MalformedMessage, match=words):

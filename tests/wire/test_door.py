@@ -21,13 +21,12 @@ from diloco.wire.client import AdminClient
 from diloco.wire.convert import (
     pack_evict,
     pack_join,
-    pack_leave,
+    pack_member,
     pack_promote,
     pack_pull,
     pack_push,
     pack_report,
     pack_update,
-    pack_watch,
     unpack_push_reply,
 )
 from diloco.wire.door import Connections, Counters, OneAtATime, WaitingRoom, _chosen, places
@@ -35,13 +34,12 @@ from diloco.wire.identity import NEEDS
 from diloco.wire.messages import (
     Alive,
     EvictAsk,
-    LeaveAsk,
+    MemberAsk,
     PromoteAsk,
     PullAsk,
     PushAdmitted,
     Refusal,
     UpdateAsk,
-    WatchAsk,
 )
 from diloco.wire.options import ServerOptions
 from tests.hunts import flooding
@@ -57,8 +55,8 @@ Message = Callable[[str, str], bytes]
 ASKS: dict[str, Message] = {
     "Join": lambda site, run: pack_join(join_ask(site_id=site, run_id=run)),
     "Report": lambda site, run: pack_report(report_info(site_id=site, run_id=run)),
-    "Leave": lambda site, run: pack_leave(LeaveAsk(run, site, 1)),
-    "Watch": lambda site, run: pack_watch(WatchAsk(run, site, 1)),
+    "Leave": lambda site, run: pack_member(MemberAsk(run, site, 1)),
+    "Watch": lambda site, run: pack_member(MemberAsk(run, site, 1)),
     "Pull": lambda site, run: pack_pull(PullAsk(run, site, 0, -1)),
     "Push": lambda site, run: pack_push(push_header(PAYLOAD, site_id=site, run_id=run)),
 }

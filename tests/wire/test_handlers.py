@@ -18,9 +18,9 @@ from diloco.sync.events import Outcome, Reason
 from diloco.wire.channel import PUSHBACK_KEY, SYNC_SERVICE
 from diloco.wire.convert import (
     pack_join,
+    pack_member,
     pack_pull,
     pack_push,
-    pack_watch,
     unpack_pull_part,
     unpack_push_reply,
     unpack_watch_event,
@@ -34,6 +34,7 @@ from diloco.wire.messages import (
     Dropped,
     Frame,
     JoinAsk,
+    MemberAsk,
     PullAsk,
     PushAdmitted,
     PushCommit,
@@ -42,7 +43,6 @@ from diloco.wire.messages import (
     PushResult,
     Refusal,
     Status,
-    WatchAsk,
 )
 from diloco.wire.v1 import sync_pb2
 from tests.wire.conftest import Talk, Wired
@@ -253,7 +253,7 @@ def test_what_no_method_takes_is_refused_by_grpc(wired: Wired) -> None:
 
 
 def watch(wired: Wired, incarnation: int = 1) -> Any:
-    ask = pack_watch(WatchAsk(RUN, "site-a", incarnation))
+    ask = pack_member(MemberAsk(RUN, "site-a", incarnation))
     return wired.channel().unary_stream(f"/{SYNC_SERVICE}/Watch")(ask, timeout=30)
 
 

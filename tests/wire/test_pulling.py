@@ -249,7 +249,13 @@ def test_a_pull_that_was_cut_goes_on_from_where_it_was_and_anew_when_its_version
 ) -> None:
     wired.syncer.publish(PAYLOAD)
     broken: list[int] = []
-    sink = PullSink(broken=lambda: broken.append(sink.bytes_held))
+
+    class Cut(PullSink):
+        def broke_off(self) -> None:
+            super().broke_off()
+            broken.append(self.bytes_held)
+
+    sink = Cut()
     client = wired.client(address=relay.address, data_channels=channels)
     relay.hold(MIB)
     pulled = aside(client.pull, ASK, sink)

@@ -19,12 +19,11 @@ from diloco.wire.channel import (
     ADMIN_SERVICE,
     SYNC_SERVICE,
 )
-from diloco.wire.convert import pack_leave, pack_pull, pack_push, pack_report, pack_watch
+from diloco.wire.convert import pack_member, pack_pull, pack_push, pack_report
 from diloco.wire.messages import (
-    LeaveAsk,
+    MemberAsk,
     PullAsk,
     Unreachable,
-    WatchAsk,
 )
 from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, ServerOptions
 from tests.hunts import flooding
@@ -181,13 +180,13 @@ def test_noise_at_the_standard_services_and_compressed_messages_are_the_senders_
 def refusals() -> list[tuple[str, bytes, dict[str, Any]]]:
     """Method, message, and what else: each is refused at another place."""
     other_run = pack_push(replace(push_header(b"abc"), run_id="other"))
-    watch, pull = pack_watch(WatchAsk("other", "site-a", 1)), pack_pull(PullAsk("other", "site-a", 0, -1))
+    watch, pull = pack_member(MemberAsk("other", "site-a", 1)), pack_pull(PullAsk("other", "site-a", 0, -1))
     return [
         (f"/{SYNC_SERVICE}/Push", other_run, {}),
         (f"/{SYNC_SERVICE}/Watch", watch, {}),
         (f"/{SYNC_SERVICE}/Pull", pull, {}),
         (f"/{SYNC_SERVICE}/Watch", watch, {"compression": grpc.Compression.Gzip}),
-        (f"/{SYNC_SERVICE}/Leave", pack_leave(LeaveAsk("other", "site-a", 1)), {}),
+        (f"/{SYNC_SERVICE}/Leave", pack_member(MemberAsk("other", "site-a", 1)), {}),
         ("/grpc.health.v1.Health/Watch", b"\x0a\x05other", {}),
     ]
 
