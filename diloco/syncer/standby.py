@@ -86,9 +86,9 @@ if TYPE_CHECKING:
 class Incoming:
     """One incoming item. Raises ``DiskFullError`` when the disk is full: ``discard`` it, it will be sent again."""
 
-    def __init__(self, store: Store, item: Item, disk: Disk) -> None:
+    def __init__(self, store: Store, item: Item) -> None:
         self.item = item
-        self._disk = disk
+        self._disk = disk = store.disk
         self._hash = hashlib.sha256()
         self._held = bytearray()
         self._path: Path | None = None
@@ -226,8 +226,8 @@ class Standby:
             self._taken.close()
             raise
         for work in (self._run, self._carry_out):
-            self._threads.append(threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True))
-        for thread in self._threads:
+            thread = threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def state(self) -> OuterState | None:
@@ -400,7 +400,7 @@ class Standby:
                 self._waits = part.waits
                 self.emit("connected", {"anew": part.anew, "syncer": self._client.address})
             case Item():
-                self._incoming = Incoming(self.store, part, self.disk)
+                self._incoming = Incoming(self.store, part)
             case Chunk():
                 if self._incoming is None:
                     raise StandbyError("a chunk arrived without an item")
@@ -510,123 +510,6 @@ LOOK_SHARE = 1 / 20
 LOSSY = "an operator promoted {name}, which may have lacked what was acknowledged before"
 
 
-class Succession:
-    """Decides on take-overs. Use: ``start`` after the standby's, ``hand_over`` after ``promote``, ``stop`` always."""
-
-    def __init__(self, standby: Standby, lease: Lease | None, on_taken: Callable[[], None]) -> None:
-        """The polling thread calls ``on_taken`` when it has taken the lease: the standby must take over now."""
-        self._standby = standby
-        self._lease = lease
-        self._on_taken = on_taken
-        self._leadership: LeaseHolder | None = None
-        self._standing: Standing | None = None
-        self._vacant = False
-        self._trouble: str | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="succession", daemon=True)
-
-    def start(self) -> None:
-        """Begin to poll the lease."""
-        if self._lease is not None:
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Stop polling. A lease that was taken and not handed over is not released: it expires."""
-        self._end()
-        leadership, self._leadership = self._leadership, None
-        if leadership is not None:
-            leadership.stop(release=False)
-
-    def _end(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def refusal(self, *, lossy: bool) -> str | None:
-        """Return why an operator's command to take over cannot be followed now; None when it can."""
-        anew = "promote this one with --lossy, which begins a new lineage with what it has"
-        if self._lease is None:
-            if lossy:
-                return None
-            if self._standby.still_hears():
-                return (
-                    "this standby still hears the syncer that it follows: stop that first, so that never two lead; or "
-                    f"{anew}, and everything that the other tells from then on is lost"
-                )
-            why = self._standby.may_lack()
-            return why and f"{why}, so that this standby may lack what was told: start that one again; or {anew}"
-        if self._trouble is not None or self._standing is None:
-            return f"the state of the lease {self._lease.place} is not known: {self._trouble or 'it was not read yet'}"
-        standing, name = self._standing, self._standby.identity
-        if not self._vacant:
-            itself = ", and this standby takes over by itself then" if standing.heir == name else ""
-            return (
-                f"{standing.holder} holds the lease {self._lease.place}: stop it, or wait until it has expired{itself}"
-            )
-        if not lossy and name not in (standing.heir, standing.holder):
-            return (
-                f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
-                f"or {anew}"
-            )
-        return None
-
-    def hand_over(self, warm: Warm, *, lossy: bool) -> Warm:
-        """Return what a syncer starts with: ``warm`` with the lease that was taken, or in a new lineage."""
-        self._end()
-        leadership, self._leadership = self._leadership, None
-        if leadership is not None:
-            return replace(warm, leadership=leadership)
-        return begun_anew(warm, LOSSY.format(name=self._standby.identity), int(time.time())) if lossy else warm
-
-    def status(self) -> dict[str, object] | None:
-        """The lease as this standby sees it, for ``diloco status``."""
-        if self._lease is None:
-            return None
-        standing = self._standing
-        return {
-            "place": self._lease.place,
-            "epoch": standing.epoch if standing is not None else 0,
-            "holder": standing.holder if standing is not None else "",
-            "is_heir": standing is not None and standing.heir == self._standby.identity,
-            "vacant": self._vacant,
-            "trouble": self._trouble,
-        }
-
-    # --- the thread --------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        lease = self._lease
-        assert lease is not None
-        try:
-            while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
-                if self._look(lease):
-                    self._on_taken()
-                    return
-        except Exception as error:
-            text = f"this standby no longer watches the lease {lease.place}: {type(error).__name__}: {error}"
-            self._standby.fail(StandbyError(text))
-
-    def _look(self, lease: Lease) -> bool:
-        """Take the lease if it is free for this standby; return whether it is taken."""
-        standby, why = self._standby, None
-        try:
-            self._standing, self._vacant = lease.read()
-            state = standby.state()
-            if state is not None and may_take_over(self._standing, standby.identity):  # Most standbys cannot at first.
-                claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
-                self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
-        except LeaseError as error:
-            why = str(error)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            why = f"disk full: {error.strerror}"  # Taken or not, a retry is safe.
-        if why is not None and self._trouble is None:
-            standby.emit("note", {"note": "lease", "why": why})
-        self._trouble = why
-        return self._leadership is not None
-
-
 def begun_anew(warm: Warm, why: str, clock_s: int) -> Warm:
     """Return ``warm`` in a new lineage, which begins with its values as every fragment's next version."""
     machine, values = warm.machine, warm.holdings.values
@@ -662,9 +545,15 @@ class StandingBy:
         self.promoted = threading.Event()
         """Set when an operator or the lease makes the standby take over."""
         self.lossy = False
-        self._succession = Succession(standby, lease, self.promoted.set)
         self._primary, self._network, self._security, self._note = primary, network, security, note
         self._server: RunningServer | None = None
+        self._lease = lease
+        self._leadership: LeaseHolder | None = None
+        self._standing: Standing | None = None
+        self._vacant = False
+        self._trouble: str | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch_lease, name="succession", daemon=True)
 
     def start(self) -> str:
         """Begin to follow and to serve; return the address."""
@@ -675,7 +564,8 @@ class StandingBy:
         except BaseException:
             self.standby.close()
             raise
-        self._succession.start()
+        if self._lease is not None:
+            self._thread.start()
         return self._server.address
 
     def wait(self, timeout_s: float) -> Warm | None:
@@ -688,8 +578,12 @@ class StandingBy:
             raise self.standby.failed
         if not promoted:
             return None
-        self._end_answering()
-        return self._succession.hand_over(self.standby.promote(), lossy=self.lossy)
+        self._end()
+        warm = self.standby.promote()
+        leadership, self._leadership = self._leadership, None
+        if leadership is not None:
+            return replace(warm, leadership=leadership)
+        return begun_anew(warm, LOSSY.format(name=self.standby.identity), int(time.time())) if self.lossy else warm
 
     @property
     def ended(self) -> bool:
@@ -697,16 +591,98 @@ class StandingBy:
         return self.standby.ended and not self.promoted.is_set()
 
     def stop(self) -> None:
-        """Stop serving and following; what was handed over stays open."""
-        self._end_answering()
-        self._succession.stop()
+        """Stop serving and following; what was handed over stays open. A lease that was not is left to expire."""
+        self._end()
+        if self._leadership is not None:
+            self._leadership.stop(release=False)
         if not self.promoted.is_set():
             self.standby.close()
 
-    def _end_answering(self) -> None:
+    def _end(self) -> None:
+        """Stop answering, and watching the lease."""
         server, self._server = self._server, None
         if server is not None:
             server.stop(ANSWER_S)
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- the lease ---------------------------------------------------------------------------------------------------
+
+    def _watch_lease(self) -> None:
+        """Take over once the lease is free for this standby. Runs in its own thread."""
+        lease = self._lease
+        assert lease is not None
+        try:
+            while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
+                if self._look(lease):
+                    self.promoted.set()
+                    return
+        except Exception as error:
+            text = f"this standby no longer watches the lease {lease.place}: {type(error).__name__}: {error}"
+            self.standby.fail(StandbyError(text))
+
+    def _look(self, lease: Lease) -> bool:
+        """Take the lease if it is free for this standby; return whether it is taken."""
+        standby, why = self.standby, None
+        try:
+            self._standing, self._vacant = lease.read()
+            state = standby.state()
+            if state is not None and may_take_over(self._standing, standby.identity):  # Most standbys cannot at first.
+                claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
+                self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
+        except LeaseError as error:
+            why = str(error)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            why = f"disk full: {error.strerror}"  # Taken or not, a retry is safe.
+        if why is not None and self._trouble is None:
+            standby.emit("note", {"note": "lease", "why": why})
+        self._trouble = why
+        return self._leadership is not None
+
+    def refusal(self, *, lossy: bool) -> str | None:
+        """Return why an operator's command to take over cannot be followed now; None when it can."""
+        anew = "promote this one with --lossy, which begins a new lineage with what it has"
+        if self._lease is None:
+            if lossy:
+                return None
+            if self.standby.still_hears():
+                return (
+                    "this standby still hears the syncer that it follows: stop that first, so that never two lead; or "
+                    f"{anew}, and everything that the other tells from then on is lost"
+                )
+            why = self.standby.may_lack()
+            return why and f"{why}, so that this standby may lack what was told: start that one again; or {anew}"
+        if self._trouble is not None or self._standing is None:
+            return f"the state of the lease {self._lease.place} is not known: {self._trouble or 'it was not read yet'}"
+        standing, name = self._standing, self.standby.identity
+        if not self._vacant:
+            itself = ", and this standby takes over by itself then" if standing.heir == name else ""
+            return (
+                f"{standing.holder} holds the lease {self._lease.place}: stop it, or wait until it has expired{itself}"
+            )
+        if not lossy and name not in (standing.heir, standing.holder):
+            return (
+                f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
+                f"or {anew}"
+            )
+        return None
+
+    def _lease_status(self) -> dict[str, object] | None:
+        """The lease as this standby sees it, for ``diloco status``."""
+        if self._lease is None:
+            return None
+        standing = self._standing
+        return {
+            "place": self._lease.place,
+            "epoch": standing.epoch if standing is not None else 0,
+            "holder": standing.holder if standing is not None else "",
+            "is_heir": standing is not None and standing.heir == self.standby.identity,
+            "vacant": self._vacant,
+            "trouble": self._trouble,
+        }
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -728,7 +704,7 @@ class StandingBy:
         return {
             **self.standby.status(),
             "primary": self._primary,
-            "lease": self._succession.status(),
+            "lease": self._lease_status(),
             "identity_complaints": server.complaints() if server is not None else [],
         }
 
@@ -736,7 +712,7 @@ class StandingBy:
         """Take over as soon as everything received is replayed."""
         if self.standby.state() is None:
             raise Refusal(Status.FAILED_PRECONDITION, "this standby has no state to continue from yet")
-        if (why := self._succession.refusal(lossy=lossy)) is not None:
+        if (why := self.refusal(lossy=lossy)) is not None:
             raise Refusal(Status.FAILED_PRECONDITION, why)
         self.lossy = lossy
         self.promoted.set()
