@@ -58,7 +58,7 @@ from diloco.sync.state import Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import publish
 from diloco.syncer.core import CoreHeld, NotHandedIn
-from diloco.syncer.spool import Settled, opened, read_part
+from diloco.syncer.spool import opened, read_part
 from diloco.syncer.status import recorded
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
@@ -80,10 +80,7 @@ from diloco.wire.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
     from pathlib import Path
-
-    from torch import Tensor
 
     from diloco.codec.merging import Sums
     from diloco.sync.events import OuterEvent
@@ -171,7 +168,6 @@ class Api:
         tally: Tally,
         room: Room,
         replicator: Replicator,
-        emit: Callable[[str, dict[str, object]], None],
         *,
         status: Callable[[], dict[str, object]],
         snapshot: Callable[[], None],
@@ -179,7 +175,7 @@ class Api:
         """``status`` and ``snapshot`` carry out the operator's requests of these names."""
         self._options, self._plan, self._network = options, plan, network
         self.core, self.holdings, self._feeds, self.tally = core, holdings, feeds, tally
-        self._room, self._replicator, self.emit = room, replicator, emit
+        self._room, self._replicator, self.emit = room, replicator, core.store.emit
         self.status, self.snapshot = status, snapshot
         self.behind = ""
         """Why this process may be outdated: a site of another lineage has tried to join. Empty until then."""
@@ -553,23 +549,9 @@ class Measuring:
 class Inspection:
     """Checks the update that is being written to ``path``. Not thread-safe."""
 
-    def __init__(
-        self,
-        path: Path,
-        header: PushHeader,
-        momentum: Callable[[], Tensor | None],
-        checks: AbstractContextManager[object],
-        begins: Callable[[], None],
-        buffers: Buffers,
-    ) -> None:
-        """``momentum`` returns the fragment's present momentum; ``checks`` is entered while values are in memory;
-        ``begins`` is called before a codec reads the first byte; ``buffers`` has memory for a range's payload."""
-        self._path = path
-        self._header = header
-        self._momentum = momentum
-        self._checks = checks
-        self._begins = begins
-        self._buffers = buffers
+    def __init__(self, api: Api, path: Path, header: PushHeader) -> None:
+        """While values are in memory, ``api.checks`` is entered; ``api.buffers`` has memory for a range's payload."""
+        self._api, self._path, self._header = api, path, header
         self._codec = make_codec(header.encoding)
         self._reading = Reading(self._codec.plain, header.numel, header.values_digest)
         self._ranges = iter(self._reading.ranges())
@@ -585,20 +567,20 @@ class Inspection:
         """Check the ranges that are complete in the first ``here_bytes`` of the payload, which are on the disk."""
         if self._ready(here_bytes) is None:
             return
-        with self._checks:
+        with self._api.checks:
             while (bounds := self._ready(here_bytes)) is not None:
                 assert self._file is not None
                 assert self._begin is not None
-                count = bounds[1] - bounds[0]
-                part = read_part(self._file, self._codec.plain, self._header.numel, *bounds, self._begin, self._buffers)
-                self._look(part, count, 0, bounds)
+                plain, numel, buffers = self._codec.plain, self._header.numel, self._api.buffers
+                part = read_part(self._file, plain, numel, *bounds, self._begin, buffers)
+                self._look(part, bounds[1] - bounds[0], 0, bounds)
 
     def finish(self) -> Vitals:
         """Check the rest of the complete payload; raise ``DecodeError`` if it is malformed."""
         header = self._header
         self.advance(header.payload_bytes)
         if self._next is not None and self._malformed is None:  # A frame of the entropy stage has no ranges.
-            with self._checks:
+            with self._api.checks:
                 _, mapped = opened(self._path, self._codec, header.numel)
                 while (bounds := self._next) is not None and self._malformed is None:
                     self._look(mapped.payload, header.numel, bounds[0], bounds)
@@ -620,7 +602,7 @@ class Inspection:
             return None
         if self._file is None:
             self._file = os.open(self._path, os.O_RDONLY)
-            self._begins()
+            self._api.tally.count(self._header.site_id, payloads_decoded=1)
         if self._begin is None:
             staged = self._header.payload_bytes - len(RAW) == self._codec.payload_bytes(self._header.numel)
             if not staged or os.pread(self._file, len(RAW), 0) != RAW:
@@ -631,7 +613,7 @@ class Inspection:
 
     def _look(self, payload: memoryview, numel: int, start: int, bounds: tuple[int, int]) -> None:
         """Check the values of ``bounds``, which begin at ``start`` of a ``payload`` of ``numel``."""
-        momentum = self._momentum()
+        momentum = self._api.holdings.values[self._header.fragment].optimizer.momentum
         against = momentum[slice(*bounds)] if momentum is not None else None
         try:
             sums = self._reading.read(payload, numel, start, bounds[1] - bounds[0], against)
@@ -665,14 +647,7 @@ class Reception:
         self._heard_s = -HEARD_EVERY_S
         with _storing():
             self._partial = self._spool.open_partial(header)
-        self._inspection = Inspection(
-            self._partial.path,
-            header,
-            lambda: api.holdings.values[header.fragment].optimizer.momentum,
-            api.checks,
-            lambda: api.tally.count(header.site_id, payloads_decoded=1),
-            api.buffers,
-        )
+        self._inspection = Inspection(api, self._partial.path, header)
         with _storing(self._partial):
             self._inspection.advance(self.offset)  # Check once what an earlier attempt has brought.
 
@@ -733,7 +708,7 @@ class Reception:
             )
         except NotHandedIn:
             if reference:
-                self._spool.settle(reference, Settled.GIVEN_BACK, self._partial)
+                self._spool.settle(reference, keep=False, back=self._partial)
             raise
         assert isinstance(answer, AnswerPush), answer
         if answer.outcome is Outcome.REFUSED and answer.reason is not None:
@@ -752,11 +727,11 @@ class Reception:
         if not reference:
             return
         if answer.outcome is Outcome.RETRY:
-            self._spool.settle(reference, Settled.GIVEN_BACK, partial)
+            self._spool.settle(reference, keep=False, back=partial)
         elif answer.outcome is Outcome.REFUSED and answer.reason is not Reason.FORGOTTEN:
-            self._spool.settle(reference, Settled.DROPPED)  # Never accepted by this name: nothing can need it.
+            self._spool.settle(reference, keep=False)  # Never accepted by this name: nothing can need it.
         else:
-            self._spool.settle(reference, Settled.KEPT)
+            self._spool.settle(reference, keep=True)
             if answer.fate is not None or answer.outcome is Outcome.REFUSED:
                 self._api.core.store.release(reference)  # Decided long ago: only a replay could still need it.
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.syncer.journal_files import SegmentRead
     from diloco.syncer.restoring import Point
+    from diloco.syncer.store import Store
 
 FORMAT = 1
 MARKER = "backup.json"
@@ -386,19 +387,13 @@ def _copied(
 class Backups:
     """Makes a backup every ``every_s`` seconds, in its own thread."""
 
-    def __init__(
-        self,
-        options: BackupOptions,
-        folder: Path,
-        run_id: str,
-        emit: Callable[[str, dict[str, object]], None],
-        disk: Disk = PLAIN_DISK,
-    ) -> None:
-        self._options, self._folder, self._run_id, self._emit = options, folder, run_id, emit
-        self._vault = Vault(options.url, disk)
+    def __init__(self, options: BackupOptions, store: Store, lineage: int, epoch: int) -> None:
+        """``lineage`` and ``epoch`` are those of this process."""
+        self._options, self._folder, self._run_id, self._emit = options, store.folder, store.card.run_id, store.emit
+        self._vault = Vault(options.url, store.disk)
         self._stopping = threading.Event()
         self._began_s = time.monotonic()
-        self._own = (0, 0)
+        self._own = (lineage, epoch)
         self._good_s: float | None = None
         self._last = ""
         self._failing = ""
@@ -408,9 +403,8 @@ class Backups:
         # A store that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="backups", daemon=True)
 
-    def start(self, lineage: int, epoch: int) -> None:
-        """Look for backups of another syncer; make the first one after ``every_s``. The arguments are this syncer's."""
-        self._own = (lineage, epoch)
+    def start(self) -> None:
+        """Look for backups of another syncer; make the first one after ``every_s``."""
         self._thread.start()
 
     def stop(self, *, last: bool) -> None:

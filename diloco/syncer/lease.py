@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.sync.state import OuterState
+    from diloco.syncer.store import Store
 
 
 NUMBER_MAX = 1 << 63
@@ -164,7 +165,7 @@ class LeaseHolder:
         self.epoch = own.epoch
         self._lease, self._own = lease, own
         self._clock_ns = clock_ns
-        self._emit = emit
+        self.emit = emit
         self.machine = Leadership(own.epoch, round(lease.ttl_s * 1e9), sent_ns)
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -220,7 +221,7 @@ class LeaseHolder:
             try:
                 self._lease.change(self._own, released=True)
             except LeaseError as error:
-                self._emit("note", {"note": "lease", "why": f"it was not released and will expire: {error}"})
+                self.emit("note", {"note": "lease", "why": f"it was not released and will expire: {error}"})
 
     def _run(self) -> None:
         while not self._stopping.is_set() and self.machine.lost is None:
@@ -242,16 +243,16 @@ class LeaseHolder:
                 held = self._lease.change(self._own, **wanted)
             except LeaseError as error:
                 if machine.trouble is None:
-                    self._emit("note", {"note": "lease", "why": str(error)})
+                    self.emit("note", {"note": "lease", "why": str(error)})
                 machine.missed(self._clock_ns(), str(error))
                 return
             with self._lock:
                 machine.changed(change, held=held)
             if machine.lost is not None:
-                self._emit("note", {"note": "lease_lost", "why": machine.lost})
+                self.emit("note", {"note": "lease_lost", "why": machine.lost})
             elif change.heir is not None:
                 named = change.heir or "no standby"
-                self._emit("note", {"note": "heir", "why": f"the lease names {named} as the heir"})
+                self.emit("note", {"note": "heir", "why": f"the lease names {named} as the heir"})
 
 
 # --- taking it --------------------------------------------------------------------------------------------------------
@@ -275,7 +276,9 @@ def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
     Raises ``LeaseRefusedError`` for a copy of a folder that was led under a lease: the process of the original folder
     may be alive, hold the lease by this name, and have acknowledged what the copy lacks.
     """
-    path, home = folder / REMEMBERED, _home(folder)
+    path, lock_file = folder / REMEMBERED, folder / LOCK
+    # By inode numbers: a moved disk keeps both, a copy almost never does.
+    home = f"{folder.stat().st_ino}:{lock_file.stat().st_ino if lock_file.exists() else 0}"
     fit = re.sub(r"[^A-Za-z0-9._-]", "-", label).lstrip("._-")[:LABEL_CHARS_MAX] or "syncer"
     anew = Remembered(f"{fit}-{secrets.token_hex(4)}", home=home)
     try:
@@ -299,46 +302,21 @@ def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
     )
 
 
-def _home(folder: Path) -> str:
-    """Return the inode numbers of the folder and its lock file: a moved disk keeps both, a copy almost never does."""
-    lock = folder / LOCK
-    return f"{folder.stat().st_ino}:{lock.stat().st_ino if lock.exists() else 0}"
-
-
-def claim_of(lease: Lease, folder: Path, disk: Disk, state: OuterState, *, by_itself: bool = False) -> Claim:
-    """Return the data folder's claim to ``lease``; the caller holds the folder's lock."""
-    known = remembered(folder, disk)
-    if known.place not in ("", lease.place):
-        raise LeaseRefusedError(
-            f"this data folder was led under the lease {known.place}, and the settings say {lease.place}: two leases "
-            f"let two syncers lead; when every process of the run is stopped, remove {folder / REMEMBERED}"
-        )
-    return Claim(known.name, state.epoch, state.lineage, anew=not known.place, by_itself=by_itself)
-
-
-def lead(
-    lease: Lease | None,
-    folder: Path,
-    disk: Disk,
-    state: OuterState,
-    emit: Callable[[str, dict[str, object]], None],
-    wait_s: float | None = None,
-) -> LeaseHolder | None:
-    """Take ``lease`` for the run in ``folder``; wait at most ``wait_s`` (None: 2 ``ttl_s``) while another holds it.
+def lead(lease: Lease | None, store: Store, state: OuterState, wait_s: float | None = None) -> LeaseHolder | None:
+    """Take ``lease`` for the run in ``store``; wait at most ``wait_s`` (None: 2 ``ttl_s``) while another holds it.
 
     Returns None if the run is led without a lease. Raises ``LeaseRefusedError`` if another still holds it then.
     """
     if lease is None:
-        path = folder / REMEMBERED
-        if path.exists() and (place := remembered(folder, PLAIN_DISK).place):  # Another process may hold it.
+        path = store.folder / REMEMBERED
+        if path.exists() and (place := remembered(store.folder, store.disk).place):  # Another process may hold it.
             raise LeaseRefusedError(
                 f"this data folder was led under the lease {place}, and the settings name none: when no other process "
                 f"leads the run, remove {path}"
             )
         return None
-    claim = claim_of(lease, folder, disk, state)
     until_s = time.monotonic() + (2 * lease.ttl_s if wait_s is None else wait_s)
-    while (leadership := try_to_lead(lease, folder, disk, claim, emit)) is None:
+    while (leadership := try_to_lead(lease, store, state)) is None:
         if time.monotonic() > until_s:
             standing, _ = lease.read()
             holder = standing.holder if standing is not None else "another process"
@@ -347,17 +325,24 @@ def lead(
     return leadership
 
 
-def try_to_lead(
-    lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Callable[[str, dict[str, object]], None]
-) -> LeaseHolder | None:
-    """Try once to take ``lease``; return None while another holds it. A taken lease is renewed from then on."""
+def try_to_lead(lease: Lease, store: Store, state: OuterState, *, by_itself: bool = False) -> LeaseHolder | None:
+    """Try once to take ``lease`` for the run in ``store``; return None while another process holds it.
+
+    A taken lease is renewed from then on.
+    """
+    known, path = remembered(store.folder, store.disk), store.folder / REMEMBERED
+    if known.place not in ("", lease.place):
+        raise LeaseRefusedError(
+            f"this data folder was led under the lease {known.place}, and the settings say {lease.place}: two leases "
+            f"let two syncers lead; when every process of the run is stopped, remove {path}"
+        )
     sent_ns = clock_ns()
-    own = lease.acquire(claim)
+    own = lease.acquire(Claim(known.name, state.epoch, state.lineage, anew=not known.place, by_itself=by_itself))
     if own is None:
         return None
-    _remember(folder / REMEMBERED, Remembered(claim.name, lease.place, _home(folder)), disk)
-    emit("lease_taken", {"epoch": own.epoch, "holder": claim.name, "place": lease.place})
-    return LeaseHolder(lease, own, sent_ns, emit=emit).start()
+    _remember(path, replace(known, place=lease.place), store.disk)
+    store.emit("lease_taken", {"epoch": own.epoch, "holder": known.name, "place": lease.place})
+    return LeaseHolder(lease, own, sent_ns, emit=store.emit).start()
 
 
 def _remember(path: Path, found: Remembered, disk: Disk) -> Remembered:

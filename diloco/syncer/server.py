@@ -182,8 +182,7 @@ class Syncer:
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
         if self.options.backup.url:
-            run_id = self.plan.agreement.run_id
-            self.backups = backups = Backups(self.options.backup, self.store.folder, run_id, self.emit, self._disk)
+            self.backups = backups = Backups(self.options.backup, self.store, machine.state.lineage, epoch)
             # Runs after keeper.finish: the last backup has the last snapshot. Only a run that has ended gets one.
             self._taken.callback(lambda: backups.stop(last=self.ending is not None and self.failed is None))
         self.core.start()
@@ -215,7 +214,7 @@ class Syncer:
         self.readiness.told_to(self._server.ready)
         self.readiness.ends(Unready.STARTING)
         if self.backups is not None:
-            self.backups.start(machine.state.lineage, epoch)
+            self.backups.start()
         return self._server.address
 
     def _make_loop(self, machine: OuterSync, alone: bool) -> None:
@@ -224,7 +223,7 @@ class Syncer:
         if self.options.memory_check_s:
             self._in_thread("memory-check", memory.run)
         self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
-        self.replicator = Replicator(self.options.replication, self.store, self.emit, self.leadership)
+        self.replicator = Replicator(self.options.replication, self.store, self.leadership)
         self.core = Core(
             machine,
             self.store,
@@ -247,7 +246,6 @@ class Syncer:
             self.tally,
             self.room,
             self.replicator,
-            self.emit,
             status=self.status,
             snapshot=self.keeper.now,
         )
@@ -262,6 +260,7 @@ class Syncer:
         if warm is not None:
             self._taken.enter_context(warm.taken)
             self.store, self.holdings = warm.store, warm.holdings
+            self.store.emit = self.emit  # Not the standby's any more.
             return warm.machine, 0, 0
         folder, options, rules = Path(self.options.folder), self.options, self.plan.rules(self.options)
         written_ns = max((path.stat().st_mtime_ns for path in folder.glob("journal/journal-*.log")), default=None)
@@ -277,9 +276,10 @@ class Syncer:
     def _lead(self, state: OuterState, warm: Warm | None) -> int:
         """Take the lease, where there is one; return the epoch of this start."""
         taken = warm.leadership if warm is not None else None
-        self.leadership = taken or lead(self._lease, Path(self.options.folder), self._disk, state, self.emit)
+        self.leadership = taken or lead(self._lease, self.store, state)
         if self.leadership is None:
             return warm.epoch if warm is not None else state.epoch + 1
+        self.leadership.emit = self.emit
         leadership = self.leadership  # After a failure it is not released: it expires, and an heir takes over.
         self._taken.callback(lambda: leadership.stop(release=self.failed is None))
         return leadership.epoch

@@ -46,7 +46,7 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import probed
 from diloco.syncer.core import LOOK_EVERY_S, Room
 from diloco.syncer.journal_files import Position
-from diloco.syncer.lease import LeaseError, LeaseHolder, claim_of, remembered, try_to_lead
+from diloco.syncer.lease import LeaseError, LeaseHolder, remembered, try_to_lead
 from diloco.syncer.publish import Holdings
 from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.spool import SpoolError
@@ -629,8 +629,7 @@ class StandingBy:
             self._standing, self._vacant = lease.read()
             state = standby.state()
             if state is not None and may_take_over(self._standing, standby.identity):  # Most standbys cannot at first.
-                claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
-                self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
+                self._leadership = try_to_lead(lease, standby.store, state, by_itself=True)
         except LeaseError as error:
             why = str(error)
         except OSError as error:

@@ -151,7 +151,7 @@ class Store:
         self.card = card
         self.disk = disk
         self._retention = retention
-        self._emit = emit
+        self.emit = emit
         self.pinned: Callable[[], Pin | None] = lambda: None
         """Returns what to keep for a standby beyond retention, up to retention's bound in bytes."""
         self._cut = False
@@ -200,7 +200,7 @@ class Store:
             self.write_lineage(theirs.get("lineage", 1), Step.CARD)
 
     def _note(self, note: str, why: str) -> None:
-        self._emit("note", {"note": note, "why": why})
+        self.emit("note", {"note": note, "why": why})
 
     def write_lineage(self, lineage: object, step: Step = Step.LINEAGE_CARD) -> None:
         """Write ``run.json`` with the run's present lineage."""

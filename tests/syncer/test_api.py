@@ -6,6 +6,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from diloco.syncer.core import CoreHeld, NotHandedIn
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.standby import Standby
+from diloco.syncer.status import Tally
 from diloco.wire.identity import Grant, Identity
 from diloco.wire.messages import (
     FOLDER_DIGITS,
@@ -484,9 +486,10 @@ def test_a_take_over_without_an_operator_is_told_where_one_may_follow(
         join(first)
     events = Events()
     promoted = new_syncer(tmp_path, events.emit, replication=ReplicationOptions(mode=mode, timeout_s=1.0, alive_s=0.1))
-    standby = Standby("two", promoted.options, promoted.plan, Nobody(), events.emit)  # type: ignore[arg-type]
+    standby = Standby("two", promoted.options, promoted.plan, Nobody(), Events().emit)  # type: ignore[arg-type]
     standby.start()
     promoted.start(standby.promote())
+    assert promoted.store.emit == events.emit, "what the standby wrote its events to is closed"
     join(promoted, "b")
     assert [each["why"] for each in events.of("standby_detached")] == why
     promoted.stop(0.1)
@@ -514,12 +517,15 @@ class Arriving:
         self.path = folder / "payload"
         self.payload = payload
         self.path.write_bytes(b"")
-        self.begun = 0
-        self.momentum = momentum
-        self.inspection = Inspection(self.path, header, lambda: self.momentum, nullcontext(), self._begins, Buffers(1))
-
-    def _begins(self) -> None:
-        self.begun += 1
+        self.optimizer = SimpleNamespace(momentum=momentum)
+        self.tally = Tally()
+        api = SimpleNamespace(
+            holdings=SimpleNamespace(values={header.fragment: SimpleNamespace(optimizer=self.optimizer)}),
+            tally=self.tally,
+            checks=nullcontext(),
+            buffers=Buffers(1),
+        )
+        self.inspection = Inspection(api, self.path, header)  # type: ignore[arg-type]
 
     def come(self, upto: int) -> None:
         held = self.path.stat().st_size
@@ -547,7 +553,7 @@ def test_the_pieces_it_came_in_change_nothing_and_other_values_show(tmp_path: Pa
         assert (found.finite, found.intact) == (True, intact)
         assert found.norm == pytest.approx(float(torch.linalg.vector_norm(decoded.double())), rel=1e-12)
         assert found.cosine == pytest.approx(float(torch.cosine_similarity(decoded, momentum, dim=0)), abs=1e-6)
-        assert arriving.begun == 1
+        assert arriving.tally.sites()["a"].payloads_decoded == 1
 
 
 def test_what_is_not_finite_or_nobody_encoded_is_found_wherever_it_stands(tmp_path: Path) -> None:
@@ -572,7 +578,7 @@ def test_blocks_are_measured_against_the_momentum_of_their_time(tmp_path: Path) 
     values = normal(1)
     arriving = Arriving(tmp_path, *update(values=values), momentum=normal(2))
     arriving.come(4 * 3000)
-    arriving.momentum = normal(3)
+    arriving.optimizer.momentum = normal(3)
     seen = torch.cat([normal(2)[:2048], normal(3)[2048:]])
     cosine = arriving.all(4 * SIZE).cosine
     assert cosine == pytest.approx(float(torch.cosine_similarity(values, seen, dim=0)), abs=1e-6)

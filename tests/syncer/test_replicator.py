@@ -34,11 +34,11 @@ def replicating(tmp_path: Path) -> Iterator[Replicating]:
 
         def a_replicator(mode: str = "sync", retention: Retention = RECOVERY_ONLY) -> tuple[Replicator, Log]:
             toy, log = Toy(folder=str(tmp_path)), Log()
-            store = Store(tmp_path / mode, RunCard("toy", PRINT, SHARED, EARLIER), PLAIN_DISK, retention)
+            store = Store(tmp_path / mode, RunCard("toy", PRINT, SHARED, EARLIER), PLAIN_DISK, retention, log.emit)
             machine, values = version_zero(toy)
             store.begin(machine, values)
             closing.callback(store.journal.close)
-            replicator = Replicator(ReplicationOptions(mode=mode), store, log.emit)
+            replicator = Replicator(ReplicationOptions(mode=mode), store)
             replicator.options.alive_s = 0.01
             core = SimpleNamespace(
                 machine=machine,

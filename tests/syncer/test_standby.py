@@ -16,10 +16,9 @@ import pytest
 
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
-from diloco.sync.leadership import Claim
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.state import FragmentState, OuterState
-from diloco.syncer.lease import FileLease, Lease, LeaseHolder, remembered
+from diloco.syncer.lease import FileLease, LeaseHolder, remembered
 from diloco.syncer.options import RunPlan
 from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy, Warm, try_to_lead
 from diloco.wire.chunks import cut
@@ -249,8 +248,7 @@ class Scene:
         assert not heir or self.held.mark(self.name)
         standby = SimpleNamespace(
             identity=self.name,
-            folder=folder,
-            disk=PLAIN_DISK,
+            store=SimpleNamespace(folder=folder, disk=PLAIN_DISK, emit=self.log.emit),
             emit=self.log.emit,
             failed=None,
             start=lambda: None,
@@ -327,9 +325,9 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
 ) -> None:
     scene, lead, left = Scene(tmp_path), try_to_lead, [2]
 
-    def failing(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> LeaseHolder | None:
+    def failing(*args: Any, by_itself: bool) -> LeaseHolder | None:
         """The lease is taken by then; what the folder remembers of it finds no room."""
-        leadership = lead(lease, folder, disk, claim, emit)
+        leadership = lead(*args, by_itself=by_itself)
         if leadership is not None and left[0]:
             left[0] -= 1
             leadership.stop(release=False)
