@@ -21,8 +21,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -57,9 +58,12 @@ from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, di
 from diloco.sync.state import Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import publish
-from diloco.syncer.core import CoreHeld, NotHandedIn
+from diloco.syncer.core import Core, CoreHeld, NotHandedIn, Room
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.publish import Feeds, Holdings
+from diloco.syncer.replicator import Replicator
 from diloco.syncer.spool import opened, read_part
-from diloco.syncer.status import recorded
+from diloco.syncer.status import Tally, recorded
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
     FOLDER_DIGITS,
@@ -77,25 +81,22 @@ from diloco.wire.messages import (
     ReportReply,
     Status,
 )
+from diloco.wire.options import ServerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from diloco.codec.merging import Sums
     from diloco.sync.events import OuterEvent
     from diloco.sync.syncer import OuterSync
-    from diloco.syncer.core import Answer, Core, Room
-    from diloco.syncer.options import RunPlan, SyncerOptions
-    from diloco.syncer.publish import Feed, Feeds, Holdings
-    from diloco.syncer.replicator import Replicator
+    from diloco.syncer.core import Answer
+    from diloco.syncer.publish import Feed
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.spool import PartialUpdate
-    from diloco.syncer.status import Tally
     from diloco.wire.handlers import PullSource
     from diloco.wire.identity import Identity
     from diloco.wire.messages import ProbeAsk
-    from diloco.wire.options import ServerOptions
 
 
 def difference(plan: RunPlan, lineage: int, theirs: Agreement, layout_json: bytes) -> str | None:
@@ -154,29 +155,29 @@ TOKENS_MAX = 1 << 40
 """Tokens that one update may claim: far more than any has, and the run's sum still fits its wire field."""
 
 
+@dataclass(eq=False, repr=False)
 class Api:
-    """Called from many threads; the decision loop or the tally's lock guards all state."""
+    """Called from many threads; the decision loop or the tally's lock guards all state.
 
-    def __init__(
-        self,
-        options: SyncerOptions,
-        plan: RunPlan,
-        network: ServerOptions,
-        core: Core,
-        holdings: Holdings,
-        feeds: Feeds,
-        tally: Tally,
-        room: Room,
-        replicator: Replicator,
-        *,
-        status: Callable[[], dict[str, object]],
-        snapshot: Callable[[], None],
-    ) -> None:
-        """``status`` and ``snapshot`` carry out the operator's requests of these names."""
-        self._options, self._plan, self._network = options, plan, network
-        self.core, self.holdings, self._feeds, self.tally = core, holdings, feeds, tally
-        self._room, self._replicator, self.emit = room, replicator, core.store.emit
-        self.status, self.snapshot = status, snapshot
+    ``status`` and ``snapshot`` carry out the operator's requests of these names.
+    """
+
+    options: SyncerOptions
+    plan: RunPlan
+    network: ServerOptions
+    core: Core
+    holdings: Holdings
+    feeds: Feeds
+    tally: Tally
+    room: Room
+    replicator: Replicator
+    _: KW_ONLY
+    status: Callable[[], dict[str, object]]
+    snapshot: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.emit = self.core.store.emit
+        self.behind = ""
         self.behind = ""
         """Why this process may be outdated: a site of another lineage has tried to join. Empty until then."""
         self._protocols: dict[str, int] = {}
@@ -185,10 +186,10 @@ class Api:
         A site wrongly taken for an older one would get digests that do not match its own. One wrongly taken for a newer
         one gets those of its own updates as it made them, and cannot read the others: it asks again once it has joined.
         """
-        self._earlier = publish.EarlierDigests(len(plan.layout.fragments))
-        self.checks = threading.BoundedSemaphore(network.checks_max)
+        self._earlier = publish.EarlierDigests(len(self.plan.layout.fragments))
+        self.checks = threading.BoundedSemaphore(self.network.checks_max)
         """Entered while some values of an update are in memory: admits as many as there is space for."""
-        self.buffers = Buffers(network.checks_max)  # Memory for the checks: one update's range in each buffer.
+        self.buffers = Buffers(self.network.checks_max)  # Memory for the checks: one update's range in each buffer.
 
     def join(self, request: JoinAsk) -> JoinReply:
         """Let a learner process join, if it agrees with this syncer on everything that is shared."""
@@ -196,7 +197,7 @@ class Api:
             request.protocol, request.run_id, request.lineage, request.layout_fingerprint, request.shared_config
         )
         lineage = self.core.ask(lambda machine: machine.state.lineage)
-        if (text := difference(self._plan, lineage, theirs, request.layout_json)) is not None:
+        if (text := difference(self.plan, lineage, theirs, request.layout_json)) is not None:
             if text.startswith("lineage is ") and not self.behind:
                 self.behind = f"site {request.site_id}: {text}"
                 self.emit("note", {"note": "site_ahead", "why": self.behind, "site": request.site_id})
@@ -218,11 +219,11 @@ class Api:
             raise _refusal(answer.reason, request.site_id)
 
         settings = LearnerSettings(
-            heartbeat_ns=int(self._options.heartbeat_s * 1e9),
-            chunk_bytes=self._network.chunk_bytes,
-            updates_in_flight_max=self._plan.outer.updates_in_flight_max,
-            site_timeout_ns=self._plan.outer.site_timeout_ns,
-            keep_until_decided=self._replicator.acks_first,
+            heartbeat_ns=int(self.options.heartbeat_s * 1e9),
+            chunk_bytes=self.network.chunk_bytes,
+            updates_in_flight_max=self.plan.outer.updates_in_flight_max,
+            site_timeout_ns=self.plan.outer.site_timeout_ns,
+            keep_until_decided=self.replicator.acks_first,
         )
 
         def look(machine: OuterSync) -> tuple[JoinReply, str]:
@@ -236,7 +237,7 @@ class Api:
             # Two machines with one name, unless the process is of an earlier release or takes over: it names no folder.
             both_named = len(live) == len(request.process) == PROCESS_DIGITS + FOLDER_DIGITS
             if both_named and live[PROCESS_DIGITS:] != request.process[PROCESS_DIGITS:]:
-                silent_s = self._plan.outer.site_timeout_ns / 1e9
+                silent_s = self.plan.outer.site_timeout_ns / 1e9
                 text = (
                     f"another process, started in another folder, speaks for site {request.site_id}: stop that one, or "
                     f"give this one another site.id; site.takeover=true replaces it, so does {silent_s:g} s of its "
@@ -250,7 +251,7 @@ class Api:
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         """Return why the syncer would refuse a join, without asking the machine."""
-        return probed(self._plan, ask)
+        return probed(self.plan, ask)
 
     def open_push(self, header: PushHeader) -> Reception | PushResult:
         """Admit an update before its first payload byte, or return its answer at once."""
@@ -280,24 +281,24 @@ class Api:
         if (wrong := self._misshapen(header)) is not None:
             self.tally.refused(wrong.partition(" ")[0])
             raise Refusal(Status.INVALID_ARGUMENT, wrong)
-        if (wanting := self._room.wanting(header.payload_bytes)) is not None:
+        if (wanting := self.room.wanting(header.payload_bytes)) is not None:
             self.tally.refused("disk_full")
             raise Refusal(Status.UNAVAILABLE, wanting)
         return Reception(self, header, protocol, epoch)
 
     def _check_fragment(self, fragment: int) -> None:
-        if fragment >= len(self._plan.layout.fragments):
+        if fragment >= len(self.plan.layout.fragments):
             self.tally.refused("fragment")
             raise Refusal(Status.NOT_FOUND, f"fragment is {fragment}: the run has no such fragment")
 
     def _misshapen(self, header: PushHeader) -> str | None:
         """Return a text that begins with the field whose value is impossible here; None if all values fit."""
-        numel = self._plan.layout.fragments[header.fragment].numel
+        numel = self.plan.layout.fragments[header.fragment].numel
         if not 1 <= header.tokens <= TOKENS_MAX:
             return f"tokens is {header.tokens}: 1 to {TOKENS_MAX} in one update"
         if header.steps < 1:
             return f"steps is {header.steps}: at least 1 in one update"
-        allowed = [LOSSLESS] if header.fragment in self._plan.layout.averaged else self._options.up_codecs
+        allowed = [LOSSLESS] if header.fragment in self.plan.layout.averaged else self.options.up_codecs
         if header.encoding not in allowed:
             return f"encoding is {header.encoding!r}: this run allows {', '.join(allowed)}"
         if header.numel != numel:
@@ -318,7 +319,7 @@ class Api:
                 raise Refusal(Status.FAILED_PRECONDITION, f"incarnation is {incarnation}: join first")
             if known.status is SiteStatus.EVICTED:
                 raise _refusal(Reason.EVICTED, site)
-            feed = self._feeds.open(site, incarnation, self._protocols.get(site, PROTOCOL))
+            feed = self.feeds.open(site, incarnation, self._protocols.get(site, PROTOCOL))
             # Events between the join and this instant reached no stream: send the state (again).
             for index, fragment in enumerate(machine.state.fragments):
                 feed.put(publish.published(machine, index, fragment.version, fragment.digest))
@@ -388,7 +389,7 @@ class Api:
         def look(machine: OuterSync) -> tuple[ReportReply, dict[int, int]]:
             known = is_known(machine)
             if known and machine.state.sites[report.site_id].status is SiteStatus.LEFT:
-                self._feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
+                self.feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
             state = machine.state
             compared = known and protocol is not None
             digests = self._earlier if earlier else None
@@ -470,7 +471,7 @@ class Api:
 
     def detach(self) -> None:
         """Continue without a standby until one has caught up."""
-        core, replicator = self.core, self._replicator
+        core, replicator = self.core, self.replicator
         if replicator.options.mode != "sync":
             raise Refusal(
                 Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {replicator.options.mode}"

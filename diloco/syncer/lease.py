@@ -52,6 +52,7 @@ import ssl
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -59,15 +60,14 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from diloco.durable import LOCK, PLAIN_DISK, Step, lock
+from diloco.durable import LOCK, PLAIN_DISK, Disk, Step, lock
 from diloco.sync.journal import parse_json
 from diloco.sync.leadership import RETRY_SHARE, Claim, Leadership, Standing, next_standing, refusal
 from diloco.wire.options import check_private, is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from diloco.durable import Disk
     from diloco.sync.state import OuterState
     from diloco.syncer.store import Store
 
@@ -150,23 +150,21 @@ def clock_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
+@dataclass(eq=False, repr=False)
 class LeaseHolder:
     """Renews this process's lease in a thread, and consults ``Leadership``; any thread may call every method."""
 
-    def __init__(
-        self,
-        lease: Lease,
-        own: Standing,
-        sent_ns: int,
-        clock_ns: Callable[[], int] = clock_ns,
-        emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
-    ) -> None:
-        """``own`` is from ``acquire``; ``sent_ns``: when that was requested, by ``clock_ns``."""
-        self.epoch = own.epoch
-        self._lease, self._own = lease, own
-        self._clock_ns = clock_ns
-        self.emit = emit
-        self.machine = Leadership(own.epoch, round(lease.ttl_s * 1e9), sent_ns)
+    lease: Lease
+    own: Standing
+    """From ``acquire``."""
+    sent_ns: int
+    """When that was requested, by ``clock_ns``."""
+    clock_ns: Callable[[], int] = clock_ns
+    emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None
+
+    def __post_init__(self) -> None:
+        self.epoch = self.own.epoch
+        self.machine = Leadership(self.epoch, round(self.lease.ttl_s * 1e9), self.sent_ns)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -176,7 +174,7 @@ class LeaseHolder:
 
     def wanting(self) -> str | None:
         """``Leadership.wanting`` at this moment."""
-        return self.machine.wanting(self._clock_ns())
+        return self.machine.wanting(self.clock_ns())
 
     def heir_is(self, name: str) -> str | None:
         """``Leadership.heir_is``; if another heir is named, the thread removes it at once."""
@@ -196,11 +194,11 @@ class LeaseHolder:
         """The lease's state, for ``diloco status``."""
         machine = self.machine
         return {
-            "place": self._lease.place,
+            "place": self.lease.place,
             "epoch": self.epoch,
-            "valid": machine.valid(self._clock_ns()),
+            "valid": machine.valid(self.clock_ns()),
             "heir": machine.heir,
-            "renewed_seconds_ago": round((self._clock_ns() - machine.confirmed_ns) / 1e9, 1),
+            "renewed_seconds_ago": round((self.clock_ns() - machine.confirmed_ns) / 1e9, 1),
             "trouble": machine.lost or machine.trouble,
         }
 
@@ -219,13 +217,13 @@ class LeaseHolder:
             self._thread.join()
         if release and self.machine.lost is None:
             try:
-                self._lease.change(self._own, released=True)
+                self.lease.change(self.own, released=True)
             except LeaseError as error:
                 self.emit("note", {"note": "lease", "why": f"it was not released and will expire: {error}"})
 
     def _run(self) -> None:
         while not self._stopping.is_set() and self.machine.lost is None:
-            self._wake.wait(max(0, self.machine.due_ns - self._clock_ns()) / 1e9)
+            self._wake.wait(max(0, self.machine.due_ns - self.clock_ns()) / 1e9)
             self._wake.clear()
             if not self._stopping.is_set():
                 self.step()
@@ -235,16 +233,16 @@ class LeaseHolder:
         machine = self.machine
         while not self._stopping.is_set():
             with self._lock:
-                change = machine.next_change(self._clock_ns())
+                change = machine.next_change(self.clock_ns())
             if change is None:
                 return
             try:
                 wanted = {} if change.heir is None else {"heir": change.heir}
-                held = self._lease.change(self._own, **wanted)
+                held = self.lease.change(self.own, **wanted)
             except LeaseError as error:
                 if machine.trouble is None:
                     self.emit("note", {"note": "lease", "why": str(error)})
-                machine.missed(self._clock_ns(), str(error))
+                machine.missed(self.clock_ns(), str(error))
                 return
             with self._lock:
                 machine.changed(change, held=held)
@@ -371,23 +369,18 @@ class _Content:
     run_id: str
 
 
+@dataclass(eq=False, repr=False)
 class FileLease:
     """A lease in a file; satisfies ``Lease``."""
 
-    def __init__(
-        self,
-        path: Path,
-        run_id: str,
-        ttl_s: float,
-        disk: Disk = PLAIN_DISK,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.path = path
-        self.place = f"file:{path}"
-        self.ttl_s = ttl_s
-        self._run_id = run_id
-        self._disk = disk
-        self._clock_s = clock_s
+    path: Path
+    run_id: str
+    ttl_s: float
+    disk: Disk = PLAIN_DISK
+    clock_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.place = f"file:{self.path}"
         self._seen: _Content | None = None
         self._since_s = 0.0
 
@@ -414,17 +407,17 @@ class FileLease:
             lock(other)  # Some file systems grant it to every caller.
             raise LeaseError(f"{self.path} is on a file system without locks (flock): use another, or kind=etcd")
         own, count = next_standing(standing, claim), content.count if content else 0
-        taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self._run_id))
+        taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self.run_id))
         return own if taken else None
 
     def _watched(self) -> tuple[_Content | None, bool]:
         """Read the file, and note since when its content is the same; return it, and whether the lease has expired."""
         content = self._read()
         if content != self._seen or content is None:
-            self._seen, self._since_s = content, self._clock_s()
+            self._seen, self._since_s = content, self.clock_s()
         if content is None or content.standing.released:
             return content, True
-        return content, self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
+        return content, self.clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
 
     def change(self, own: Standing, **changes: Any) -> bool:
         """Increment the count, which renews the lease, and write the ``changes``."""
@@ -450,13 +443,13 @@ class FileLease:
         beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.tmp")
         with self._errors():
             try:
-                self._disk.make(beside, lambda path: path.write_text(text), Step.LEASE_WRITE)
-                self._disk.sync_file(beside, Step.LEASE_WRITE)
+                self.disk.make(beside, lambda path: path.write_text(text), Step.LEASE_WRITE)
+                self.disk.sync_file(beside, Step.LEASE_WRITE)
                 with self._locked():
                     if self._read() != found:
                         return False
-                    self._disk.rename(beside, self.path, Step.LEASE_WRITE)
-                self._disk.sync_folder(self.path.parent, Step.LEASE_WRITE)
+                    self.disk.rename(beside, self.path, Step.LEASE_WRITE)
+                self.disk.sync_folder(self.path.parent, Step.LEASE_WRITE)
             finally:
                 beside.unlink(missing_ok=True)
         return True
@@ -504,9 +497,9 @@ class FileLease:
         count, ttl_s, run_id = body.get("count"), body.get("ttl_s"), body.get("run_id")
         if type(count) is not int or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= TTL_MAX_S:
             raise not_trusted(self.path, f"count is {count!r}, ttl_s is {ttl_s!r}")
-        if run_id != self._run_id:
-            raise LeaseRefusedError(f"{self.path} is the lease of run {run_id!r}, and this is run {self._run_id!r}")
-        return _Content(standing, count, float(ttl_s), self._run_id)
+        if run_id != self.run_id:
+            raise LeaseRefusedError(f"{self.path} is the lease of run {run_id!r}, and this is run {self.run_id!r}")
+        return _Content(standing, count, float(ttl_s), self.run_id)
 
 
 def _body_digest(body: dict[str, object]) -> str:

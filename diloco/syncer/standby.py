@@ -29,12 +29,13 @@ import hashlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words, is_full, locked
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words, is_full, locked
 from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import Ending, Sealed
 from diloco.sync.journal import FRAME, HEADER, JournalError, chain_after, decode_records, units
@@ -46,12 +47,14 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import probed
 from diloco.syncer.core import LOOK_EVERY_S, Room
 from diloco.syncer.journal_files import Position
-from diloco.syncer.lease import LeaseError, LeaseHolder, remembered, try_to_lead
+from diloco.syncer.lease import Lease, LeaseError, LeaseHolder, remembered, try_to_lead
+from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.publish import Holdings
 from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store
 from diloco.wire.chunks import ChunkError, check_next
+from diloco.wire.client import FollowClient
 from diloco.wire.messages import (
     STOPS,
     Alive,
@@ -65,22 +68,18 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import BinaryIO
 
-    from diloco.durable import Disk
     from diloco.sync.journal import Record
     from diloco.sync.leadership import Standing
     from diloco.sync.state import OuterState
-    from diloco.syncer.lease import Lease
-    from diloco.syncer.options import RunPlan, SyncerOptions
     from diloco.syncer.replaying import Replayer
-    from diloco.wire.client import FollowClient, FollowStream
+    from diloco.wire.client import FollowStream
     from diloco.wire.messages import FollowPart, ProbeAnswer, ProbeAsk
-    from diloco.wire.options import SecurityOptions, ServerOptions
 
 
 class Incoming:
@@ -172,23 +171,23 @@ class Warm:
     """Set if the standby has taken the lease already."""
 
 
+@dataclass(eq=False, repr=False)
 class Standby:
     """Follows until it is stopped or promoted. Use: ``start``, then ``promote`` or ``close``."""
 
-    def __init__(
-        self,
-        name: str,
-        options: SyncerOptions,
-        plan: RunPlan,
-        client: FollowClient,
-        emit: Callable[[str, dict[str, object]], None],
-        disk: Disk = PLAIN_DISK,
-    ) -> None:
-        self.name = self.identity = name
-        """After ``start`` the identity is the folder's unique name."""
-        self.folder = Path(options.folder)
-        self._options, self.plan, self._client, self.emit, self.disk = options, plan, client, emit, disk
-        self._rules = plan.rules(options)
+    name: str
+    options: SyncerOptions
+    plan: RunPlan
+    client: FollowClient
+    emit: Callable[[str, dict[str, object]], None]
+    disk: Disk = PLAIN_DISK
+
+    def __post_init__(self) -> None:
+        self.identity = self.name
+        """After ``start`` the folder's unique name."""
+        self.folder = Path(self.options.folder)
+        self._rules = self.plan.rules(self.options)
+        self._taken = ExitStack()
         self._taken = ExitStack()
         self._stopping = threading.Event()
         self._stream: FollowStream | None = None
@@ -198,7 +197,7 @@ class Standby:
         self._incoming: Incoming | None = None
         self._began_at: Position | None = None
         self.connected = False
-        self._waits = options.replication.mode == "sync"  # Until the syncer sends its own setting.
+        self._waits = self.options.replication.mode == "sync"  # Until the syncer sends its own setting.
         self._at_earlier = False
         """Whether it sends the digest of an earlier release, because the syncer refused the present one."""
         self._left = False
@@ -218,7 +217,7 @@ class Standby:
         try:
             self._taken.enter_context(locked(self.folder))
             self.identity = remembered(self.folder, self.disk, self.name).name
-            self.store = Store(self.folder, self.plan.card, self.disk, self._options.retention, self.emit)
+            self.store = Store(self.folder, self.plan.card, self.disk, self.options.retention, self.emit)
             self._taken.callback(self.store.journal.close)
             if not self.store.is_new():
                 self._replayer = self.store.recover(self._rules)
@@ -239,7 +238,7 @@ class Standby:
         """Return whether the syncer sends anything within the time in which it must; do not call this in the thread
         that follows."""
         asked_s = time.monotonic()
-        while self.connected and time.monotonic() - asked_s < HEARS_TIMES * self._options.replication.alive_s:
+        while self.connected and time.monotonic() - asked_s < HEARS_TIMES * self.options.replication.alive_s:
             if self.heard_s > asked_s:
                 return True
             time.sleep(HEARS_EVERY_S)
@@ -276,7 +275,7 @@ class Standby:
         stream = self._stream
         if stream is not None:
             stream.cancel()
-        self._client.close()
+        self.client.close()
         for thread in self._threads:
             thread.join()
 
@@ -366,7 +365,7 @@ class Standby:
             self.store.let_go_of_the_past()
         self.emit("note", {"note": "disk_full", "why": f"disk full: {error.strerror}; the standby does not follow"})
         self.connected, self._trouble = False, f"disk full: {error.strerror}"
-        room = Room(self.folder, self._options.disk_reserve_mb * 1_000_000, lambda why: None)
+        room = Room(self.folder, self.options.disk_reserve_mb * 1_000_000, lambda why: None)
         while not self._stopping.wait(LOOK_EVERY_S) and (why := room.wanting(wanted)) is not None:
             self._trouble = why
 
@@ -380,7 +379,7 @@ class Standby:
         card = self.store.card
         shared = card.earlier_digest if self._at_earlier else card.shared_digest
         start = FollowStart(card.run_id, self.identity, card.layout_fingerprint, shared, segment, chain)
-        with self._client.follow(start) as stream:
+        with self.client.follow(start) as stream:
             self._stream = stream
             for part in stream:
                 if self._stopping.is_set():
@@ -398,7 +397,7 @@ class Standby:
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
                 self.connected, self._left, self._trouble = True, False, None
                 self._waits = part.waits
-                self.emit("connected", {"anew": part.anew, "syncer": self._client.address})
+                self.emit("connected", {"anew": part.anew, "syncer": self.client.address})
             case Item():
                 self._incoming = Incoming(self.store, part)
             case Chunk():
@@ -524,6 +523,7 @@ ANSWER_S = 0.5
 """The operator's promotion call is answered within this time, before the address is released."""
 
 
+@dataclass(eq=False, repr=False)
 class StandingBy:
     """A standby's process. Use: ``start``, ``wait`` until it returns what a syncer continues with, and always ``stop``.
 
@@ -531,23 +531,19 @@ class StandingBy:
     come too early learn where to go: it satisfies ``wire.handlers.SyncerApi`` itself.
     """
 
-    def __init__(
-        self,
-        standby: Standby,
-        primary: str,
-        network: ServerOptions,
-        security: SecurityOptions,
-        note: Callable[[str, str], None] = lambda what, why: None,
-        lease: Lease | None = None,
-    ) -> None:
-        """``note`` receives the server's notes on access control (``wire.server.RunningServer``)."""
-        self.standby = standby
+    standby: Standby
+    primary: str
+    network: ServerOptions
+    security: SecurityOptions
+    note: Callable[[str, str], None] = lambda what, why: None
+    """Receives the server's notes on access control (``wire.server.RunningServer``)."""
+    lease: Lease | None = None
+
+    def __post_init__(self) -> None:
         self.promoted = threading.Event()
         """Set when an operator or the lease makes the standby take over."""
         self.lossy = False
-        self._primary, self._network, self._security, self._note = primary, network, security, note
         self._server: RunningServer | None = None
-        self._lease = lease
         self._leadership: LeaseHolder | None = None
         self._standing: Standing | None = None
         self._vacant = False
@@ -559,12 +555,12 @@ class StandingBy:
         """Begin to follow and to serve; return the address."""
         self.standby.start()
         try:
-            self._server = RunningServer(self, self._network, self._security, self._note)
+            self._server = RunningServer(self, self.network, self.security, self.note)
             self._server.start(ready=False)
         except BaseException:
             self.standby.close()
             raise
-        if self._lease is not None:
+        if self.lease is not None:
             self._thread.start()
         return self._server.address
 
@@ -611,7 +607,7 @@ class StandingBy:
 
     def _watch_lease(self) -> None:
         """Take over once the lease is free for this standby. Runs in its own thread."""
-        lease = self._lease
+        lease = self.lease
         assert lease is not None
         try:
             while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
@@ -644,7 +640,7 @@ class StandingBy:
     def refusal(self, *, lossy: bool) -> str | None:
         """Return why an operator's command to take over cannot be followed now; None when it can."""
         anew = "promote this one with --lossy, which begins a new lineage with what it has"
-        if self._lease is None:
+        if self.lease is None:
             if lossy:
                 return None
             if self.standby.still_hears():
@@ -655,12 +651,12 @@ class StandingBy:
             why = self.standby.may_lack()
             return why and f"{why}, so that this standby may lack what was told: start that one again; or {anew}"
         if self._trouble is not None or self._standing is None:
-            return f"the state of the lease {self._lease.place} is not known: {self._trouble or 'it was not read yet'}"
+            return f"the state of the lease {self.lease.place} is not known: {self._trouble or 'it was not read yet'}"
         standing, name = self._standing, self.standby.identity
         if not self._vacant:
             itself = ", and this standby takes over by itself then" if standing.heir == name else ""
             return (
-                f"{standing.holder} holds the lease {self._lease.place}: stop it, or wait until it has expired{itself}"
+                f"{standing.holder} holds the lease {self.lease.place}: stop it, or wait until it has expired{itself}"
             )
         if not lossy and name not in (standing.heir, standing.holder):
             return (
@@ -671,11 +667,11 @@ class StandingBy:
 
     def _lease_status(self) -> dict[str, object] | None:
         """The lease as this standby sees it, for ``diloco status``."""
-        if self._lease is None:
+        if self.lease is None:
             return None
         standing = self._standing
         return {
-            "place": self._lease.place,
+            "place": self.lease.place,
             "epoch": standing.epoch if standing is not None else 0,
             "holder": standing.holder if standing is not None else "",
             "is_heir": standing is not None and standing.heir == self.standby.identity,
@@ -688,21 +684,21 @@ class StandingBy:
     def elsewhere(self, *asked: object, **named: object) -> NoReturn:
         """Refuse: only the syncer knows what it has told sites, and that may not have arrived here yet."""
         del asked, named
-        raise Refusal(Status.UNAVAILABLE, f"this is the standby of {self._primary}: ask there")
+        raise Refusal(Status.UNAVAILABLE, f"this is the standby of {self.primary}: ask there")
 
     join = open_push = watch = pull = has_newer = report = leave = elsewhere
     drain = evict = readmit = admit = refuse = snapshot = detach = elsewhere
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         """Answer a probe: a site tests the connection that it needs once this standby takes over."""
-        return replace(probed(self.standby.plan, ask), standby_of=self._primary)
+        return replace(probed(self.standby.plan, ask), standby_of=self.primary)
 
     def status(self) -> dict[str, object]:
         """The standby's status."""
         server = self._server
         return {
             **self.standby.status(),
-            "primary": self._primary,
+            "primary": self.primary,
             "lease": self._lease_status(),
             "identity_complaints": server.complaints() if server is not None else [],
         }

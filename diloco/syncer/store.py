@@ -20,12 +20,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec.base import digest
-from diloco.durable import PLAIN_DISK, ReadingDisk, Step
+from diloco.durable import PLAIN_DISK, Disk, ReadingDisk, Step
 from diloco.outer.optimizer import NOTHING
 from diloco.outer.pseudo_gradient import is_finite
 from diloco.sync.events import UpdateArrived, UpstreamFetched
@@ -47,12 +49,10 @@ from diloco.syncer.snapshots import (
 from diloco.syncer.spool import Spool, SpoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from diloco.durable import Disk
     from diloco.sync.events import Fate
     from diloco.sync.journal import Record
     from diloco.syncer.snapshots import Choice
@@ -135,23 +135,21 @@ class Pin:
     segment: int
 
 
+@dataclass(eq=False, repr=False)
 class Store:
-    """The data folder.  The caller holds its lock (``diloco.durable.locked``)."""
+    """The data folder.  The caller holds its lock (``diloco.durable.locked``).
 
-    def __init__(
-        self,
-        folder: Path,
-        card: RunCard,
-        disk: Disk = PLAIN_DISK,
-        retention: Retention = RECOVERY_ONLY,
-        emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
-    ) -> None:
-        """``emit`` receives a note of each repair by a recovery, and when ``retention`` cannot be met."""
-        self.folder = folder
-        self.card = card
-        self.disk = disk
-        self._retention = retention
-        self.emit = emit
+    ``emit`` receives a note of each repair by a recovery, and when ``retention`` cannot be met.
+    """
+
+    folder: Path
+    card: RunCard
+    disk: Disk = PLAIN_DISK
+    retention: Retention = RECOVERY_ONLY
+    emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None
+
+    def __post_init__(self) -> None:
+        folder, card, disk = self.folder, self.card, self.disk
         self.pinned: Callable[[], Pin | None] = lambda: None
         """Returns what to keep for a standby beyond retention, up to retention's bound in bytes."""
         self._cut = False
@@ -320,15 +318,15 @@ class Store:
 
         def write() -> int:
             size = self.snapshots.write(snapshot, in_turn())
-            choice = self._prune(self._retention)
+            choice = self._prune(self.retention)
             if choice.cut and not self._cut:
-                steps, most = self._retention.steps, self._retention.bytes_max
+                steps, most = self.retention.steps, self.retention.bytes_max
                 self._note(
                     "retention",
                     f"less than the last {steps} outer steps can be replayed: they need more than {most} bytes",
                 )
             kept = choice.kept  # Noted again only after all that retention asks for could be replayed.
-            falls_short = bool(kept) and kept[0].steps > 0 and kept[-1].steps - kept[0].steps < self._retention.steps
+            falls_short = bool(kept) and kept[0].steps > 0 and kept[-1].steps - kept[0].steps < self.retention.steps
             self._cut = choice.cut or (self._cut and falls_short)
             return size
 

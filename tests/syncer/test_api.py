@@ -129,7 +129,7 @@ def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_a
     events = Events()
     with serving(tmp_path, events) as syncer:
         join(syncer)
-        syncer.core._replicated = lambda end: "the standby is away"
+        syncer.core.replicated = lambda end: "the standby is away"
         with pytest.raises(CoreHeld, match="the standby is away"):
             join(syncer, "b")
         said = (report(step=70), report(step=80), report("a", 2, step=90), report("stranger"))
@@ -141,7 +141,7 @@ def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_a
         assert found["a"]["heard_seconds_ago"] < 60
         assert "stranger" not in syncer.tally.sites(), "only what is in the run takes memory"
         assert len(events.of("reported")) == 1
-        syncer.core._replicated = lambda end: None
+        syncer.core.replicated = lambda end: None
 
 
 def test_a_probe_is_told_what_a_join_must_say_and_nothing_is_compared_that_it_leaves_out(tmp_path: Path) -> None:
@@ -453,13 +453,13 @@ def test_a_word_that_cannot_be_journalled_now_is_later(tmp_path: Path, monkeypat
     monkeypatch.setattr(api_module, "DETACH_S", 0.1)
     events, sync = Events(), ReplicationOptions(mode="sync", timeout_s=1.0, alive_s=0.1)
     with serving(tmp_path, events, replication=sync) as syncer:
-        replicated = syncer.core._replicated
-        monkeypatch.setattr(syncer.core, "_replicated", lambda turn: "something else is wanting")
+        replicated = syncer.core.replicated
+        monkeypatch.setattr(syncer.core, "replicated", lambda turn: "something else is wanting")
         for _ in range(2):
             eventually(lambda: syncer.core.held is not None, "it is held")
             with pytest.raises(NotHandedIn):
                 syncer.api.detach()
-        monkeypatch.setattr(syncer.core, "_replicated", replicated)
+        monkeypatch.setattr(syncer.core, "replicated", replicated)
         events.wait_for("standby_detached")
         join(syncer)
         assert syncer.core.ask(lambda machine: machine.state.detached)

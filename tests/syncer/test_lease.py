@@ -312,7 +312,7 @@ def test_a_start_whose_lease_is_not_renewed_in_time_says_so(tmp_path: Path, monk
     monkeypatch.setattr(server_module, "START_WAIT_S", 0.2)
     monkeypatch.setattr(Leadership, "valid", lambda guard, now_ns: False)
     syncer = new_syncer(tmp_path / "run", Events().emit)
-    syncer._lease = FileLease(tmp_path / "lease", "run", 60.0)
+    syncer.lease = FileLease(tmp_path / "lease", "run", 60.0)
     with pytest.raises(LeaseError, match="the lease of epoch 1 was not renewed in time"):
         syncer.start()
 
