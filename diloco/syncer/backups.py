@@ -40,7 +40,7 @@ from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.events import LineageBegan, SyncerStarted
 from diloco.sync.journal import PlainError, from_plain, parse_json, shown
 from diloco.syncer.restoring import Kept
-from diloco.syncer.snapshots import digest_of, image_digests
+from diloco.syncer.snapshots import IMAGE_MANIFEST, digest_of, digests_in
 from diloco.syncer.store import payloads_in, payloads_named
 
 if TYPE_CHECKING:
@@ -355,9 +355,12 @@ def _copied(
         if path.name in known:
             digests[relative] = known[path.name]
 
-    written = kept.snapshots.digests(point.number)
-    for path in sorted((folder / "snapshots" / f"{point.number:08d}").iterdir()):
-        add(path, written)
+    def add_folder(above: Path, manifest: str) -> None:
+        written = digests_in(above / manifest)
+        for path in sorted(above.iterdir()):
+            add(path, written)
+
+    add_folder(kept.snapshots.folder / f"{point.number:08d}", "manifest.json")
     payloads = payloads_in(kept.snapshots.peek(point.number)[0])
     for read in segments:
         path = folder / "journal" / f"journal-{read.index:06d}.log"
@@ -367,9 +370,7 @@ def _copied(
         add(kept.spool.folder / reference, {Path(reference).name: digest})
     for began in kept.lineages.numbers():
         if began > point.state.lineage:
-            written = image_digests(kept.lineages.folder / str(began))
-            for path in sorted((kept.lineages.folder / str(began)).iterdir()):
-                add(path, written)
+            add_folder(kept.lineages.folder / str(began), IMAGE_MANIFEST)
     state = point.state
     facts = BackupFacts(
         format=FORMAT,

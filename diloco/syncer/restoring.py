@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.base import shorter
 from diloco.durable import LOCK, PLAIN_DISK, ReadingDisk, Step
 from diloco.sync.data_units import Units, added
-from diloco.sync.effects import LetGo, TellFate
+from diloco.sync.effects import TellFate
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError, PlainError, Record, digest_effects, from_plain, parse_json
 from diloco.sync.members import next_lineage
@@ -58,6 +58,10 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 5
 """Attempts at reading a folder that changes meanwhile, before that is an error."""
+
+
+BROKEN = (JournalError, SpoolError, SnapshotError, LeaveOutError, PlainError)
+"""What a replay raises where the folder is damaged, or its journal gives no valid state."""
 
 
 class KeptError(ValueError):
@@ -126,29 +130,29 @@ class Kept:
         ``shortest``), or with ``verify``, which also compares every kept snapshot on the way. Raises ``KeptError`` with
         a clear text.
         """
+        from_oldest = verify or not (selections or shortest)
         for attempt in range(ATTEMPTS):
             before = self.snapshots.numbers()
             try:
-                return self._replay(rules, selections, last, and_later, verify, shortest)
-            except (KeptError, FileNotFoundError) as error:
+                points = self.points()
+                snapshot = self._begins(points, selections, last, from_oldest=from_oldest)
+                machine = OuterSync.restore(rules.outer, snapshot.state)
+                sources = (self.spool, rules, self.lineages)
+                replayer = ReplayerWithout(machine, snapshot.fragments, *sources, selections, last, and_later=and_later)
+                self._apply(replayer, snapshot, points if verify else [])
+                return replayer
+            except (KeptError, FileNotFoundError, *BROKEN) as error:
+                text = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
                 if self.snapshots.numbers() == before:
-                    if isinstance(error, KeptError):
-                        raise
-                    raise KeptError(f"{error.filename} is missing") from error
+                    raise KeptError(text) from error
                 if attempt == ATTEMPTS - 1:
                     raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {error}") from error
         raise AssertionError("every attempt returns or raises")
 
-    def _replay(
-        self,
-        rules: Rules,
-        selections: Sequence[Selection],
-        last: int | None,
-        and_later: bool,
-        verify: bool,
-        shortest: bool,
-    ) -> ReplayerWithout:
-        points = self.points()
+    def _begins(
+        self, points: Sequence[Point], selections: Sequence[Selection], last: int | None, *, from_oldest: bool
+    ) -> Snapshot:
+        """Return the snapshot from which a replay without ``selections`` up to version ``last`` starts."""
         fit = [
             point
             for point in points
@@ -165,30 +169,12 @@ class Kept:
             ]
             can = f"a replay can begin at version {', '.join(parts)}"
             raise KeptError(f"{asked}: outside what is kept; {can}")
-        from_oldest = verify or not (selections or shortest)
         for point in fit if from_oldest else reversed(fit):
             try:
-                snapshot = self.snapshots.load(point.number)
-                break
+                return self.snapshots.load(point.number)
             except SnapshotError as error:
                 self._note(f"{error}; it is skipped")
-        else:
-            raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
-        try:
-            replayer = ReplayerWithout(
-                OuterSync.restore(rules.outer, snapshot.state),
-                snapshot.fragments,
-                self.spool,
-                rules,
-                self.lineages,
-                selections,
-                last,
-                and_later=and_later,
-            )
-            self._apply(replayer, snapshot, points if verify else [])
-            return replayer
-        except (JournalError, SpoolError, SnapshotError, LeaveOutError, PlainError) as error:
-            raise KeptError(str(error)) from error
+        raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
 
     def _apply(self, replayer: ReplayerWithout, snapshot: Snapshot, compare: Sequence[Point]) -> None:
         """Replay the journal after ``snapshot``; compare the values with those of the snapshots in ``compare``."""
@@ -310,17 +296,13 @@ def begin_lineage(
     effects = machine.handle(event, state.now_ns)
     store.journal.append([Record(state.now_ns, event, digest_effects(effects))])
     store.journal.flush()
-    fates = [effect for effect in effects if isinstance(effect, TellFate)]
-    for told in fates:
-        store.decided(told.site, told.fate)
-    for effect in effects:
-        if isinstance(effect, LetGo):
-            store.release(effect.payload)
+    store.carried_out(effects)
     store.snapshot_writer(machine, published)()
     store.write_lineage(lineage)
     versions = tuple(fragment.version for fragment in state.fragments)
+    refused = sum(isinstance(effect, TellFate) for effect in effects)
     now_held = tuple((name, index, *counts) for (name, index), counts in sorted(held_of(state).items()))
-    return Restored(lineage, versions, event.digests, state.run_tokens(), len(fates), now_held)
+    return Restored(lineage, versions, event.digests, state.run_tokens(), refused, now_held)
 
 
 def restore_in_place(

@@ -448,7 +448,7 @@ class Syncer:
             case PublishVersion():
                 self._publish(effect)
             case TellFate():
-                self.store.decided(effect.site, effect.fate)
+                self.store.carried_out([effect])
                 self.disk.reached(Step.FATE)
                 self.feeds.tell(FateTold(effect.fate), effect.site)
                 if (reason := effect.fate.reason) is not None:
@@ -510,14 +510,18 @@ class Syncer:
         self._versions.release()
         machine = self.core.machine
         self.feeds.tell(published(machine, effect.fragment, effect.version, effect.digest))
-        facts = {"fragment": effect.fragment, "version": effect.version, "digest": effect.digest}
-        facts |= {
+        facts: dict[str, object] = {
+            "fragment": effect.fragment,
+            "version": effect.version,
+            "digest": effect.digest,
             "lineage": machine.state.lineage,
             "merged": merged_into(machine.state, effect.fragment, effect.version),
+            "run_tokens": machine.state.run_tokens(),
+            "progress_ppm": machine.progress_ppm(),
+            **self.tally.costs.published(effect.fragment),
+            "bytes": len(result.downlink),
         }
-        tokens: dict[str, object] = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
-        tokens |= self.tally.costs.published(effect.fragment)
-        self.emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
+        self.emit("published", facts)
         self.disk.reached(Step.PUBLISH)
         self.keeper.published()
 
@@ -696,7 +700,7 @@ class Region:
         assert not isinstance(effect, TakeVersion), "TakeVersion is carried out as an outer step"
         match effect:
             case LetGo():
-                self.syncer.store.release(effect.payload)
+                self.syncer.store.carried_out([effect])
             case StopTraining():
                 self.give_up(effect.why)
             case Seal():

@@ -246,6 +246,11 @@ def _read_manifest(path: Path) -> dict[str, typing.Any]:
     raise NotAsWritten(f"{path} is damaged: its own digest does not match")
 
 
+def digests_in(manifest: Path) -> dict[str, str]:
+    """Return by name each file's SHA-256 from the manifest of a snapshot or an image, without reading the files."""
+    return {name: facts["sha256"] for name, facts in _read_manifest(manifest)["files"].items()}
+
+
 @contextlib.contextmanager
 def _damage_is(wrong: type[ValueError], what: Path) -> Iterator[None]:
     """Raise every error of reading ``what`` as damage, as ``wrong``."""
@@ -361,11 +366,6 @@ class Snapshots:
         """Return the verified state and journal segment of one snapshot, without reading its tensors."""
         with self._reading(number) as facts:
             return _state(self._path(number), facts)[:2]
-
-    def digests(self, number: int) -> dict[str, str]:
-        """Return by file name the SHA-256 in the manifest of one snapshot, without reading the files."""
-        with self._reading(number) as facts:
-            return {name: each["sha256"] for name, each in facts.items()}
 
     def set_aside(self, number: int) -> None:
         """Rename a damaged snapshot, so that it stays for inspection (until the next one) but no longer counts."""
@@ -560,12 +560,6 @@ def read_image(folder: Path) -> Image:
                 raise ImageError(f"{path} is not the version {version} that {IMAGE_MANIFEST} names")
         held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}
         return Image(dict(manifest["card"]), tuple(fragments), held, dict(manifest["facts"]))
-
-
-def image_digests(folder: Path) -> dict[str, str]:
-    """Return by name each fragment file's SHA-256 from the manifest; ``ImageError`` if the manifest is damaged."""
-    with _damage_is(ImageError, folder):
-        return {name: facts["sha256"] for name, facts in _image_manifest(folder)["files"].items()}
 
 
 def _image_manifest(folder: Path) -> dict[str, typing.Any]:

@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words, is_full, locked
-from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import Ending, Sealed
 from diloco.sync.journal import FRAME, HEADER, JournalError, chain_after, decode_records, units
 from diloco.sync.leadership import may_take_over
@@ -467,11 +466,7 @@ class Standby:
                     self._snapshot(replayer, order)
                     continue
                 for record in order:
-                    for effect in replayer.apply(record):
-                        if isinstance(effect, TellFate):
-                            self.store.decided(effect.site, effect.fate)
-                        elif isinstance(effect, LetGo):
-                            self.store.release(effect.payload)
+                    self.store.carried_out(replayer.apply(record))
                     if isinstance(record.event, Sealed):
                         self._clear_outbox(replayer.machine.state, record.event)
             except (JournalError, SpoolError) as error:
@@ -535,8 +530,6 @@ class StandingBy:
     primary: str
     network: ServerOptions
     security: SecurityOptions
-    note: Callable[[str, str], None] = lambda what, why: None
-    """Receives the server's notes on access control (``wire.server.RunningServer``)."""
     lease: Lease | None = None
 
     def __post_init__(self) -> None:
@@ -555,7 +548,10 @@ class StandingBy:
         """Begin to follow and to serve; return the address."""
         self.standby.start()
         try:
-            self._server = RunningServer(self, self.network, self.security, self.note)
+            emit = self.standby.emit
+            self._server = RunningServer(
+                self, self.network, self.security, lambda what, why: emit("note", {"note": what, "why": why})
+            )
             self._server.start(ready=False)
         except BaseException:
             self.standby.close()

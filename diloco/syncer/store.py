@@ -30,6 +30,7 @@ from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk, ReadingDisk, Step
 from diloco.outer.optimizer import NOTHING
 from diloco.outer.pseudo_gradient import is_finite
+from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import UpdateArrived, UpstreamFetched
 from diloco.sync.journal import JournalError, PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
@@ -49,11 +50,11 @@ from diloco.syncer.snapshots import (
 from diloco.syncer.spool import Spool, SpoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from diloco.sync.events import Fate
+    from diloco.sync.effects import OuterEffect
     from diloco.sync.journal import Record
     from diloco.syncer.snapshots import Choice
 
@@ -155,7 +156,7 @@ class Store:
         self._cut = False
         self._pruning = threading.Lock()
         self._card_file: dict[str, object] = {}
-        """The run card that was found, with keys of other releases: they stay."""
+        """The run card as the file has it, with keys of other releases: they stay."""
         disk.settle(folder, Step.FOLDER)
         staging = folder / STAGING
         if staging.exists():
@@ -204,16 +205,15 @@ class Store:
         """Write ``run.json`` with the run's present lineage."""
         card = self._card_file | {"format": FORMAT, **self.card.facts(), "lineage": lineage}
         self.disk.write_file(self.folder / "run.json", json.dumps(card, indent=1, sort_keys=True).encode(), step)
+        self._card_file = card
 
     def _mend_card(self, lineage: int) -> None:
         """Make ``run.json`` name the lineage that journal and snapshots give; note a different or missing value."""
-        path = self.folder / "run.json"
-        try:
-            said = dict(parse_json(path.read_bytes())).get("lineage")
-            if type(said) is int and said == lineage:
-                return
-            why = f"{path} had lineage {shown(said)}: now it has the journal's, {lineage}"
-        except FileNotFoundError:
+        path, said = self.folder / "run.json", self._card_file.get("lineage")
+        if type(said) is int and said == lineage:
+            return
+        why = f"{path} had lineage {shown(said)}: now it has the journal's, {lineage}"
+        if not self._card_file:
             why = f"{path} was missing: it is written again, with the journal's lineage, {lineage}"
         self.write_lineage(lineage)
         self._note("recovery", why)
@@ -283,12 +283,17 @@ class Store:
                         f"{error}; it is {update}, which is acknowledged and not merged: {WAYS_OUT}"
                     ) from error
 
-    def decided(self, site: str, fate: Fate) -> None:
-        """Note that an update has its fate: its payload may be deleted once every kept snapshot is newer than that."""
-        self.release(self.spool.reference(site, fate.fragment, fate.sequence, fate.digest))
+    def carried_out(self, effects: Iterable[OuterEffect]) -> None:
+        """Note the payloads that no future step needs after ``effects``: of updates that got their fate, and let go."""
+        for effect in effects:
+            if isinstance(effect, TellFate):
+                fate = effect.fate
+                self.release(self.spool.reference(effect.site, fate.fragment, fate.sequence, fate.digest))
+            elif isinstance(effect, LetGo):
+                self.release(effect.payload)
 
     def release(self, reference: str) -> None:
-        """Note that no future step needs this payload; a replay from an older snapshot might."""
+        """Note that no future step needs this payload. A replay might: it goes once every kept snapshot is newer."""
         self._decided.append(_Decided(self.journal.index, reference, self.spool.size(reference)))
 
     def snapshot_writer(
