@@ -40,7 +40,7 @@ from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.events import LineageBegan, SyncerStarted
 from diloco.sync.journal import PlainError, from_plain, parse_json, shown
 from diloco.syncer.restoring import Kept
-from diloco.syncer.snapshots import IMAGE_MANIFEST, digest_of, digests_in
+from diloco.syncer.snapshots import IMAGE_MANIFEST, MANIFEST, digest_of, digests_in
 from diloco.syncer.store import payloads_in, payloads_named
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def _copied(
         for path in sorted(above.iterdir()):
             add(path, written)
 
-    add_folder(kept.snapshots.folder / f"{point.number:08d}", "manifest.json")
+    add_folder(kept.snapshots.path(point.number), MANIFEST)
     payloads = payloads_in(kept.snapshots.peek(point.number)[0])
     for read in segments:
         path = folder / "journal" / f"journal-{read.index:06d}.log"

@@ -269,10 +269,10 @@ class Core:
         self.leases = Leases(machine.options.site_timeout_ns)
         self._inbox: queue.SimpleQueue[OuterEvent | _Question | None] = queue.SimpleQueue()
         self._early: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Guards ``_calls`` and ``_heard``."""
         self._calls: dict[int, Future[Answer]] = {}
-        self._calls_lock = threading.Lock()
         self._heard: set[str] = set()
-        self._heard_lock = threading.Lock()
         self._turned_ns = machine.state.now_ns
         self._next_call = 1
         self._stopping = threading.Event()
@@ -304,7 +304,7 @@ class Core:
 
     def heard(self, site: str) -> None:
         """Note a sign of life of ``site``. Any number of them takes one place in the inbox until the loop looks."""
-        with self._heard_lock:
+        with self._lock:
             first = not self._heard
             self._heard.add(site)
         if first:
@@ -327,7 +327,7 @@ class Core:
         """
         self._hand_in()
         future: Future[Answer] = Future()
-        with self._calls_lock:
+        with self._lock:
             number = self._next_call
             self._next_call += 1
             self._calls[number] = future
@@ -397,7 +397,7 @@ class Core:
             self.failed = error
             self.on_failure(error)
         finally:
-            with self._calls_lock:
+            with self._lock:
                 waiting, self._calls = list(self._calls.values()), {}
             for future in waiting:
                 future.set_exception(CoreStopped())
@@ -420,7 +420,7 @@ class Core:
             elif item is not None:
                 self._decide(item, decided, records)
         now_ns = self.now_ns()
-        with self._heard_lock:
+        with self._lock:
             heard, self._heard = sorted(self._heard), set()
         for site in heard:
             back = self.leases.heard(site, now_ns)
@@ -543,7 +543,7 @@ class Core:
 
     def _answer(self, answer: Answer) -> None:
         """Answer a call, at most once."""
-        with self._calls_lock:
+        with self._lock:
             future = self._calls.pop(answer.call, None)
         if future is not None:
             self.store.disk.reached(Step.ACK)

@@ -183,7 +183,7 @@ class Follower:
                         break
             else:
                 raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet to begin with: try again later")
-            self._snapshot = self._store.snapshots.folder / f"{number:08d}"
+            self._snapshot = self._store.snapshots.path(number)
             self._segment, self._chain = snapshot.journal_segment, snapshot.journal_chain
             self._waiting = sorted(payloads_in(snapshot.state))
             self._at = 0

@@ -181,8 +181,8 @@ class Syncer:
         facts, ended = self._first_answer()
         updates_above = self.region.updates_max if self.region is not None else 0
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
-        bound = {"memory_bytes_max": self.memory_bytes_max}
-        self.emit("syncer_started", {**facts, "recovered": records, "kernels": kernel_library.description(), **bound})
+        facts |= {"recovered": records, "kernels": kernel_library.description()}
+        self.emit("syncer_started", {**facts, "memory_bytes_max": self.memory_bytes_max})
         if ended is not None:
             self.ending = ended
             self._ended.set()

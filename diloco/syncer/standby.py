@@ -199,7 +199,7 @@ class Standby:
         self._waits = self.options.replication.mode == "sync"  # Until the syncer sends its own setting.
         self._at_earlier = False
         """Whether it sends the digest of an earlier release, because the syncer refused the present one."""
-        self._left = False
+        self.left = False
         """Whether the syncer's last message was that it stops."""
         self._trouble: str | None = None
         self.acked = (0, 0)
@@ -292,12 +292,6 @@ class Standby:
         if self._stream is not None:
             self._stream.cancel()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the run is over and the syncer has said that it stops, so that no standby is needed."""
-        state = self.state()
-        return self._left and state is not None and state.phase is Phase.ENDED and state.ending is Ending.FINISHED
-
     def status(self) -> dict[str, object]:
         """The standby's status, for ``diloco status``."""
         replayer = self._replayer
@@ -322,7 +316,7 @@ class Standby:
                 try:
                     self._follow()
                 except Unreachable as error:
-                    self._left = STOPS in error.why or (self._left and not self.connected)
+                    self.left = STOPS in error.why or (self.left and not self.connected)
                     self._lost(error.why)
                 except DiskFullError as error:
                     self._wait_for_room(error)
@@ -394,7 +388,7 @@ class Standby:
                 self._began_at = Position(part.segment, part.chain) if part.anew else None
                 for leftover in self.store.snapshots.folder.glob(".incoming-*"):
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
-                self.connected, self._left, self._trouble = True, False, None
+                self.connected, self.left, self._trouble = True, False, None
                 self._waits = part.waits
                 self.emit("connected", {"anew": part.anew, "syncer": self.client.address})
             case Item():
@@ -580,7 +574,9 @@ class StandingBy:
     @property
     def ended(self) -> bool:
         """Whether the standby may end: the run is over, and the syncer has said that it stops."""
-        return self.standby.ended and not self.promoted.is_set()
+        state = self.standby.state()
+        is_over = state is not None and state.phase is Phase.ENDED and state.ending is Ending.FINISHED
+        return is_over and self.standby.left and not self.promoted.is_set()
 
     def stop(self) -> None:
         """Stop serving and following; what was handed over stays open. A lease that was not is left to expire."""
@@ -607,15 +603,16 @@ class StandingBy:
         assert lease is not None
         try:
             while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
-                if self._look(lease):
+                self._look(lease)
+                if self._leadership is not None:
                     self.promoted.set()
                     return
         except Exception as error:
             text = f"this standby no longer watches the lease {lease.place}: {type(error).__name__}: {error}"
             self.standby.fail(StandbyError(text))
 
-    def _look(self, lease: Lease) -> bool:
-        """Take the lease if it is free for this standby; return whether it is taken."""
+    def _look(self, lease: Lease) -> None:
+        """Take the lease if it is free for this standby."""
         standby, why = self.standby, None
         try:
             self._standing, self._vacant = lease.read()
@@ -631,7 +628,6 @@ class StandingBy:
         if why is not None and self._trouble is None:
             standby.emit("note", {"note": "lease", "why": why})
         self._trouble = why
-        return self._leadership is not None
 
     def refusal(self, *, lossy: bool) -> str | None:
         """Return why an operator's command to take over cannot be followed now; None when it can."""
