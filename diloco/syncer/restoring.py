@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec.base import shorter
-from diloco.durable import LOCK, PLAIN_DISK, ReadingDisk, Step
+from diloco.durable import LOCK, PLAIN_DISK, Disk, ReadingDisk, Step
 from diloco.sync.data_units import Units, added
 from diloco.sync.effects import TellFate
 from diloco.sync.events import LineageBegan
@@ -50,9 +51,7 @@ from diloco.syncer.store import STAGING, RunCard, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
-    from diloco.durable import Disk
     from diloco.sync.rounds import Selection
     from diloco.sync.state import Line
 
@@ -261,10 +260,6 @@ class Known:
     lineage: int = 0
     epoch: int = 0
 
-    def next_lineage(self, own: int) -> int:
-        """Return the number of the lineage that begins now in a run whose present one is ``own``."""
-        return next_lineage(max(own, self.lineage), self.clock_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -305,82 +300,77 @@ def begin_lineage(
     return Restored(lineage, versions, event.digests, state.run_tokens(), refused, now_held)
 
 
-def restore_in_place(
-    folder: Path, card: RunCard, rules: Rules, image: Image, why: str, known: Known, disk: Disk = PLAIN_DISK
-) -> Restored:
-    """Continue the run in ``folder`` from ``image``; raise ``RestoreError``, or ``StoreError`` for a damaged folder."""
-    if (name := card.difference(image.card)) is not None:
-        theirs, ours = image.card.get(name), getattr(card, name)
-        raise RestoreError(f"the image is of another run: its {name} is {theirs!r}, and here it is {ours!r}")
-    with _opened(folder, card, disk) as store:
-        if store.is_new():
-            raise RestoreError(f"{folder} holds no run: an image has the run's values, but not its sites")
-        # Waiting updates are refused, intact or not.
-        machine = store.recover(rules, merges=False).machine
-        lineage = known.next_lineage(machine.state.lineage)
-        return begin_lineage(store, machine, image.fragments, image.held, why, lineage)
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Restores the run of ``card`` in the data folder ``folder``, whose lock the caller holds; ``why`` is for the
+    journal. Each method makes one restore."""
 
+    folder: Path
+    card: RunCard
+    rules: Rules
+    why: str
+    known: Known
+    disk: Disk = PLAIN_DISK
 
-def restore_backup(
-    folder: Path,
-    card: RunCard,
-    rules: Rules,
-    fetch: Callable[[Path], object],
-    why: str,
-    known: Known,
-    disk: Disk = PLAIN_DISK,
-) -> Restored:
-    """Restore a backup into an empty ``folder`` (``fetch(path)`` copies it there), and begin a lineage there."""
-    with _staged(folder, disk) as staging:
-        fetch(staging)
-        with _opened(staging, card, disk) as store:
-            recovered = store.recover(rules, merges=False)
-            state = recovered.machine.state
-            state.epoch = max(state.epoch, known.epoch)
-            lineage = known.next_lineage(state.lineage)
-            return begin_lineage(store, recovered.machine, recovered.holdings.values, None, why, lineage)
+    def in_place(self, image: Image) -> Restored:
+        """Continue the run in ``folder`` from ``image``; raise ``RestoreError``, or ``StoreError`` for a damaged
+        folder."""
+        if (name := self.card.difference(image.card)) is not None:
+            theirs, ours = image.card.get(name), getattr(self.card, name)
+            raise RestoreError(f"the image is of another run: its {name} is {theirs!r}, and here it is {ours!r}")
+        store = Store(self.folder, self.card, self.disk, KEEP_PAST)
+        with contextlib.closing(store.journal):
+            if store.is_new():
+                raise RestoreError(f"{self.folder} holds no run: an image has the run's values, but not its sites")
+            # Waiting updates are refused, intact or not.
+            machine = store.recover(self.rules, merges=False).machine
+            return self._begin_lineage(store, machine, image.fragments, image.held)
 
+    def backup(self, fetch: Callable[[Path], object]) -> Restored:
+        """Restore a backup into an empty ``folder`` (``fetch(path)`` copies it there), and begin a lineage there."""
+        with _staged(self.folder, self.disk) as staging:
+            fetch(staging)
+            store = Store(staging, self.card, self.disk, KEEP_PAST)
+            with contextlib.closing(store.journal):
+                recovered = store.recover(self.rules, merges=False)
+                state = recovered.machine.state
+                state.epoch = max(state.epoch, self.known.epoch)
+                return self._begin_lineage(store, recovered.machine, recovered.holdings.values)
 
-def restore_values(
-    folder: Path,
-    card: RunCard,
-    rules: Rules,
-    values: Sequence[FragmentValues],
-    lines: Mapping[str, Sequence[Line]],
-    why: str,
-    known: Known,
-    disk: Disk = PLAIN_DISK,
-    units_begun: int = 0,
-    site_above: str = "",
-) -> Restored:
-    """Make a run with ``values`` in an empty ``folder``, and begin a lineage there.
+    def values(
+        self,
+        values: Sequence[FragmentValues],
+        lines: Mapping[str, Sequence[Line]],
+        units_begun: int = 0,
+        site_above: str = "",
+    ) -> Restored:
+        """Make a run with ``values`` in an empty ``folder``, and begin a lineage there.
 
-    ``lines`` is what is known of each site, and all that will count as merged. If data units are leased, none before
-    ``units_begun`` is leased again. A region is the site ``site_above`` of the run above. It knows nothing more of that
-    run: when it joins, it takes the values above.
-    """
-    with _staged(folder, disk) as staging, _opened(staging, card, disk) as store:
-        state = OuterState([FragmentState(version=each.version, digest=each.digest) for each in values])
-        state.lineage, state.epoch, state.started_ns = max(1, known.lineage), known.epoch, 0
-        for name, each in sorted(lines.items()):
-            state.sites[name] = Site(1, "", Status.LEFT, list(each))
-        if rules.outer.unit_sequences:
-            # Merges are unknown: the units that have begun count as partly merged, and none is leased again.
-            state.units = Units(fresh=units_begun, over=added([(0, units_begun)], ()), partly=units_begun)
-        if site_above:
-            state.upstream = Upstream([Part() for _ in values], site=site_above)
-        machine = OuterSync(rules.outer, state)
-        store.begin(machine, values)
-        return begin_lineage(store, machine, values, None, why, known.next_lineage(state.lineage))
+        ``lines`` is what is known of each site, and all that will count as merged. If data units are leased, none
+        before ``units_begun`` is leased again. A region is the site ``site_above`` of the run above. It knows nothing
+        more of that run: when it joins, it takes the values above.
+        """
+        with _staged(self.folder, self.disk) as staging:
+            store = Store(staging, self.card, self.disk, KEEP_PAST)
+            with contextlib.closing(store.journal):
+                state = OuterState([FragmentState(version=each.version, digest=each.digest) for each in values])
+                state.lineage, state.epoch, state.started_ns = max(1, self.known.lineage), self.known.epoch, 0
+                for name, each in sorted(lines.items()):
+                    state.sites[name] = Site(1, "", Status.LEFT, list(each))
+                if self.rules.outer.unit_sequences:
+                    # Merges are unknown: the units that have begun count as partly merged, and none is leased again.
+                    state.units = Units(fresh=units_begun, over=added([(0, units_begun)], ()), partly=units_begun)
+                if site_above:
+                    state.upstream = Upstream([Part() for _ in values], site=site_above)
+                machine = OuterSync(self.rules.outer, state)
+                store.begin(machine, values)
+                return self._begin_lineage(store, machine, values)
 
-
-@contextlib.contextmanager
-def _opened(folder: Path, card: RunCard, disk: Disk) -> Iterator[Store]:
-    store = Store(folder, card, disk, KEEP_PAST)
-    try:
-        yield store
-    finally:
-        store.journal.close()
+    def _begin_lineage(
+        self, store: Store, machine: OuterSync, values: Sequence[FragmentValues], held: Held | None = None
+    ) -> Restored:
+        lineage = next_lineage(max(machine.state.lineage, self.known.lineage), self.known.clock_s)
+        return begin_lineage(store, machine, values, held, self.why, lineage)
 
 
 @contextlib.contextmanager
