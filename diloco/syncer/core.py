@@ -30,7 +30,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
@@ -72,6 +72,10 @@ class Unready(StrEnum):
     LEASE_LOST = "lease_lost"
 
 
+HELD = (Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST)
+"""What the decision loop waits for, one at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Want:
     """A condition that must hold before the syncer can go on: its kind, and its description for the user."""
@@ -94,16 +98,10 @@ class Readiness:
             self._tell = tell
             tell(not self._reasons)
 
-    def begins(self, reason: Unready) -> None:
-        """Add ``reason``."""
+    def change(self, *, begins: Iterable[Unready] = (), ends: Iterable[Unready] = ()) -> None:
+        """Remove the reasons in ``ends``, then add those in ``begins``."""
         with self._lock:
-            self._reasons.add(reason)
-            self._tell(False)
-
-    def ends(self, reason: Unready) -> None:
-        """Remove ``reason``."""
-        with self._lock:
-            self._reasons.discard(reason)
+            self._reasons = self._reasons.difference(ends).union(begins)
             self._tell(not self._reasons)
 
     def reasons(self) -> list[str]:

@@ -60,7 +60,7 @@ from diloco.sync.state import Part, Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
-from diloco.syncer.core import LOOK_EVERY_S, Core, CoreHeld, CoreStopped, Readiness, Room, Unready, Want
+from diloco.syncer.core import HELD, LOOK_EVERY_S, Core, CoreHeld, CoreStopped, Readiness, Room, Unready, Want
 from diloco.syncer.lease import Lease, LeaseError, lead
 from diloco.syncer.options import VERSIONS_MAX, RunPlan, SyncerOptions, memory_bytes_max
 from diloco.syncer.outer_step import (
@@ -186,7 +186,7 @@ class Syncer:
         if ended is not None:
             self.ending = ended
             self._ended.set()
-            self.readiness.begins(Unready.DRAINING)
+            self.readiness.change(begins=[Unready.DRAINING])
         self._server = RunningServer(
             self.api,
             self.network,
@@ -200,7 +200,7 @@ class Syncer:
         if had_finished:
             self._in_thread("word-above", self._await_word)
         self.readiness.told_to(self._server.ready)
-        self.readiness.ends(Unready.STARTING)
+        self.readiness.change(ends=[Unready.STARTING])
         if self.backups is not None:
             self.backups.start()
         return self._server.address
@@ -330,11 +330,7 @@ class Syncer:
 
     def _room_changed(self, want: Want | None) -> None:
         """Update readiness and emit a note, once per change of kind. Runs in the loop's or the room's thread."""
-        if want is not None:
-            self.readiness.begins(want.kind)
-        for kind in (Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST):
-            if want is None or kind is not want.kind:
-                self.readiness.ends(kind)
+        self.readiness.change(begins=[want.kind] if want is not None else [], ends=HELD)
         if want is None:
             held = self.replicator.options.mode != "off" or self.leadership is not None
             self.emit("note", {"note": "goes_on" if held else "disk_has_room"})
@@ -455,7 +451,7 @@ class Syncer:
                     update = {"fragment": effect.fate.fragment, "sequence": effect.fate.sequence}
                     self.emit("refused", {"site": effect.site, **update, "reason": reason.value})
             case AnnounceFinal():
-                self.readiness.begins(Unready.DRAINING)
+                self.readiness.change(begins=[Unready.DRAINING])
                 self.feeds.tell(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self.ending = effect.ending
