@@ -279,12 +279,9 @@ def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
     home = f"{folder.stat().st_ino}:{lock_file.stat().st_ino if lock_file.exists() else 0}"
     fit = re.sub(r"[^A-Za-z0-9._-]", "-", label).lstrip("._-")[:LABEL_CHARS_MAX] or "syncer"
     anew = Remembered(f"{fit}-{secrets.token_hex(4)}", home=home)
-    try:
-        plain = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return _remember(path, anew, disk)
-    except ValueError:
-        plain = None
+    plain = _plain(path.read_bytes())
     if not isinstance(plain, dict) or not all(isinstance(plain.get(key), str) for key in ("name", "place")):
         raise LeaseRefusedError(f"{path} cannot be read: remove it if no other process leads the run")
     found = Remembered(plain["name"], plain["place"], home)
@@ -345,7 +342,7 @@ def try_to_lead(lease: Lease, store: Store, state: OuterState, *, by_itself: boo
 
 def _remember(path: Path, found: Remembered, disk: Disk) -> Remembered:
     plain = {**asdict(found), "sha256": _digest(found)}
-    if not path.exists() or json.loads(path.read_bytes()) != plain:
+    if not path.exists() or _plain(path.read_bytes()) != plain:
         disk.write_file(path, json.dumps(plain).encode(), Step.LEASE_REMEMBER)
     return found
 
@@ -483,10 +480,7 @@ class FileLease:
             return None
         except OSError as error:
             raise LeaseError(f"{self.path}: {error.strerror or error}") from error
-        try:
-            plain = parse_json(data) if len(data) <= FILE_BYTES_MAX else None
-        except ValueError:
-            plain = None
+        plain = _plain(data) if len(data) <= FILE_BYTES_MAX else None
         if not isinstance(plain, dict) or not isinstance(body := plain.get("lease"), dict):
             raise not_trusted(self.path, "it is not whole")
         if plain.get("format") != FILE_FORMAT:
@@ -736,8 +730,8 @@ def _number(text: object) -> int:
     return int(text) if isinstance(text, str) and text.isdecimal() else 0
 
 
-def _plain(data: bytes) -> object:
+def _plain(data: bytes) -> Any:
     """Parse JSON; return None if it is invalid."""
     with contextlib.suppress(ValueError):
-        return json.loads(data)
+        return parse_json(data)
     return None
