@@ -223,7 +223,7 @@ class Api:
             chunk_bytes=self.network.chunk_bytes,
             updates_in_flight_max=self.plan.outer.updates_in_flight_max,
             site_timeout_ns=self.plan.outer.site_timeout_ns,
-            keep_until_decided=self.replicator.acks_first,
+            keep_until_decided=self.core.acks_first,
         )
 
         def look(machine: OuterSync) -> tuple[JoinReply, str]:

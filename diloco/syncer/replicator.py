@@ -67,8 +67,6 @@ class Replicator:
         self.store = store
         self._leadership = leadership
         self.changed = threading.Condition()
-        self.acks_first = options.mode == "async"
-        """Whether an update is acknowledged before a standby has it."""
 
     def begin(self, core: Core, *, detached: bool) -> None:
         """Connect the loop that waits for the standby, before its first turn; ``detached``: the run has no standby."""

@@ -220,7 +220,7 @@ class Syncer:
             on_held=self.room.held,
             replicated=self.replicator.replicated,
             leads=self.leadership.wanting if self.leadership is not None else lambda: None,
-            acks_first=self.replicator.acks_first,
+            acks_first=self.options.replication.mode == "async",
         )
         self.replicator.begin(self.core, detached=alone)
         self.keeper = Keeper(self, memory)
@@ -332,7 +332,7 @@ class Syncer:
         """Update readiness and emit a note, once per change of kind. Runs in the loop's or the room's thread."""
         self.readiness.change(begins=[want.kind] if want is not None else [], ends=HELD)
         if want is None:
-            held = self.replicator.options.mode != "off" or self.leadership is not None
+            held = self.options.replication.mode != "off" or self.leadership is not None
             self.emit("note", {"note": "goes_on" if held else "disk_has_room"})
         elif want.kind is Unready.DISK_FULL:
             self.store.let_go_of_the_past()

@@ -468,6 +468,14 @@ def test_a_word_that_cannot_be_journalled_now_is_later(tmp_path: Path, monkeypat
         assert join(again).incarnation, "it is remembered"
 
 
+@pytest.mark.parametrize("mode", ["off", "async"])
+def test_a_site_keeps_an_update_until_it_is_decided_where_a_standby_may_lack_it(tmp_path: Path, mode: str) -> None:
+    with serving(tmp_path, replication=ReplicationOptions(mode=mode)) as syncer:
+        settings = join(syncer).settings
+        assert settings is not None
+        assert settings.keep_until_decided == (mode == "async")
+
+
 class Nobody:
     """A syncer that cannot be reached."""
 
