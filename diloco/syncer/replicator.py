@@ -217,7 +217,7 @@ class Follower:
 
     def pin(self) -> Pin:
         """Return what is still to be sent."""
-        return Pin(int(self._snapshot.name) if self._anew and self._copying else 0, self._segment)
+        return Pin(int(self._snapshot.name) if self._copying else 0, self._segment)
 
     def acknowledged(self, ack: FollowAck) -> None:
         """Note that the standby has everything up to there. A claim beyond the journal's end ends the stream."""
