@@ -292,13 +292,13 @@ def _take_others(past: Past, stack: ExitStack) -> None:
 
 def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
     from diloco.durable import PLAIN_DISK, Step
-    from diloco.syncer.restoring import restore_in_place
+    from diloco.syncer.restoring import Restore
     from diloco.syncer.snapshots import read_image
 
     image = read_image(Path(given.source))
     why = given.why or f"restored from the image {given.source}"
     known = _known(given, _evidence(past, given))
-    restored = restore_in_place(past.data, card, past.rules(), image, why, known, disk_from_environment())
+    restored = Restore(past.data, card, past.rules(), why, known, disk_from_environment()).in_place(image)
     momentum = all(values.optimizer.tensors for values in image.fragments)
     without = image.facts.get("without") or []
     said = [f"without {text}" for text in without] if isinstance(without, list) else []
@@ -313,7 +313,7 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
 
 def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
     from diloco.syncer.backups import BackupError
-    from diloco.syncer.restoring import restore_backup
+    from diloco.syncer.restoring import Restore
 
     vault, name = _backup(given.source, card.run_id)
     facts = vault.facts(card.run_id, name)
@@ -325,7 +325,7 @@ def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[
     known = _known(given, _evidence(past, given), *highest)
     disk = disk_from_environment()
     fetch = lambda folder: vault.fetch(card.run_id, name, folder, disk)  # noqa: E731
-    restored = restore_backup(past.data, card, past.rules(), fetch, why, known, disk)
+    restored = Restore(past.data, card, past.rules(), why, known, disk).backup(fetch)
     return restored, [f"backup {name} of {facts.at}", *passed, "momentum as it was then"]
 
 
@@ -353,7 +353,7 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     from diloco.models.read import ColdError, read_site
     from diloco.outer.optimizer import NOTHING
     from diloco.sync.state import Line
-    from diloco.syncer.restoring import restore_values
+    from diloco.syncer.restoring import Restore
     from diloco.syncer.snapshots import FragmentValues
 
     site = read_site(given.from_site, number_of(past.config))
@@ -387,9 +387,9 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     ]
     why = given.why or f"restored from what site {site.site} held at its step {site.step}"
     numbers = _known(given, evidence, site.lineage, site.epoch)
-    disk = disk_from_environment()
     above = past.config.upstream.site_id or ""
-    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers, disk, site.units_begun, above)
+    restoring = Restore(past.data, card, past.rules(), why, numbers, disk_from_environment())
+    restored = restoring.values(values, lines, site.units_begun, above)
     said = [f"from site {site.site}, step {site.step}; the outer optimizer's momentum is lost"]
     said += [f"no other evidence confirms its version of fragment {index}" for index in alone]
     if site.units_begun:

@@ -206,6 +206,5 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
         primary,
         connecting.server_options(config),
         connecting.syncer_security(config),
-        lambda what, why: log.emit("note", {"note": what, "why": why}),
         build_syncer.lease(config, disk),
     )

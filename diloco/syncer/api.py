@@ -21,8 +21,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -57,9 +58,12 @@ from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, di
 from diloco.sync.state import Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import publish
-from diloco.syncer.core import CoreHeld, NotHandedIn
-from diloco.syncer.spool import Settled, opened, read_part
-from diloco.syncer.status import recorded
+from diloco.syncer.core import Core, CoreHeld, NotHandedIn, Room
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.publish import Feeds, Holdings
+from diloco.syncer.replicator import Replicator
+from diloco.syncer.spool import opened, read_part
+from diloco.syncer.status import Tally, recorded
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
     FOLDER_DIGITS,
@@ -77,28 +81,22 @@ from diloco.wire.messages import (
     ReportReply,
     Status,
 )
+from diloco.wire.options import ServerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
     from pathlib import Path
-
-    from torch import Tensor
 
     from diloco.codec.merging import Sums
     from diloco.sync.events import OuterEvent
     from diloco.sync.syncer import OuterSync
-    from diloco.syncer.core import Answer, Core, Room
-    from diloco.syncer.options import RunPlan, SyncerOptions
-    from diloco.syncer.publish import Feed, Feeds, Holdings
-    from diloco.syncer.replicator import Replicator
+    from diloco.syncer.core import Answer
+    from diloco.syncer.publish import Feed
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.spool import PartialUpdate
-    from diloco.syncer.status import Tally
     from diloco.wire.handlers import PullSource
     from diloco.wire.identity import Identity
     from diloco.wire.messages import ProbeAsk
-    from diloco.wire.options import ServerOptions
 
 
 def difference(plan: RunPlan, lineage: int, theirs: Agreement, layout_json: bytes) -> str | None:
@@ -157,30 +155,29 @@ TOKENS_MAX = 1 << 40
 """Tokens that one update may claim: far more than any has, and the run's sum still fits its wire field."""
 
 
+@dataclass(eq=False, repr=False)
 class Api:
-    """Called from many threads; the decision loop or the tally's lock guards all state."""
+    """Called from many threads; the decision loop or the tally's lock guards all state.
 
-    def __init__(
-        self,
-        options: SyncerOptions,
-        plan: RunPlan,
-        network: ServerOptions,
-        core: Core,
-        holdings: Holdings,
-        feeds: Feeds,
-        tally: Tally,
-        room: Room,
-        replicator: Replicator,
-        emit: Callable[[str, dict[str, object]], None],
-        *,
-        status: Callable[[], dict[str, object]],
-        snapshot: Callable[[], None],
-    ) -> None:
-        """``status`` and ``snapshot`` carry out the operator's requests of these names."""
-        self._options, self._plan, self._network = options, plan, network
-        self.core, self.holdings, self._feeds, self.tally = core, holdings, feeds, tally
-        self._room, self._replicator, self.emit = room, replicator, emit
-        self.status, self.snapshot = status, snapshot
+    ``status`` and ``snapshot`` carry out the operator's requests of these names.
+    """
+
+    options: SyncerOptions
+    plan: RunPlan
+    network: ServerOptions
+    core: Core
+    holdings: Holdings
+    feeds: Feeds
+    tally: Tally
+    room: Room
+    replicator: Replicator
+    _: KW_ONLY
+    status: Callable[[], dict[str, object]]
+    snapshot: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.emit = self.core.store.emit
+        self.behind = ""
         self.behind = ""
         """Why this process may be outdated: a site of another lineage has tried to join. Empty until then."""
         self._protocols: dict[str, int] = {}
@@ -189,10 +186,10 @@ class Api:
         A site wrongly taken for an older one would get digests that do not match its own. One wrongly taken for a newer
         one gets those of its own updates as it made them, and cannot read the others: it asks again once it has joined.
         """
-        self._earlier = publish.EarlierDigests(len(plan.layout.fragments))
-        self.checks = threading.BoundedSemaphore(network.checks_max)
+        self._earlier = publish.EarlierDigests(len(self.plan.layout.fragments))
+        self.checks = threading.BoundedSemaphore(self.network.checks_max)
         """Entered while some values of an update are in memory: admits as many as there is space for."""
-        self.buffers = Buffers(network.checks_max)  # Memory for the checks: one update's range in each buffer.
+        self.buffers = Buffers(self.network.checks_max)  # Memory for the checks: one update's range in each buffer.
 
     def join(self, request: JoinAsk) -> JoinReply:
         """Let a learner process join, if it agrees with this syncer on everything that is shared."""
@@ -200,7 +197,7 @@ class Api:
             request.protocol, request.run_id, request.lineage, request.layout_fingerprint, request.shared_config
         )
         lineage = self.core.ask(lambda machine: machine.state.lineage)
-        if (text := difference(self._plan, lineage, theirs, request.layout_json)) is not None:
+        if (text := difference(self.plan, lineage, theirs, request.layout_json)) is not None:
             if text.startswith("lineage is ") and not self.behind:
                 self.behind = f"site {request.site_id}: {text}"
                 self.emit("note", {"note": "site_ahead", "why": self.behind, "site": request.site_id})
@@ -222,11 +219,11 @@ class Api:
             raise _refusal(answer.reason, request.site_id)
 
         settings = LearnerSettings(
-            heartbeat_ns=int(self._options.heartbeat_s * 1e9),
-            chunk_bytes=self._network.chunk_bytes,
-            updates_in_flight_max=self._plan.outer.updates_in_flight_max,
-            site_timeout_ns=self._plan.outer.site_timeout_ns,
-            keep_until_decided=self._replicator.acks_first,
+            heartbeat_ns=int(self.options.heartbeat_s * 1e9),
+            chunk_bytes=self.network.chunk_bytes,
+            updates_in_flight_max=self.plan.outer.updates_in_flight_max,
+            site_timeout_ns=self.plan.outer.site_timeout_ns,
+            keep_until_decided=self.core.acks_first,
         )
 
         def look(machine: OuterSync) -> tuple[JoinReply, str]:
@@ -240,7 +237,7 @@ class Api:
             # Two machines with one name, unless the process is of an earlier release or takes over: it names no folder.
             both_named = len(live) == len(request.process) == PROCESS_DIGITS + FOLDER_DIGITS
             if both_named and live[PROCESS_DIGITS:] != request.process[PROCESS_DIGITS:]:
-                silent_s = self._plan.outer.site_timeout_ns / 1e9
+                silent_s = self.plan.outer.site_timeout_ns / 1e9
                 text = (
                     f"another process, started in another folder, speaks for site {request.site_id}: stop that one, or "
                     f"give this one another site.id; site.takeover=true replaces it, so does {silent_s:g} s of its "
@@ -254,7 +251,7 @@ class Api:
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         """Return why the syncer would refuse a join, without asking the machine."""
-        return probed(self._plan, ask)
+        return probed(self.plan, ask)
 
     def open_push(self, header: PushHeader) -> Reception | PushResult:
         """Admit an update before its first payload byte, or return its answer at once."""
@@ -284,24 +281,24 @@ class Api:
         if (wrong := self._misshapen(header)) is not None:
             self.tally.refused(wrong.partition(" ")[0])
             raise Refusal(Status.INVALID_ARGUMENT, wrong)
-        if (wanting := self._room.wanting(header.payload_bytes)) is not None:
+        if (wanting := self.room.wanting(header.payload_bytes)) is not None:
             self.tally.refused("disk_full")
             raise Refusal(Status.UNAVAILABLE, wanting)
         return Reception(self, header, protocol, epoch)
 
     def _check_fragment(self, fragment: int) -> None:
-        if fragment >= len(self._plan.layout.fragments):
+        if fragment >= len(self.plan.layout.fragments):
             self.tally.refused("fragment")
             raise Refusal(Status.NOT_FOUND, f"fragment is {fragment}: the run has no such fragment")
 
     def _misshapen(self, header: PushHeader) -> str | None:
         """Return a text that begins with the field whose value is impossible here; None if all values fit."""
-        numel = self._plan.layout.fragments[header.fragment].numel
+        numel = self.plan.layout.fragments[header.fragment].numel
         if not 1 <= header.tokens <= TOKENS_MAX:
             return f"tokens is {header.tokens}: 1 to {TOKENS_MAX} in one update"
         if header.steps < 1:
             return f"steps is {header.steps}: at least 1 in one update"
-        allowed = [LOSSLESS] if header.fragment in self._plan.layout.averaged else self._options.up_codecs
+        allowed = [LOSSLESS] if header.fragment in self.plan.layout.averaged else self.options.up_codecs
         if header.encoding not in allowed:
             return f"encoding is {header.encoding!r}: this run allows {', '.join(allowed)}"
         if header.numel != numel:
@@ -322,7 +319,7 @@ class Api:
                 raise Refusal(Status.FAILED_PRECONDITION, f"incarnation is {incarnation}: join first")
             if known.status is SiteStatus.EVICTED:
                 raise _refusal(Reason.EVICTED, site)
-            feed = self._feeds.open(site, incarnation, self._protocols.get(site, PROTOCOL))
+            feed = self.feeds.open(site, incarnation, self._protocols.get(site, PROTOCOL))
             # Events between the join and this instant reached no stream: send the state (again).
             for index, fragment in enumerate(machine.state.fragments):
                 feed.put(publish.published(machine, index, fragment.version, fragment.digest))
@@ -392,7 +389,7 @@ class Api:
         def look(machine: OuterSync) -> tuple[ReportReply, dict[int, int]]:
             known = is_known(machine)
             if known and machine.state.sites[report.site_id].status is SiteStatus.LEFT:
-                self._feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
+                self.feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
             state = machine.state
             compared = known and protocol is not None
             digests = self._earlier if earlier else None
@@ -474,7 +471,7 @@ class Api:
 
     def detach(self) -> None:
         """Continue without a standby until one has caught up."""
-        core, replicator = self.core, self._replicator
+        core, replicator = self.core, self.replicator
         if replicator.options.mode != "sync":
             raise Refusal(
                 Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {replicator.options.mode}"
@@ -553,23 +550,9 @@ class Measuring:
 class Inspection:
     """Checks the update that is being written to ``path``. Not thread-safe."""
 
-    def __init__(
-        self,
-        path: Path,
-        header: PushHeader,
-        momentum: Callable[[], Tensor | None],
-        checks: AbstractContextManager[object],
-        begins: Callable[[], None],
-        buffers: Buffers,
-    ) -> None:
-        """``momentum`` returns the fragment's present momentum; ``checks`` is entered while values are in memory;
-        ``begins`` is called before a codec reads the first byte; ``buffers`` has memory for a range's payload."""
-        self._path = path
-        self._header = header
-        self._momentum = momentum
-        self._checks = checks
-        self._begins = begins
-        self._buffers = buffers
+    def __init__(self, api: Api, path: Path, header: PushHeader) -> None:
+        """While values are in memory, ``api.checks`` is entered; ``api.buffers`` has memory for a range's payload."""
+        self._api, self._path, self._header = api, path, header
         self._codec = make_codec(header.encoding)
         self._reading = Reading(self._codec.plain, header.numel, header.values_digest)
         self._ranges = iter(self._reading.ranges())
@@ -585,20 +568,20 @@ class Inspection:
         """Check the ranges that are complete in the first ``here_bytes`` of the payload, which are on the disk."""
         if self._ready(here_bytes) is None:
             return
-        with self._checks:
+        with self._api.checks:
             while (bounds := self._ready(here_bytes)) is not None:
                 assert self._file is not None
                 assert self._begin is not None
-                count = bounds[1] - bounds[0]
-                part = read_part(self._file, self._codec.plain, self._header.numel, *bounds, self._begin, self._buffers)
-                self._look(part, count, 0, bounds)
+                plain, numel, buffers = self._codec.plain, self._header.numel, self._api.buffers
+                part = read_part(self._file, plain, numel, *bounds, self._begin, buffers)
+                self._look(part, bounds[1] - bounds[0], 0, bounds)
 
     def finish(self) -> Vitals:
         """Check the rest of the complete payload; raise ``DecodeError`` if it is malformed."""
         header = self._header
         self.advance(header.payload_bytes)
         if self._next is not None and self._malformed is None:  # A frame of the entropy stage has no ranges.
-            with self._checks:
+            with self._api.checks:
                 _, mapped = opened(self._path, self._codec, header.numel)
                 while (bounds := self._next) is not None and self._malformed is None:
                     self._look(mapped.payload, header.numel, bounds[0], bounds)
@@ -620,7 +603,7 @@ class Inspection:
             return None
         if self._file is None:
             self._file = os.open(self._path, os.O_RDONLY)
-            self._begins()
+            self._api.tally.count(self._header.site_id, payloads_decoded=1)
         if self._begin is None:
             staged = self._header.payload_bytes - len(RAW) == self._codec.payload_bytes(self._header.numel)
             if not staged or os.pread(self._file, len(RAW), 0) != RAW:
@@ -631,7 +614,7 @@ class Inspection:
 
     def _look(self, payload: memoryview, numel: int, start: int, bounds: tuple[int, int]) -> None:
         """Check the values of ``bounds``, which begin at ``start`` of a ``payload`` of ``numel``."""
-        momentum = self._momentum()
+        momentum = self._api.holdings.values[self._header.fragment].optimizer.momentum
         against = momentum[slice(*bounds)] if momentum is not None else None
         try:
             sums = self._reading.read(payload, numel, start, bounds[1] - bounds[0], against)
@@ -665,14 +648,7 @@ class Reception:
         self._heard_s = -HEARD_EVERY_S
         with _storing():
             self._partial = self._spool.open_partial(header)
-        self._inspection = Inspection(
-            self._partial.path,
-            header,
-            lambda: api.holdings.values[header.fragment].optimizer.momentum,
-            api.checks,
-            lambda: api.tally.count(header.site_id, payloads_decoded=1),
-            api.buffers,
-        )
+        self._inspection = Inspection(api, self._partial.path, header)
         with _storing(self._partial):
             self._inspection.advance(self.offset)  # Check once what an earlier attempt has brought.
 
@@ -733,7 +709,7 @@ class Reception:
             )
         except NotHandedIn:
             if reference:
-                self._spool.settle(reference, Settled.GIVEN_BACK, self._partial)
+                self._spool.settle(reference, keep=False, back=self._partial)
             raise
         assert isinstance(answer, AnswerPush), answer
         if answer.outcome is Outcome.REFUSED and answer.reason is not None:
@@ -752,11 +728,11 @@ class Reception:
         if not reference:
             return
         if answer.outcome is Outcome.RETRY:
-            self._spool.settle(reference, Settled.GIVEN_BACK, partial)
+            self._spool.settle(reference, keep=False, back=partial)
         elif answer.outcome is Outcome.REFUSED and answer.reason is not Reason.FORGOTTEN:
-            self._spool.settle(reference, Settled.DROPPED)  # Never accepted by this name: nothing can need it.
+            self._spool.settle(reference, keep=False)  # Never accepted by this name: nothing can need it.
         else:
-            self._spool.settle(reference, Settled.KEPT)
+            self._spool.settle(reference, keep=True)
             if answer.fate is not None or answer.outcome is Outcome.REFUSED:
                 self._api.core.store.release(reference)  # Decided long ago: only a replay could still need it.
 

@@ -40,7 +40,7 @@ from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.events import LineageBegan, SyncerStarted
 from diloco.sync.journal import PlainError, from_plain, parse_json, shown
 from diloco.syncer.restoring import Kept
-from diloco.syncer.snapshots import digest_of, image_digests
+from diloco.syncer.snapshots import IMAGE_MANIFEST, MANIFEST, digest_of, digests_in
 from diloco.syncer.store import payloads_in, payloads_named
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.syncer.journal_files import SegmentRead
     from diloco.syncer.restoring import Point
+    from diloco.syncer.store import Store
 
 FORMAT = 1
 MARKER = "backup.json"
@@ -354,9 +355,12 @@ def _copied(
         if path.name in known:
             digests[relative] = known[path.name]
 
-    written = kept.snapshots.digests(point.number)
-    for path in sorted((folder / "snapshots" / f"{point.number:08d}").iterdir()):
-        add(path, written)
+    def add_folder(above: Path, manifest: str) -> None:
+        written = digests_in(above / manifest)
+        for path in sorted(above.iterdir()):
+            add(path, written)
+
+    add_folder(kept.snapshots.path(point.number), MANIFEST)
     payloads = payloads_in(kept.snapshots.peek(point.number)[0])
     for read in segments:
         path = folder / "journal" / f"journal-{read.index:06d}.log"
@@ -366,9 +370,7 @@ def _copied(
         add(kept.spool.folder / reference, {Path(reference).name: digest})
     for began in kept.lineages.numbers():
         if began > point.state.lineage:
-            written = image_digests(kept.lineages.folder / str(began))
-            for path in sorted((kept.lineages.folder / str(began)).iterdir()):
-                add(path, written)
+            add_folder(kept.lineages.folder / str(began), IMAGE_MANIFEST)
     state = point.state
     facts = BackupFacts(
         format=FORMAT,
@@ -386,19 +388,13 @@ def _copied(
 class Backups:
     """Makes a backup every ``every_s`` seconds, in its own thread."""
 
-    def __init__(
-        self,
-        options: BackupOptions,
-        folder: Path,
-        run_id: str,
-        emit: Callable[[str, dict[str, object]], None],
-        disk: Disk = PLAIN_DISK,
-    ) -> None:
-        self._options, self._folder, self._run_id, self._emit = options, folder, run_id, emit
-        self._vault = Vault(options.url, disk)
+    def __init__(self, options: BackupOptions, store: Store, lineage: int, epoch: int) -> None:
+        """``lineage`` and ``epoch`` are those of this process."""
+        self._options, self._folder, self._run_id, self._emit = options, store.folder, store.card.run_id, store.emit
+        self._vault = Vault(options.url, store.disk)
         self._stopping = threading.Event()
         self._began_s = time.monotonic()
-        self._own = (0, 0)
+        self._own = (lineage, epoch)
         self._good_s: float | None = None
         self._last = ""
         self._failing = ""
@@ -408,9 +404,8 @@ class Backups:
         # A store that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="backups", daemon=True)
 
-    def start(self, lineage: int, epoch: int) -> None:
-        """Look for backups of another syncer; make the first one after ``every_s``. The arguments are this syncer's."""
-        self._own = (lineage, epoch)
+    def start(self) -> None:
+        """Look for backups of another syncer; make the first one after ``every_s``."""
         self._thread.start()
 
     def stop(self, *, last: bool) -> None:

@@ -30,14 +30,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.durable import LOCK, DiskFullError, Step
-from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AnswerUnits, AskToConfirm, Note
+from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AnswerUnits, AskToConfirm, Note, OuterEffect
 from diloco.sync.events import (
     DeadlinePassed,
     JoinRequested,
@@ -49,19 +49,17 @@ from diloco.sync.events import (
     UpdateArrived,
 )
 from diloco.sync.journal import Record, digest_effects
+from diloco.sync.leadership import Place
 from diloco.sync.members import Leases
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
+from diloco.syncer.store import Store
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    from diloco.sync.effects import OuterEffect
-    from diloco.sync.leadership import Place
-    from diloco.syncer.store import Store
 
 
 class Unready(StrEnum):
@@ -72,6 +70,10 @@ class Unready(StrEnum):
     DISK_FULL = "disk_full"
     STANDBY_AWAY = "standby_away"
     LEASE_LOST = "lease_lost"
+
+
+HELD = (Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST)
+"""What the decision loop waits for, one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +98,10 @@ class Readiness:
             self._tell = tell
             tell(not self._reasons)
 
-    def begins(self, reason: Unready) -> None:
-        """Add ``reason``."""
+    def change(self, *, begins: Iterable[Unready] = (), ends: Iterable[Unready] = ()) -> None:
+        """Remove the reasons in ``ends``, then add those in ``begins``."""
         with self._lock:
-            self._reasons.add(reason)
-            self._tell(False)
-
-    def ends(self, reason: Unready) -> None:
-        """Remove ``reason``."""
-        with self._lock:
-            self._reasons.discard(reason)
+            self._reasons = self._reasons.difference(ends).union(begins)
             self._tell(not self._reasons)
 
     def reasons(self) -> list[str]:
@@ -240,6 +236,7 @@ class _Question:
                 raise
 
 
+@dataclass(eq=False, repr=False)
 class Core:
     """The loop. It calls ``carry_out`` with every effect that is not an answer, in order.
 
@@ -250,38 +247,30 @@ class Core:
     acknowledges an accepted update before ``replicated``.
     """
 
-    def __init__(
-        self,
-        machine: OuterSync,
-        store: Store,
-        carry_out: Callable[[OuterEffect], None],
-        *,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
-        on_held: Callable[[Want | None], None] = lambda want: None,
-        replicated: Callable[[Place], str | None] = lambda end: None,
-        leads: Callable[[], str | None] = lambda: None,
-        acks_first: bool = False,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self.machine = machine  # Only the loop's thread may touch it.
-        self.store = store
-        self._carry_out = carry_out
-        self._on_failure = on_failure
-        self._on_held = on_held
-        self._replicated = replicated
-        self._leads = leads
-        self._acks_first = acks_first
+    machine: OuterSync
+    """Only the loop's thread may touch it."""
+    store: Store
+    carry_out: Callable[[OuterEffect], None]
+    _: KW_ONLY
+    on_failure: Callable[[BaseException], None] = lambda error: None
+    on_held: Callable[[Want | None], None] = lambda want: None
+    replicated: Callable[[Place], str | None] = lambda end: None
+    leads: Callable[[], str | None] = lambda: None
+    acks_first: bool = False
+    clock_ns: Callable[[], int] = time.monotonic_ns
+
+    def __post_init__(self) -> None:
+        machine = self.machine
         self.held: Want | None = None
         """The condition that the loop waits for; None when it does not wait."""
-        self._clock_ns = clock_ns
-        self._origin_ns = machine.state.now_ns - clock_ns()
+        self._origin_ns = machine.state.now_ns - self.clock_ns()
         self.leases = Leases(machine.options.site_timeout_ns)
         self._inbox: queue.SimpleQueue[OuterEvent | _Question | None] = queue.SimpleQueue()
         self._early: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Guards ``_calls`` and ``_heard``."""
         self._calls: dict[int, Future[Answer]] = {}
-        self._calls_lock = threading.Lock()
         self._heard: set[str] = set()
-        self._heard_lock = threading.Lock()
         self._turned_ns = machine.state.now_ns
         self._next_call = 1
         self._stopping = threading.Event()
@@ -305,7 +294,7 @@ class Core:
 
     def now_ns(self) -> int:
         """Return the machine's time, which continues from where the last process left it."""
-        return self._origin_ns + self._clock_ns()
+        return self._origin_ns + self.clock_ns()
 
     def post(self, event: OuterEvent) -> None:
         """Queue an event that needs no answer."""
@@ -313,7 +302,7 @@ class Core:
 
     def heard(self, site: str) -> None:
         """Note a sign of life of ``site``. Any number of them takes one place in the inbox until the loop looks."""
-        with self._heard_lock:
+        with self._lock:
             first = not self._heard
             self._heard.add(site)
         if first:
@@ -336,7 +325,7 @@ class Core:
         """
         self._hand_in()
         future: Future[Answer] = Future()
-        with self._calls_lock:
+        with self._lock:
             number = self._next_call
             self._next_call += 1
             self._calls[number] = future
@@ -404,9 +393,9 @@ class Core:
                 self._turn()
         except BaseException as error:  # ``on_failure`` passes it to the loop's owner, which raises it elsewhere.
             self.failed = error
-            self._on_failure(error)
+            self.on_failure(error)
         finally:
-            with self._calls_lock:
+            with self._lock:
                 waiting, self._calls = list(self._calls.values()), {}
             for future in waiting:
                 future.set_exception(CoreStopped())
@@ -429,7 +418,7 @@ class Core:
             elif item is not None:
                 self._decide(item, decided, records)
         now_ns = self.now_ns()
-        with self._heard_lock:
+        with self._lock:
             heard, self._heard = sorted(self._heard), set()
         for site in heard:
             back = self.leases.heard(site, now_ns)
@@ -443,13 +432,13 @@ class Core:
         deadline_ns = self.machine.next_deadline_ns()
         if deadline_ns is not None and now_ns >= deadline_ns:
             self._decide(DeadlinePassed(), decided, records)
-        if (records and not self.settle(records, decided)) or not self._until(self._leads, Unready.LEASE_LOST):
+        if (records and not self.settle(records, decided)) or not self._until(self.leads, Unready.LEASE_LOST):
             return
         for effect in decided:
             if isinstance(effect, Answer):
                 self._answer(effect)
             else:
-                self._carry_out(effect)
+                self.carry_out(effect)
         for question in questions:
             question.answer(self.machine)
         self._answer_early()
@@ -474,13 +463,13 @@ class Core:
 
         if not self._until(keep, Unready.DISK_FULL):
             return False
-        if self._acks_first:
-            if not self._until(self._leads, Unready.LEASE_LOST):
+        if self.acks_first:
+            if not self._until(self.leads, Unready.LEASE_LOST):
                 return False
             for effect in decided:
                 if isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED:
                     self._answer(effect)
-        return self._until(lambda: self._replicated(ends[0]), Unready.STANDBY_AWAY)
+        return self._until(lambda: self.replicated(ends[0]), Unready.STANDBY_AWAY)
 
     def _until(self, attempt: Callable[[], str | None], kind: Unready) -> bool:
         """Repeat ``attempt`` until it returns None instead of the reason why it cannot succeed.
@@ -497,12 +486,12 @@ class Core:
             if why is not None:
                 if self._stopping.is_set():
                     return False
-                self._leads()  # Raises once this process no longer leads: waiting is useless then.
+                self.leads()  # Raises once this process no longer leads: waiting is useless then.
                 if time.monotonic() - began > HELD_AFTER_S:
                     held = Want(kind, why)
             if held != self.held:
                 self.held = held
-                self._on_held(held)
+                self.on_held(held)
             if why is None:
                 return True
             self._answer_early(RETRY_S)
@@ -552,7 +541,7 @@ class Core:
 
     def _answer(self, answer: Answer) -> None:
         """Answer a call, at most once."""
-        with self._calls_lock:
+        with self._lock:
             future = self._calls.pop(answer.call, None)
         if future is not None:
             self.store.disk.reached(Step.ACK)

@@ -52,6 +52,7 @@ import ssl
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -59,16 +60,16 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from diloco.durable import LOCK, PLAIN_DISK, Step, lock
+from diloco.durable import LOCK, PLAIN_DISK, Disk, Step, lock
 from diloco.sync.journal import parse_json
 from diloco.sync.leadership import RETRY_SHARE, Claim, Leadership, Standing, next_standing, refusal
 from diloco.wire.options import check_private, is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from diloco.durable import Disk
     from diloco.sync.state import OuterState
+    from diloco.syncer.store import Store
 
 
 NUMBER_MAX = 1 << 63
@@ -149,23 +150,21 @@ def clock_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
+@dataclass(eq=False, repr=False)
 class LeaseHolder:
     """Renews this process's lease in a thread, and consults ``Leadership``; any thread may call every method."""
 
-    def __init__(
-        self,
-        lease: Lease,
-        own: Standing,
-        sent_ns: int,
-        clock_ns: Callable[[], int] = clock_ns,
-        emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
-    ) -> None:
-        """``own`` is from ``acquire``; ``sent_ns``: when that was requested, by ``clock_ns``."""
-        self.epoch = own.epoch
-        self._lease, self._own = lease, own
-        self._clock_ns = clock_ns
-        self._emit = emit
-        self.machine = Leadership(own.epoch, round(lease.ttl_s * 1e9), sent_ns)
+    lease: Lease
+    own: Standing
+    """From ``acquire``."""
+    sent_ns: int
+    """When that was requested, by ``clock_ns``."""
+    clock_ns: Callable[[], int] = clock_ns
+    emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None
+
+    def __post_init__(self) -> None:
+        self.epoch = self.own.epoch
+        self.machine = Leadership(self.epoch, round(self.lease.ttl_s * 1e9), self.sent_ns)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -175,7 +174,7 @@ class LeaseHolder:
 
     def wanting(self) -> str | None:
         """``Leadership.wanting`` at this moment."""
-        return self.machine.wanting(self._clock_ns())
+        return self.machine.wanting(self.clock_ns())
 
     def heir_is(self, name: str) -> str | None:
         """``Leadership.heir_is``; if another heir is named, the thread removes it at once."""
@@ -195,11 +194,11 @@ class LeaseHolder:
         """The lease's state, for ``diloco status``."""
         machine = self.machine
         return {
-            "place": self._lease.place,
+            "place": self.lease.place,
             "epoch": self.epoch,
-            "valid": machine.valid(self._clock_ns()),
+            "valid": machine.valid(self.clock_ns()),
             "heir": machine.heir,
-            "renewed_seconds_ago": round((self._clock_ns() - machine.confirmed_ns) / 1e9, 1),
+            "renewed_seconds_ago": round((self.clock_ns() - machine.confirmed_ns) / 1e9, 1),
             "trouble": machine.lost or machine.trouble,
         }
 
@@ -218,13 +217,13 @@ class LeaseHolder:
             self._thread.join()
         if release and self.machine.lost is None:
             try:
-                self._lease.change(self._own, released=True)
+                self.lease.change(self.own, released=True)
             except LeaseError as error:
-                self._emit("note", {"note": "lease", "why": f"it was not released and will expire: {error}"})
+                self.emit("note", {"note": "lease", "why": f"it was not released and will expire: {error}"})
 
     def _run(self) -> None:
         while not self._stopping.is_set() and self.machine.lost is None:
-            self._wake.wait(max(0, self.machine.due_ns - self._clock_ns()) / 1e9)
+            self._wake.wait(max(0, self.machine.due_ns - self.clock_ns()) / 1e9)
             self._wake.clear()
             if not self._stopping.is_set():
                 self.step()
@@ -234,24 +233,24 @@ class LeaseHolder:
         machine = self.machine
         while not self._stopping.is_set():
             with self._lock:
-                change = machine.next_change(self._clock_ns())
+                change = machine.next_change(self.clock_ns())
             if change is None:
                 return
             try:
                 wanted = {} if change.heir is None else {"heir": change.heir}
-                held = self._lease.change(self._own, **wanted)
+                held = self.lease.change(self.own, **wanted)
             except LeaseError as error:
                 if machine.trouble is None:
-                    self._emit("note", {"note": "lease", "why": str(error)})
-                machine.missed(self._clock_ns(), str(error))
+                    self.emit("note", {"note": "lease", "why": str(error)})
+                machine.missed(self.clock_ns(), str(error))
                 return
             with self._lock:
                 machine.changed(change, held=held)
             if machine.lost is not None:
-                self._emit("note", {"note": "lease_lost", "why": machine.lost})
+                self.emit("note", {"note": "lease_lost", "why": machine.lost})
             elif change.heir is not None:
                 named = change.heir or "no standby"
-                self._emit("note", {"note": "heir", "why": f"the lease names {named} as the heir"})
+                self.emit("note", {"note": "heir", "why": f"the lease names {named} as the heir"})
 
 
 # --- taking it --------------------------------------------------------------------------------------------------------
@@ -275,15 +274,14 @@ def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
     Raises ``LeaseRefusedError`` for a copy of a folder that was led under a lease: the process of the original folder
     may be alive, hold the lease by this name, and have acknowledged what the copy lacks.
     """
-    path, home = folder / REMEMBERED, _home(folder)
+    path, lock_file = folder / REMEMBERED, folder / LOCK
+    # By inode numbers: a moved disk keeps both, a copy almost never does.
+    home = f"{folder.stat().st_ino}:{lock_file.stat().st_ino if lock_file.exists() else 0}"
     fit = re.sub(r"[^A-Za-z0-9._-]", "-", label).lstrip("._-")[:LABEL_CHARS_MAX] or "syncer"
     anew = Remembered(f"{fit}-{secrets.token_hex(4)}", home=home)
-    try:
-        plain = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return _remember(path, anew, disk)
-    except ValueError:
-        plain = None
+    plain = _plain(path.read_bytes())
     if not isinstance(plain, dict) or not all(isinstance(plain.get(key), str) for key in ("name", "place")):
         raise LeaseRefusedError(f"{path} cannot be read: remove it if no other process leads the run")
     found = Remembered(plain["name"], plain["place"], home)
@@ -299,46 +297,21 @@ def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
     )
 
 
-def _home(folder: Path) -> str:
-    """Return the inode numbers of the folder and its lock file: a moved disk keeps both, a copy almost never does."""
-    lock = folder / LOCK
-    return f"{folder.stat().st_ino}:{lock.stat().st_ino if lock.exists() else 0}"
-
-
-def claim_of(lease: Lease, folder: Path, disk: Disk, state: OuterState, *, by_itself: bool = False) -> Claim:
-    """Return the data folder's claim to ``lease``; the caller holds the folder's lock."""
-    known = remembered(folder, disk)
-    if known.place not in ("", lease.place):
-        raise LeaseRefusedError(
-            f"this data folder was led under the lease {known.place}, and the settings say {lease.place}: two leases "
-            f"let two syncers lead; when every process of the run is stopped, remove {folder / REMEMBERED}"
-        )
-    return Claim(known.name, state.epoch, state.lineage, anew=not known.place, by_itself=by_itself)
-
-
-def lead(
-    lease: Lease | None,
-    folder: Path,
-    disk: Disk,
-    state: OuterState,
-    emit: Callable[[str, dict[str, object]], None],
-    wait_s: float | None = None,
-) -> LeaseHolder | None:
-    """Take ``lease`` for the run in ``folder``; wait at most ``wait_s`` (None: 2 ``ttl_s``) while another holds it.
+def lead(lease: Lease | None, store: Store, state: OuterState, wait_s: float | None = None) -> LeaseHolder | None:
+    """Take ``lease`` for the run in ``store``; wait at most ``wait_s`` (None: 2 ``ttl_s``) while another holds it.
 
     Returns None if the run is led without a lease. Raises ``LeaseRefusedError`` if another still holds it then.
     """
     if lease is None:
-        path = folder / REMEMBERED
-        if path.exists() and (place := remembered(folder, PLAIN_DISK).place):  # Another process may hold it.
+        path = store.folder / REMEMBERED
+        if path.exists() and (place := remembered(store.folder, store.disk).place):  # Another process may hold it.
             raise LeaseRefusedError(
                 f"this data folder was led under the lease {place}, and the settings name none: when no other process "
                 f"leads the run, remove {path}"
             )
         return None
-    claim = claim_of(lease, folder, disk, state)
     until_s = time.monotonic() + (2 * lease.ttl_s if wait_s is None else wait_s)
-    while (leadership := try_to_lead(lease, folder, disk, claim, emit)) is None:
+    while (leadership := try_to_lead(lease, store, state)) is None:
         if time.monotonic() > until_s:
             standing, _ = lease.read()
             holder = standing.holder if standing is not None else "another process"
@@ -347,22 +320,29 @@ def lead(
     return leadership
 
 
-def try_to_lead(
-    lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Callable[[str, dict[str, object]], None]
-) -> LeaseHolder | None:
-    """Try once to take ``lease``; return None while another holds it. A taken lease is renewed from then on."""
+def try_to_lead(lease: Lease, store: Store, state: OuterState, *, by_itself: bool = False) -> LeaseHolder | None:
+    """Try once to take ``lease`` for the run in ``store``; return None while another process holds it.
+
+    A taken lease is renewed from then on.
+    """
+    known, path = remembered(store.folder, store.disk), store.folder / REMEMBERED
+    if known.place not in ("", lease.place):
+        raise LeaseRefusedError(
+            f"this data folder was led under the lease {known.place}, and the settings say {lease.place}: two leases "
+            f"let two syncers lead; when every process of the run is stopped, remove {path}"
+        )
     sent_ns = clock_ns()
-    own = lease.acquire(claim)
+    own = lease.acquire(Claim(known.name, state.epoch, state.lineage, anew=not known.place, by_itself=by_itself))
     if own is None:
         return None
-    _remember(folder / REMEMBERED, Remembered(claim.name, lease.place, _home(folder)), disk)
-    emit("lease_taken", {"epoch": own.epoch, "holder": claim.name, "place": lease.place})
-    return LeaseHolder(lease, own, sent_ns, emit=emit).start()
+    _remember(path, replace(known, place=lease.place), store.disk)
+    store.emit("lease_taken", {"epoch": own.epoch, "holder": known.name, "place": lease.place})
+    return LeaseHolder(lease, own, sent_ns, emit=store.emit).start()
 
 
 def _remember(path: Path, found: Remembered, disk: Disk) -> Remembered:
     plain = {**asdict(found), "sha256": _digest(found)}
-    if not path.exists() or json.loads(path.read_bytes()) != plain:
+    if not path.exists() or _plain(path.read_bytes()) != plain:
         disk.write_file(path, json.dumps(plain).encode(), Step.LEASE_REMEMBER)
     return found
 
@@ -386,23 +366,18 @@ class _Content:
     run_id: str
 
 
+@dataclass(eq=False, repr=False)
 class FileLease:
     """A lease in a file; satisfies ``Lease``."""
 
-    def __init__(
-        self,
-        path: Path,
-        run_id: str,
-        ttl_s: float,
-        disk: Disk = PLAIN_DISK,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.path = path
-        self.place = f"file:{path}"
-        self.ttl_s = ttl_s
-        self._run_id = run_id
-        self._disk = disk
-        self._clock_s = clock_s
+    path: Path
+    run_id: str
+    ttl_s: float
+    disk: Disk = PLAIN_DISK
+    clock_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.place = f"file:{self.path}"
         self._seen: _Content | None = None
         self._since_s = 0.0
 
@@ -429,17 +404,17 @@ class FileLease:
             lock(other)  # Some file systems grant it to every caller.
             raise LeaseError(f"{self.path} is on a file system without locks (flock): use another, or kind=etcd")
         own, count = next_standing(standing, claim), content.count if content else 0
-        taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self._run_id))
+        taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self.run_id))
         return own if taken else None
 
     def _watched(self) -> tuple[_Content | None, bool]:
         """Read the file, and note since when its content is the same; return it, and whether the lease has expired."""
         content = self._read()
         if content != self._seen or content is None:
-            self._seen, self._since_s = content, self._clock_s()
+            self._seen, self._since_s = content, self.clock_s()
         if content is None or content.standing.released:
             return content, True
-        return content, self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
+        return content, self.clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
 
     def change(self, own: Standing, **changes: Any) -> bool:
         """Increment the count, which renews the lease, and write the ``changes``."""
@@ -465,13 +440,13 @@ class FileLease:
         beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.tmp")
         with self._errors():
             try:
-                self._disk.make(beside, lambda path: path.write_text(text), Step.LEASE_WRITE)
-                self._disk.sync_file(beside, Step.LEASE_WRITE)
+                self.disk.make(beside, lambda path: path.write_text(text), Step.LEASE_WRITE)
+                self.disk.sync_file(beside, Step.LEASE_WRITE)
                 with self._locked():
                     if self._read() != found:
                         return False
-                    self._disk.rename(beside, self.path, Step.LEASE_WRITE)
-                self._disk.sync_folder(self.path.parent, Step.LEASE_WRITE)
+                    self.disk.rename(beside, self.path, Step.LEASE_WRITE)
+                self.disk.sync_folder(self.path.parent, Step.LEASE_WRITE)
             finally:
                 beside.unlink(missing_ok=True)
         return True
@@ -505,10 +480,7 @@ class FileLease:
             return None
         except OSError as error:
             raise LeaseError(f"{self.path}: {error.strerror or error}") from error
-        try:
-            plain = parse_json(data) if len(data) <= FILE_BYTES_MAX else None
-        except ValueError:
-            plain = None
+        plain = _plain(data) if len(data) <= FILE_BYTES_MAX else None
         if not isinstance(plain, dict) or not isinstance(body := plain.get("lease"), dict):
             raise not_trusted(self.path, "it is not whole")
         if plain.get("format") != FILE_FORMAT:
@@ -519,9 +491,9 @@ class FileLease:
         count, ttl_s, run_id = body.get("count"), body.get("ttl_s"), body.get("run_id")
         if type(count) is not int or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= TTL_MAX_S:
             raise not_trusted(self.path, f"count is {count!r}, ttl_s is {ttl_s!r}")
-        if run_id != self._run_id:
-            raise LeaseRefusedError(f"{self.path} is the lease of run {run_id!r}, and this is run {self._run_id!r}")
-        return _Content(standing, count, float(ttl_s), self._run_id)
+        if run_id != self.run_id:
+            raise LeaseRefusedError(f"{self.path} is the lease of run {run_id!r}, and this is run {self.run_id!r}")
+        return _Content(standing, count, float(ttl_s), self.run_id)
 
 
 def _body_digest(body: dict[str, object]) -> str:
@@ -758,8 +730,8 @@ def _number(text: object) -> int:
     return int(text) if isinstance(text, str) and text.isdecimal() else 0
 
 
-def _plain(data: bytes) -> object:
+def _plain(data: bytes) -> Any:
     """Parse JSON; return None if it is invalid."""
     with contextlib.suppress(ValueError):
-        return json.loads(data)
+        return parse_json(data)
     return None

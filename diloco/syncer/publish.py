@@ -295,8 +295,7 @@ class Holdings:
         for fragment, (version, short) in enumerate(zip(versions, echoed, strict=False)):
             if not short or fragment >= len(self.values):
                 continue
-            known = [digest for number, digest in self._digests[fragment] if number == version]
-            digest = known[-1] if known else None
+            digest = dict(self._digests[fragment]).get(version)
             if digest is not None and earlier is not None and not is_sha256(digest):
                 digest = earlier.known(fragment, version)
             if digest is not None and short_digest(digest) != short:

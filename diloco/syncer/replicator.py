@@ -27,7 +27,7 @@ from diloco.wire.chunks import cut
 from diloco.wire.messages import Alive, Chunk, FollowAck, Follows, Item, Refusal, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from diloco.syncer.core import Core
@@ -62,20 +62,11 @@ class Replicator:
     The decision loop calls ``replicated`` for each turn (``Core``); any thread may call the other methods.
     """
 
-    def __init__(
-        self,
-        options: ReplicationOptions,
-        store: Store,
-        emit: Callable[[str, dict[str, object]], None],
-        leadership: LeaseHolder | None = None,
-    ) -> None:
+    def __init__(self, options: ReplicationOptions, store: Store, leadership: LeaseHolder | None = None) -> None:
         self.options = options
         self.store = store
-        self._emit = emit
         self._leadership = leadership
         self.changed = threading.Condition()
-        self.acks_first = options.mode == "async"
-        """Whether an update is acknowledged before a standby has it."""
 
     def begin(self, core: Core, *, detached: bool) -> None:
         """Connect the loop that waits for the standby, before its first turn; ``detached``: the run has no standby."""
@@ -96,7 +87,7 @@ class Replicator:
             if self.machine.durable > durable:
                 self.changed.notify_all()
             if self.machine.slow and not slow:
-                self._emit("standby_slow", {"standby": self.machine.standby})
+                self.store.emit("standby_slow", {"standby": self.machine.standby})
             if why is None and self._leadership is not None:
                 why = self._leadership.heir_is(heir)
             return why
@@ -147,7 +138,7 @@ class Replicator:
         follower = Follower(self, start)
         with self.changed:
             self.machine.followed(follower, follower.name, follower.place, time.monotonic_ns())
-        self._emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
+        self.store.emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
         return follower
 
     def heard(self, follower: Follower, place: Place) -> None:
@@ -165,7 +156,7 @@ class Replicator:
         with self.changed:
             was_served = self.machine.gone(follower)
         if was_served:
-            self._emit("standby_away", {"standby": follower.name})
+            self.store.emit("standby_away", {"standby": follower.name})
             self.core.nudge()
 
 
@@ -190,7 +181,7 @@ class Follower:
                         break
             else:
                 raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet to begin with: try again later")
-            self._snapshot = self._store.snapshots.folder / f"{number:08d}"
+            self._snapshot = self._store.snapshots.path(number)
             self._segment, self._chain = snapshot.journal_segment, snapshot.journal_chain
             self._waiting = sorted(payloads_in(snapshot.state))
             self._at = 0
@@ -226,7 +217,7 @@ class Follower:
 
     def pin(self) -> Pin:
         """Return what is still to be sent."""
-        return Pin(int(self._snapshot.name) if self._anew and self._copying else 0, self._segment)
+        return Pin(int(self._snapshot.name) if self._copying else 0, self._segment)
 
     def acknowledged(self, ack: FollowAck) -> None:
         """Note that the standby has everything up to there. A claim beyond the journal's end ends the stream."""

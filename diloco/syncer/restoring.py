@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec.base import shorter
-from diloco.durable import LOCK, PLAIN_DISK, ReadingDisk, Step
+from diloco.durable import LOCK, PLAIN_DISK, Disk, ReadingDisk, Step
 from diloco.sync.data_units import Units, added
-from diloco.sync.effects import LetGo, TellFate
+from diloco.sync.effects import TellFate
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError, PlainError, Record, digest_effects, from_plain, parse_json
 from diloco.sync.members import next_lineage
@@ -50,14 +51,16 @@ from diloco.syncer.store import STAGING, RunCard, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
-    from diloco.durable import Disk
     from diloco.sync.rounds import Selection
     from diloco.sync.state import Line
 
 ATTEMPTS = 5
 """Attempts at reading a folder that changes meanwhile, before that is an error."""
+
+
+BROKEN = (JournalError, SpoolError, SnapshotError, LeaveOutError, PlainError)
+"""What a replay raises where the folder is damaged, or its journal gives no valid state."""
 
 
 class KeptError(ValueError):
@@ -126,29 +129,29 @@ class Kept:
         ``shortest``), or with ``verify``, which also compares every kept snapshot on the way. Raises ``KeptError`` with
         a clear text.
         """
+        from_oldest = verify or not (selections or shortest)
         for attempt in range(ATTEMPTS):
             before = self.snapshots.numbers()
             try:
-                return self._replay(rules, selections, last, and_later, verify, shortest)
-            except (KeptError, FileNotFoundError) as error:
+                points = self.points()
+                snapshot = self._begins(points, selections, last, from_oldest=from_oldest)
+                machine = OuterSync.restore(rules.outer, snapshot.state)
+                sources = (self.spool, rules, self.lineages)
+                replayer = ReplayerWithout(machine, snapshot.fragments, *sources, selections, last, and_later=and_later)
+                self._apply(replayer, snapshot, points if verify else [])
+                return replayer
+            except (KeptError, FileNotFoundError, *BROKEN) as error:
+                text = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
                 if self.snapshots.numbers() == before:
-                    if isinstance(error, KeptError):
-                        raise
-                    raise KeptError(f"{error.filename} is missing") from error
+                    raise KeptError(text) from error
                 if attempt == ATTEMPTS - 1:
                     raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {error}") from error
         raise AssertionError("every attempt returns or raises")
 
-    def _replay(
-        self,
-        rules: Rules,
-        selections: Sequence[Selection],
-        last: int | None,
-        and_later: bool,
-        verify: bool,
-        shortest: bool,
-    ) -> ReplayerWithout:
-        points = self.points()
+    def _begins(
+        self, points: Sequence[Point], selections: Sequence[Selection], last: int | None, *, from_oldest: bool
+    ) -> Snapshot:
+        """Return the snapshot from which a replay without ``selections`` up to version ``last`` starts."""
         fit = [
             point
             for point in points
@@ -165,30 +168,12 @@ class Kept:
             ]
             can = f"a replay can begin at version {', '.join(parts)}"
             raise KeptError(f"{asked}: outside what is kept; {can}")
-        from_oldest = verify or not (selections or shortest)
         for point in fit if from_oldest else reversed(fit):
             try:
-                snapshot = self.snapshots.load(point.number)
-                break
+                return self.snapshots.load(point.number)
             except SnapshotError as error:
                 self._note(f"{error}; it is skipped")
-        else:
-            raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
-        try:
-            replayer = ReplayerWithout(
-                OuterSync.restore(rules.outer, snapshot.state),
-                snapshot.fragments,
-                self.spool,
-                rules,
-                self.lineages,
-                selections,
-                last,
-                and_later=and_later,
-            )
-            self._apply(replayer, snapshot, points if verify else [])
-            return replayer
-        except (JournalError, SpoolError, SnapshotError, LeaveOutError, PlainError) as error:
-            raise KeptError(str(error)) from error
+        raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
 
     def _apply(self, replayer: ReplayerWithout, snapshot: Snapshot, compare: Sequence[Point]) -> None:
         """Replay the journal after ``snapshot``; compare the values with those of the snapshots in ``compare``."""
@@ -275,10 +260,6 @@ class Known:
     lineage: int = 0
     epoch: int = 0
 
-    def next_lineage(self, own: int) -> int:
-        """Return the number of the lineage that begins now in a run whose present one is ``own``."""
-        return next_lineage(max(own, self.lineage), self.clock_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -310,95 +291,86 @@ def begin_lineage(
     effects = machine.handle(event, state.now_ns)
     store.journal.append([Record(state.now_ns, event, digest_effects(effects))])
     store.journal.flush()
-    fates = [effect for effect in effects if isinstance(effect, TellFate)]
-    for told in fates:
-        store.decided(told.site, told.fate)
-    for effect in effects:
-        if isinstance(effect, LetGo):
-            store.release(effect.payload)
+    store.carried_out(effects)
     store.snapshot_writer(machine, published)()
     store.write_lineage(lineage)
     versions = tuple(fragment.version for fragment in state.fragments)
+    refused = sum(isinstance(effect, TellFate) for effect in effects)
     now_held = tuple((name, index, *counts) for (name, index), counts in sorted(held_of(state).items()))
-    return Restored(lineage, versions, event.digests, state.run_tokens(), len(fates), now_held)
+    return Restored(lineage, versions, event.digests, state.run_tokens(), refused, now_held)
 
 
-def restore_in_place(
-    folder: Path, card: RunCard, rules: Rules, image: Image, why: str, known: Known, disk: Disk = PLAIN_DISK
-) -> Restored:
-    """Continue the run in ``folder`` from ``image``; raise ``RestoreError``, or ``StoreError`` for a damaged folder."""
-    if (name := card.difference(image.card)) is not None:
-        theirs, ours = image.card.get(name), getattr(card, name)
-        raise RestoreError(f"the image is of another run: its {name} is {theirs!r}, and here it is {ours!r}")
-    with _opened(folder, card, disk) as store:
-        if store.is_new():
-            raise RestoreError(f"{folder} holds no run: an image has the run's values, but not its sites")
-        # Waiting updates are refused, intact or not.
-        machine = store.recover(rules, merges=False).machine
-        lineage = known.next_lineage(machine.state.lineage)
-        return begin_lineage(store, machine, image.fragments, image.held, why, lineage)
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Restores the run of ``card`` in the data folder ``folder``, whose lock the caller holds; ``why`` is for the
+    journal. Each method makes one restore."""
 
+    folder: Path
+    card: RunCard
+    rules: Rules
+    why: str
+    known: Known
+    disk: Disk = PLAIN_DISK
 
-def restore_backup(
-    folder: Path,
-    card: RunCard,
-    rules: Rules,
-    fetch: Callable[[Path], object],
-    why: str,
-    known: Known,
-    disk: Disk = PLAIN_DISK,
-) -> Restored:
-    """Restore a backup into an empty ``folder`` (``fetch(path)`` copies it there), and begin a lineage there."""
-    with _staged(folder, disk) as staging:
-        fetch(staging)
-        with _opened(staging, card, disk) as store:
-            recovered = store.recover(rules, merges=False)
-            state = recovered.machine.state
-            state.epoch = max(state.epoch, known.epoch)
-            lineage = known.next_lineage(state.lineage)
-            return begin_lineage(store, recovered.machine, recovered.holdings.values, None, why, lineage)
+    def in_place(self, image: Image) -> Restored:
+        """Continue the run in ``folder`` from ``image``; raise ``RestoreError``, or ``StoreError`` for a damaged
+        folder."""
+        if (name := self.card.difference(image.card)) is not None:
+            theirs, ours = image.card.get(name), getattr(self.card, name)
+            raise RestoreError(f"the image is of another run: its {name} is {theirs!r}, and here it is {ours!r}")
+        store = Store(self.folder, self.card, self.disk, KEEP_PAST)
+        with contextlib.closing(store.journal):
+            if store.is_new():
+                raise RestoreError(f"{self.folder} holds no run: an image has the run's values, but not its sites")
+            # Waiting updates are refused, intact or not.
+            machine = store.recover(self.rules, merges=False).machine
+            return self._begin_lineage(store, machine, image.fragments, image.held)
 
+    def backup(self, fetch: Callable[[Path], object]) -> Restored:
+        """Restore a backup into an empty ``folder`` (``fetch(path)`` copies it there), and begin a lineage there."""
+        with _staged(self.folder, self.disk) as staging:
+            fetch(staging)
+            store = Store(staging, self.card, self.disk, KEEP_PAST)
+            with contextlib.closing(store.journal):
+                recovered = store.recover(self.rules, merges=False)
+                state = recovered.machine.state
+                state.epoch = max(state.epoch, self.known.epoch)
+                return self._begin_lineage(store, recovered.machine, recovered.holdings.values)
 
-def restore_values(
-    folder: Path,
-    card: RunCard,
-    rules: Rules,
-    values: Sequence[FragmentValues],
-    lines: Mapping[str, Sequence[Line]],
-    why: str,
-    known: Known,
-    disk: Disk = PLAIN_DISK,
-    units_begun: int = 0,
-    site_above: str = "",
-) -> Restored:
-    """Make a run with ``values`` in an empty ``folder``, and begin a lineage there.
+    def values(
+        self,
+        values: Sequence[FragmentValues],
+        lines: Mapping[str, Sequence[Line]],
+        units_begun: int = 0,
+        site_above: str = "",
+    ) -> Restored:
+        """Make a run with ``values`` in an empty ``folder``, and begin a lineage there.
 
-    ``lines`` is what is known of each site, and all that will count as merged. If data units are leased, none before
-    ``units_begun`` is leased again. A region is the site ``site_above`` of the run above. It knows nothing more of that
-    run: when it joins, it takes the values above.
-    """
-    with _staged(folder, disk) as staging, _opened(staging, card, disk) as store:
-        state = OuterState([FragmentState(version=each.version, digest=each.digest) for each in values])
-        state.lineage, state.epoch, state.started_ns = max(1, known.lineage), known.epoch, 0
-        for name, each in sorted(lines.items()):
-            state.sites[name] = Site(1, "", Status.LEFT, list(each))
-        if rules.outer.unit_sequences:
-            # Merges are unknown: the units that have begun count as partly merged, and none is leased again.
-            state.units = Units(fresh=units_begun, over=added([(0, units_begun)], ()), partly=units_begun)
-        if site_above:
-            state.upstream = Upstream([Part() for _ in values], site=site_above)
-        machine = OuterSync(rules.outer, state)
-        store.begin(machine, values)
-        return begin_lineage(store, machine, values, None, why, known.next_lineage(state.lineage))
+        ``lines`` is what is known of each site, and all that will count as merged. If data units are leased, none
+        before ``units_begun`` is leased again. A region is the site ``site_above`` of the run above. It knows nothing
+        more of that run: when it joins, it takes the values above.
+        """
+        with _staged(self.folder, self.disk) as staging:
+            store = Store(staging, self.card, self.disk, KEEP_PAST)
+            with contextlib.closing(store.journal):
+                state = OuterState([FragmentState(version=each.version, digest=each.digest) for each in values])
+                state.lineage, state.epoch, state.started_ns = max(1, self.known.lineage), self.known.epoch, 0
+                for name, each in sorted(lines.items()):
+                    state.sites[name] = Site(1, "", Status.LEFT, list(each))
+                if self.rules.outer.unit_sequences:
+                    # Merges are unknown: the units that have begun count as partly merged, and none is leased again.
+                    state.units = Units(fresh=units_begun, over=added([(0, units_begun)], ()), partly=units_begun)
+                if site_above:
+                    state.upstream = Upstream([Part() for _ in values], site=site_above)
+                machine = OuterSync(self.rules.outer, state)
+                store.begin(machine, values)
+                return self._begin_lineage(store, machine, values)
 
-
-@contextlib.contextmanager
-def _opened(folder: Path, card: RunCard, disk: Disk) -> Iterator[Store]:
-    store = Store(folder, card, disk, KEEP_PAST)
-    try:
-        yield store
-    finally:
-        store.journal.close()
+    def _begin_lineage(
+        self, store: Store, machine: OuterSync, values: Sequence[FragmentValues], held: Held | None = None
+    ) -> Restored:
+        lineage = next_lineage(max(machine.state.lineage, self.known.lineage), self.known.clock_s)
+        return begin_lineage(store, machine, values, held, self.why, lineage)
 
 
 @contextlib.contextmanager

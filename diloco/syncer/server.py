@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from diloco.codec import kernel_library
 from diloco.codec.base import Buffers
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked, when_there_is_room
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, locked, when_there_is_room
 from diloco.outer.optimizer import TENSORS_KEPT
 from diloco.sync.effects import (
     AnnounceFinal,
@@ -59,9 +60,9 @@ from diloco.sync.state import Part, Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
-from diloco.syncer.core import LOOK_EVERY_S, Core, CoreHeld, CoreStopped, Readiness, Room, Unready, Want
-from diloco.syncer.lease import LeaseError, lead
-from diloco.syncer.options import VERSIONS_MAX, memory_bytes_max
+from diloco.syncer.core import HELD, LOOK_EVERY_S, Core, CoreHeld, CoreStopped, Readiness, Room, Unready, Want
+from diloco.syncer.lease import Lease, LeaseError, lead
+from diloco.syncer.options import VERSIONS_MAX, RunPlan, SyncerOptions, memory_bytes_max
 from diloco.syncer.outer_step import (
     OuterResult,
     merged_into,
@@ -76,21 +77,17 @@ from diloco.syncer.snapshots import MemoryCheck, export
 from diloco.syncer.status import Tally, describe, resident_bytes
 from diloco.syncer.store import Store, StoreError, begun
 from diloco.wire.messages import Refusal, Status
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from diloco.durable import Disk
     from diloco.sync.events import RegionEvent, UpstreamStarted
     from diloco.sync.progress import Standing
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
-    from diloco.syncer.lease import Lease, LeaseHolder
-    from diloco.syncer.options import RunPlan, SyncerOptions
+    from diloco.syncer.lease import LeaseHolder
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.standby import Warm
-    from diloco.wire.options import SecurityOptions, ServerOptions
 
 
 LOOK_S = 0.05
@@ -101,39 +98,30 @@ START_WAIT_S = 10.0
 had finished waits for an answer from the syncer above."""
 
 
+@dataclass(eq=False, repr=False)
 class Syncer:
     """One syncer process.  Use: ``start``, then ``wait`` until it returns the ending, then ``stop``."""
 
-    def __init__(
-        self,
-        options: SyncerOptions,
-        plan: RunPlan,
-        version_zero: Callable[[], Sequence[Tensor]],
-        network: ServerOptions,
-        security: SecurityOptions,
-        emit: Callable[[str, dict[str, object]], None],
-        disk: Disk = PLAIN_DISK,
-        lease: Lease | None = None,
-        above: Callable[[], Above[Tensor]] | None = None,
-    ) -> None:
-        """``version_zero`` makes the fragments' first values, for a new run only. ``above`` is called once the folder's
-        lock is taken; it makes the client to the syncer above, where this syncer is a site of another."""
-        self.options = options
-        self.plan = plan
-        self._version_zero = version_zero
-        self.network = network
-        self._security = security
-        self.emit = emit
-        self._disk = disk
-        self._lease = lease
-        self._make_above = above
+    options: SyncerOptions
+    plan: RunPlan
+    version_zero: Callable[[], Sequence[Tensor]]
+    """Makes the fragments' first values, for a new run only."""
+    network: ServerOptions
+    security: SecurityOptions
+    emit: Callable[[str, dict[str, object]], None]
+    disk: Disk = PLAIN_DISK
+    lease: Lease | None = None
+    make_above: Callable[[], Above[Tensor]] | None = None
+    """Makes the client to the syncer above, where this one is a site of another; called once the folder is locked."""
+
+    def __post_init__(self) -> None:
         self._above: Above[Tensor] | None = None
         self.region: Region | None = None
         self.leadership: LeaseHolder | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
         # The tensors and the down-link of the version that is replaced: the next one takes their memory.
-        self._buffers = Buffers(3 + len(TENSORS_KEPT[plan.rule.optimizer.kind]))
+        self._buffers = Buffers(3 + len(TENSORS_KEPT[self.plan.rule.optimizer.kind]))
         self._ended = threading.Event()
         self.ending: Ending | None = None
         self.feeds = Feeds()
@@ -167,7 +155,7 @@ class Syncer:
         epoch = self._lead(machine.state, warm)
         alone = warm is not None or machine.state.detached  # A newly promoted syncer has no standby.
         self._make_loop(machine, alone)
-        is_region, was = self._make_above is not None, machine.state
+        is_region, was = self.make_above is not None, machine.state
         if (records or warm is not None) and was.ending is not None:
             # The process before did not linger for the sites that have left: they may rejoin for fates.
             for name, site in was.sites.items():
@@ -182,8 +170,7 @@ class Syncer:
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
         if self.options.backup.url:
-            run_id = self.plan.agreement.run_id
-            self.backups = backups = Backups(self.options.backup, self.store.folder, run_id, self.emit, self._disk)
+            self.backups = backups = Backups(self.options.backup, self.store, machine.state.lineage, epoch)
             # Runs after keeper.finish: the last backup has the last snapshot. Only a run that has ended gets one.
             self._taken.callback(lambda: backups.stop(last=self.ending is not None and self.failed is None))
         self.core.start()
@@ -194,16 +181,16 @@ class Syncer:
         facts, ended = self._first_answer()
         updates_above = self.region.updates_max if self.region is not None else 0
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
-        bound = {"memory_bytes_max": self.memory_bytes_max}
-        self.emit("syncer_started", {**facts, "recovered": records, "kernels": kernel_library.description(), **bound})
+        facts |= {"recovered": records, "kernels": kernel_library.description()}
+        self.emit("syncer_started", {**facts, "memory_bytes_max": self.memory_bytes_max})
         if ended is not None:
             self.ending = ended
             self._ended.set()
-            self.readiness.begins(Unready.DRAINING)
+            self.readiness.change(begins=[Unready.DRAINING])
         self._server = RunningServer(
             self.api,
             self.network,
-            self._security,
+            self.security,
             lambda what, why: self.emit("note", {"note": what, "why": why}),
             self.replicator if self.options.replication.mode != "off" else None,
         )
@@ -213,9 +200,9 @@ class Syncer:
         if had_finished:
             self._in_thread("word-above", self._await_word)
         self.readiness.told_to(self._server.ready)
-        self.readiness.ends(Unready.STARTING)
+        self.readiness.change(ends=[Unready.STARTING])
         if self.backups is not None:
-            self.backups.start(machine.state.lineage, epoch)
+            self.backups.start()
         return self._server.address
 
     def _make_loop(self, machine: OuterSync, alone: bool) -> None:
@@ -224,7 +211,7 @@ class Syncer:
         if self.options.memory_check_s:
             self._in_thread("memory-check", memory.run)
         self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
-        self.replicator = Replicator(self.options.replication, self.store, self.emit, self.leadership)
+        self.replicator = Replicator(self.options.replication, self.store, self.leadership)
         self.core = Core(
             machine,
             self.store,
@@ -233,7 +220,7 @@ class Syncer:
             on_held=self.room.held,
             replicated=self.replicator.replicated,
             leads=self.leadership.wanting if self.leadership is not None else lambda: None,
-            acks_first=self.replicator.acks_first,
+            acks_first=self.options.replication.mode == "async",
         )
         self.replicator.begin(self.core, detached=alone)
         self.keeper = Keeper(self, memory)
@@ -247,7 +234,6 @@ class Syncer:
             self.tally,
             self.room,
             self.replicator,
-            self.emit,
             status=self.status,
             snapshot=self.keeper.now,
         )
@@ -262,33 +248,35 @@ class Syncer:
         if warm is not None:
             self._taken.enter_context(warm.taken)
             self.store, self.holdings = warm.store, warm.holdings
+            self.store.emit = self.emit  # Not the standby's any more.
             return warm.machine, 0, 0
         folder, options, rules = Path(self.options.folder), self.options, self.plan.rules(self.options)
         written_ns = max((path.stat().st_mtime_ns for path in folder.glob("journal/journal-*.log")), default=None)
         away_ns = time.time_ns() - written_ns if written_ns is not None else 0
         self._taken.enter_context(locked(folder))
-        self.store = Store(folder, self.plan.card, self._disk, options.retention, self.emit)
+        self.store = Store(folder, self.plan.card, self.disk, options.retention, self.emit)
         self._taken.callback(self._close_journal)
         is_new = self.store.is_new()
-        found = begun(self.store, rules, self._version_zero()) if is_new else self.store.recover(rules)
+        found = begun(self.store, rules, self.version_zero()) if is_new else self.store.recover(rules)
         self.holdings = found.holdings
         return found.machine, found.records, away_ns if away_ns >= 0 else None
 
     def _lead(self, state: OuterState, warm: Warm | None) -> int:
         """Take the lease, where there is one; return the epoch of this start."""
         taken = warm.leadership if warm is not None else None
-        self.leadership = taken or lead(self._lease, Path(self.options.folder), self._disk, state, self.emit)
+        self.leadership = taken or lead(self.lease, self.store, state)
         if self.leadership is None:
             return warm.epoch if warm is not None else state.epoch + 1
+        self.leadership.emit = self.emit
         leadership = self.leadership  # After a failure it is not released: it expires, and an heir takes over.
         self._taken.callback(lambda: leadership.stop(release=self.failed is None))
         return leadership.epoch
 
     def _begin_region(self, machine: OuterSync) -> None:
-        if self._make_above is None:
+        if self.make_above is None:
             check_site(machine.state, "")
             return
-        self._above = above = self._make_above()
+        self._above = above = self.make_above()
         self.region = Region(above, self)
         self.core.post(self.region.begin(machine))
         # Once that is durable, also at a standby: a syncer that was replaced must not act for the region above.
@@ -342,13 +330,9 @@ class Syncer:
 
     def _room_changed(self, want: Want | None) -> None:
         """Update readiness and emit a note, once per change of kind. Runs in the loop's or the room's thread."""
-        if want is not None:
-            self.readiness.begins(want.kind)
-        for kind in (Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST):
-            if want is None or kind is not want.kind:
-                self.readiness.ends(kind)
+        self.readiness.change(begins=[want.kind] if want is not None else [], ends=HELD)
         if want is None:
-            held = self.replicator.options.mode != "off" or self.leadership is not None
+            held = self.options.replication.mode != "off" or self.leadership is not None
             self.emit("note", {"note": "goes_on" if held else "disk_has_room"})
         elif want.kind is Unready.DISK_FULL:
             self.store.let_go_of_the_past()
@@ -460,14 +444,14 @@ class Syncer:
             case PublishVersion():
                 self._publish(effect)
             case TellFate():
-                self.store.decided(effect.site, effect.fate)
-                self._disk.reached(Step.FATE)
+                self.store.carried_out([effect])
+                self.disk.reached(Step.FATE)
                 self.feeds.tell(FateTold(effect.fate), effect.site)
                 if (reason := effect.fate.reason) is not None:
                     update = {"fragment": effect.fate.fragment, "sequence": effect.fate.sequence}
                     self.emit("refused", {"site": effect.site, **update, "reason": reason.value})
             case AnnounceFinal():
-                self.readiness.begins(Unready.DRAINING)
+                self.readiness.change(begins=[Unready.DRAINING])
                 self.feeds.tell(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self.ending = effect.ending
@@ -502,11 +486,11 @@ class Syncer:
         while not self._versions.acquire(timeout=LOOK_EVERY_S / 10):
             if not self.core.thread.is_alive():
                 return  # The loop has ended: no candidate will be published any more.
-        self._disk.reached(Step.MERGE)
+        self.disk.reached(Step.MERGE)
         spool, rule, down_codec = self.store.spool, self.plan.rule, self.options.down_codec
         threads, buffers = self.options.threads_used, self._buffers
         result = run_outer_step(command, values, spool, rule, down_codec, threads=threads, buffers=buffers)
-        self._disk.reached(Step.MERGE)
+        self.disk.reached(Step.MERGE)
         if result is None:
             self._versions.release()
             self.core.post(OuterStepFailed(command.fragment, command.version))
@@ -517,20 +501,24 @@ class Syncer:
 
     def _publish(self, effect: PublishVersion) -> None:
         result = self._candidates.pop((effect.fragment, effect.version))
-        self._disk.reached(Step.PUBLISH)
+        self.disk.reached(Step.PUBLISH)
         self.holdings.take(effect.fragment, result)
         self._versions.release()
         machine = self.core.machine
         self.feeds.tell(published(machine, effect.fragment, effect.version, effect.digest))
-        facts = {"fragment": effect.fragment, "version": effect.version, "digest": effect.digest}
-        facts |= {
+        facts: dict[str, object] = {
+            "fragment": effect.fragment,
+            "version": effect.version,
+            "digest": effect.digest,
             "lineage": machine.state.lineage,
             "merged": merged_into(machine.state, effect.fragment, effect.version),
+            "run_tokens": machine.state.run_tokens(),
+            "progress_ppm": machine.progress_ppm(),
+            **self.tally.costs.published(effect.fragment),
+            "bytes": len(result.downlink),
         }
-        tokens: dict[str, object] = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
-        tokens |= self.tally.costs.published(effect.fragment)
-        self.emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
-        self._disk.reached(Step.PUBLISH)
+        self.emit("published", facts)
+        self.disk.reached(Step.PUBLISH)
         self.keeper.published()
 
     def _say_standstill(self, stopping: threading.Event) -> None:
@@ -557,7 +545,7 @@ class Syncer:
 
         values = self.holdings.values
         when_there_is_room(
-            lambda: export(self._disk, folder, self.plan.layout, values, versions), stopping, LOOK_EVERY_S, put_off
+            lambda: export(self.disk, folder, self.plan.layout, values, versions), stopping, LOOK_EVERY_S, put_off
         )
         self._ended.set()
 
@@ -708,7 +696,7 @@ class Region:
         assert not isinstance(effect, TakeVersion), "TakeVersion is carried out as an outer step"
         match effect:
             case LetGo():
-                self.syncer.store.release(effect.payload)
+                self.syncer.store.carried_out([effect])
             case StopTraining():
                 self.give_up(effect.why)
             case Seal():

@@ -246,6 +246,11 @@ def _read_manifest(path: Path) -> dict[str, typing.Any]:
     raise NotAsWritten(f"{path} is damaged: its own digest does not match")
 
 
+def digests_in(manifest: Path) -> dict[str, str]:
+    """Return by name each file's SHA-256 from the manifest of a snapshot or an image, without reading the files."""
+    return {name: facts["sha256"] for name, facts in _read_manifest(manifest)["files"].items()}
+
+
 @contextlib.contextmanager
 def _damage_is(wrong: type[ValueError], what: Path) -> Iterator[None]:
     """Raise every error of reading ``what`` as damage, as ``wrong``."""
@@ -259,6 +264,7 @@ def _damage_is(wrong: type[ValueError], what: Path) -> Iterator[None]:
         raise wrong(f"{what} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
+MANIFEST = "manifest.json"
 FORMAT = 2
 """The format of the manifest. Format 1, without the chain value of the journal, is still read."""
 
@@ -316,6 +322,10 @@ class Snapshots:
         self._points: dict[int, Point] = {}
         disk.make_folder(folder, Step.FOLDER)
 
+    def path(self, number: int) -> Path:
+        """Return a snapshot's folder."""
+        return self.folder / f"{number:08d}"
+
     def numbers(self) -> list[int]:
         """Return the numbers of the existing snapshots, rising."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
@@ -341,9 +351,9 @@ class Snapshots:
         try:
             with full_in_words():
                 self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
-                manifest: tuple[str, dict[str, object]] = "manifest.json", {"format": FORMAT}
+                manifest: tuple[str, dict[str, object]] = MANIFEST, {"format": FORMAT}
                 facts = _write_files(self._disk, beside, chain(fragment_files, rest), manifest, Step.SNAPSHOT_FILE)
-                self._disk.rename(beside, self._path(number), Step.SNAPSHOT_RENAME)
+                self._disk.rename(beside, self.path(number), Step.SNAPSHOT_RENAME)
                 self._disk.sync_folder(self.folder, Step.SNAPSHOT_FOLDER)
         except DiskFullError:
             self._disk.remove(beside, Step.SNAPSHOT_PRUNE)
@@ -353,32 +363,27 @@ class Snapshots:
     def load(self, number: int) -> Snapshot:
         """Read and verify one snapshot; raise ``SnapshotError``, naming the file, if one is missing or damaged."""
         with self._reading(number) as facts:
-            folder = self._path(number)
+            folder = self.path(number)
             state, segment, chain = _state(folder, facts)
             return Snapshot(state, tuple(_read_fragments(folder, facts, len(facts) - 1)), segment, chain)
 
     def peek(self, number: int) -> tuple[object, int]:
         """Return the verified state and journal segment of one snapshot, without reading its tensors."""
         with self._reading(number) as facts:
-            return _state(self._path(number), facts)[:2]
-
-    def digests(self, number: int) -> dict[str, str]:
-        """Return by file name the SHA-256 in the manifest of one snapshot, without reading the files."""
-        with self._reading(number) as facts:
-            return {name: each["sha256"] for name, each in facts.items()}
+            return _state(self.path(number), facts)[:2]
 
     def set_aside(self, number: int) -> None:
         """Rename a damaged snapshot, so that it stays for inspection (until the next one) but no longer counts."""
         for earlier in self.folder.glob("*.damaged"):
             self._disk.remove(earlier, Step.SNAPSHOT_ASIDE)
-        self._disk.rename(self._path(number), self.folder / f"{number:08d}.damaged", Step.SNAPSHOT_ASIDE)
+        self._disk.rename(self.path(number), self.folder / f"{number:08d}.damaged", Step.SNAPSHOT_ASIDE)
         self._points.pop(number, None)
 
     def point(self, number: int) -> Point:
         """Return what retention needs to know of a snapshot."""
         if number not in self._points:
             with self._reading(number) as facts:
-                state, segment, _ = _state(self._path(number), facts)
+                state, segment, _ = _state(self.path(number), facts)
                 return self._note_point(number, state, segment, facts)
         return self._points[number]
 
@@ -404,27 +409,24 @@ class Snapshots:
         for number in sorted({point.number for point in points} - kept):
             # Renamed first: a process that dies here leaves no half-deleted snapshot under that name.
             doomed = self.folder / f".{number:08d}.tmp"
-            self._disk.rename(self._path(number), doomed, Step.SNAPSHOT_PRUNE)
+            self._disk.rename(self.path(number), doomed, Step.SNAPSHOT_PRUNE)
             self._disk.remove(doomed, Step.SNAPSHOT_PRUNE)
             del self._points[number]
         return choice
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:08d}"
-
     @contextlib.contextmanager
     def _reading(self, number: int) -> Iterator[Facts]:
         """Yield the manifest's facts by file name; any error while the caller uses them counts as damage."""
-        folder = self._path(number)
+        folder = self.path(number)
         with _damage_is(SnapshotError, folder):
-            manifest = _read_manifest(folder / "manifest.json")
+            manifest = _read_manifest(folder / MANIFEST)
             found = manifest["format"]
             if type(found) is int and found > FORMAT:
                 raise NewerSnapshotError(f"{folder} has format {shown(found)}, and this version reads up to {FORMAT}")
             if found != FORMAT and "sha256" in manifest:
-                raise SnapshotError(f"{folder / 'manifest.json'} is damaged: it has format {shown(found)}")
+                raise SnapshotError(f"{folder / MANIFEST} is damaged: it has format {shown(found)}")
             files: Facts = dict(manifest["files"])
-            odd = set(files) ^ {path.name for path in folder.iterdir()} ^ {"manifest.json"}
+            odd = set(files) ^ {path.name for path in folder.iterdir()} ^ {MANIFEST}
             if odd:
                 words = ", ".join(sorted(odd))[:200]
                 raise SnapshotError(f"{folder} is damaged: its manifest and its files differ in {words}")
@@ -560,12 +562,6 @@ def read_image(folder: Path) -> Image:
                 raise ImageError(f"{path} is not the version {version} that {IMAGE_MANIFEST} names")
         held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}
         return Image(dict(manifest["card"]), tuple(fragments), held, dict(manifest["facts"]))
-
-
-def image_digests(folder: Path) -> dict[str, str]:
-    """Return by name each fragment file's SHA-256 from the manifest; ``ImageError`` if the manifest is damaged."""
-    with _damage_is(ImageError, folder):
-        return {name: facts["sha256"] for name, facts in _image_manifest(folder)["files"].items()}
 
 
 def _image_manifest(folder: Path) -> dict[str, typing.Any]:

@@ -18,7 +18,6 @@ import os
 import tempfile
 import threading
 import time
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.codec.base import Buffers, Hasher, bytes_of, digits
@@ -105,14 +104,6 @@ class SpoolError(ValueError):
     """A payload that the journal names is missing or damaged."""
 
 
-class Settled(Enum):
-    """The outcome of a kept update: the journal names it, its bytes wait for another push, or it is not needed."""
-
-    KEPT = 1
-    GIVEN_BACK = 2
-    DROPPED = 3
-
-
 class Spool:
     """The folder of updates."""
 
@@ -122,7 +113,7 @@ class Spool:
         self.partial = folder / ".partial"  # No site's name begins with a dot.
         disk.make_folder(self.partial, Step.FOLDER)
         self._sites: set[str] = set()
-        self._claims: dict[str, list[Settled | None]] = {}  # By payload, its attempts; removed with the last of them.
+        self._claims: dict[str, list[bool | None]] = {}  # By payload, which attempts keep it; None: not settled.
         self._claims_lock = threading.Lock()
 
     def reference(self, site: str, fragment: int, sequence: int, digest: str) -> str:
@@ -148,7 +139,7 @@ class Spool:
         reference = partial.reference
         with self._claims_lock:
             if reference not in self._claims:
-                self._claims[reference] = [Settled.KEPT] if (self.folder / reference).exists() else []
+                self._claims[reference] = [True] if (self.folder / reference).exists() else []
             self._claims[reference].append(None)
         try:
             target = self._place(reference)
@@ -156,7 +147,7 @@ class Spool:
             self._disk.rename(partial.path, target, Step.SPOOL_RENAME)
             self._disk.sync_folder(target.parent, Step.SPOOL_FOLDER)
         except BaseException:
-            self.settle(reference, Settled.KEPT)  # The file may be of an earlier, accepted attempt.
+            self.settle(reference, keep=True)  # The file may be of an earlier, accepted attempt.
             raise
         return reference
 
@@ -175,18 +166,19 @@ class Spool:
             self._sites.add(target.parent.name)
         return target
 
-    def settle(self, reference: str, settled: Settled, partial: PartialUpdate | None = None) -> None:
-        """Settle a kept update. A file that another attempt has kept under the same name stays."""
+    def settle(self, reference: str, *, keep: bool, back: PartialUpdate | None = None) -> None:
+        """Settle a kept update: ``keep`` it, as the journal names it, or give its bytes ``back`` for another push, or
+        delete it. A file that another attempt has kept under the same name stays."""
         with self._claims_lock:
             claims = self._claims[reference]
-            claims[claims.index(None)] = settled
+            claims[claims.index(None)] = keep
             if None in claims:
                 return
             del self._claims[reference]
-            if Settled.KEPT in claims:
+            if True in claims:
                 return
-            if settled is Settled.GIVEN_BACK and partial is not None:
-                self._disk.rename(self.folder / reference, partial.path, Step.SPOOL_BACK)
+            if back is not None:
+                self._disk.rename(self.folder / reference, back.path, Step.SPOOL_BACK)
             else:
                 self.drop(reference)
 

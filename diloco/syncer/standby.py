@@ -29,13 +29,13 @@ import hashlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words, is_full, locked
-from diloco.sync.effects import LetGo, TellFate
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words, is_full, locked
 from diloco.sync.events import Ending, Sealed
 from diloco.sync.journal import FRAME, HEADER, JournalError, chain_after, decode_records, units
 from diloco.sync.leadership import may_take_over
@@ -46,12 +46,14 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import probed
 from diloco.syncer.core import LOOK_EVERY_S, Room
 from diloco.syncer.journal_files import Position
-from diloco.syncer.lease import LeaseError, LeaseHolder, claim_of, remembered, try_to_lead
+from diloco.syncer.lease import Lease, LeaseError, LeaseHolder, remembered, try_to_lead
+from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.publish import Holdings
 from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store
 from diloco.wire.chunks import ChunkError, check_next
+from diloco.wire.client import FollowClient
 from diloco.wire.messages import (
     STOPS,
     Alive,
@@ -65,30 +67,26 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import BinaryIO
 
-    from diloco.durable import Disk
     from diloco.sync.journal import Record
     from diloco.sync.leadership import Standing
     from diloco.sync.state import OuterState
-    from diloco.syncer.lease import Lease
-    from diloco.syncer.options import RunPlan, SyncerOptions
     from diloco.syncer.replaying import Replayer
-    from diloco.wire.client import FollowClient, FollowStream
+    from diloco.wire.client import FollowStream
     from diloco.wire.messages import FollowPart, ProbeAnswer, ProbeAsk
-    from diloco.wire.options import SecurityOptions, ServerOptions
 
 
 class Incoming:
     """One incoming item. Raises ``DiskFullError`` when the disk is full: ``discard`` it, it will be sent again."""
 
-    def __init__(self, store: Store, item: Item, disk: Disk) -> None:
+    def __init__(self, store: Store, item: Item) -> None:
         self.item = item
-        self._disk = disk
+        self._disk = disk = store.disk
         self._hash = hashlib.sha256()
         self._held = bytearray()
         self._path: Path | None = None
@@ -172,23 +170,23 @@ class Warm:
     """Set if the standby has taken the lease already."""
 
 
+@dataclass(eq=False, repr=False)
 class Standby:
     """Follows until it is stopped or promoted. Use: ``start``, then ``promote`` or ``close``."""
 
-    def __init__(
-        self,
-        name: str,
-        options: SyncerOptions,
-        plan: RunPlan,
-        client: FollowClient,
-        emit: Callable[[str, dict[str, object]], None],
-        disk: Disk = PLAIN_DISK,
-    ) -> None:
-        self.name = self.identity = name
-        """After ``start`` the identity is the folder's unique name."""
-        self.folder = Path(options.folder)
-        self._options, self.plan, self._client, self.emit, self.disk = options, plan, client, emit, disk
-        self._rules = plan.rules(options)
+    name: str
+    options: SyncerOptions
+    plan: RunPlan
+    client: FollowClient
+    emit: Callable[[str, dict[str, object]], None]
+    disk: Disk = PLAIN_DISK
+
+    def __post_init__(self) -> None:
+        self.identity = self.name
+        """After ``start`` the folder's unique name."""
+        self.folder = Path(self.options.folder)
+        self._rules = self.plan.rules(self.options)
+        self._taken = ExitStack()
         self._taken = ExitStack()
         self._stopping = threading.Event()
         self._stream: FollowStream | None = None
@@ -198,10 +196,10 @@ class Standby:
         self._incoming: Incoming | None = None
         self._began_at: Position | None = None
         self.connected = False
-        self._waits = options.replication.mode == "sync"  # Until the syncer sends its own setting.
+        self._waits = self.options.replication.mode == "sync"  # Until the syncer sends its own setting.
         self._at_earlier = False
         """Whether it sends the digest of an earlier release, because the syncer refused the present one."""
-        self._left = False
+        self.left = False
         """Whether the syncer's last message was that it stops."""
         self._trouble: str | None = None
         self.acked = (0, 0)
@@ -218,7 +216,7 @@ class Standby:
         try:
             self._taken.enter_context(locked(self.folder))
             self.identity = remembered(self.folder, self.disk, self.name).name
-            self.store = Store(self.folder, self.plan.card, self.disk, self._options.retention, self.emit)
+            self.store = Store(self.folder, self.plan.card, self.disk, self.options.retention, self.emit)
             self._taken.callback(self.store.journal.close)
             if not self.store.is_new():
                 self._replayer = self.store.recover(self._rules)
@@ -226,8 +224,8 @@ class Standby:
             self._taken.close()
             raise
         for work in (self._run, self._carry_out):
-            self._threads.append(threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True))
-        for thread in self._threads:
+            thread = threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def state(self) -> OuterState | None:
@@ -239,7 +237,7 @@ class Standby:
         """Return whether the syncer sends anything within the time in which it must; do not call this in the thread
         that follows."""
         asked_s = time.monotonic()
-        while self.connected and time.monotonic() - asked_s < HEARS_TIMES * self._options.replication.alive_s:
+        while self.connected and time.monotonic() - asked_s < HEARS_TIMES * self.options.replication.alive_s:
             if self.heard_s > asked_s:
                 return True
             time.sleep(HEARS_EVERY_S)
@@ -276,7 +274,7 @@ class Standby:
         stream = self._stream
         if stream is not None:
             stream.cancel()
-        self._client.close()
+        self.client.close()
         for thread in self._threads:
             thread.join()
 
@@ -293,12 +291,6 @@ class Standby:
         self._stopping.set()
         if self._stream is not None:
             self._stream.cancel()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run is over and the syncer has said that it stops, so that no standby is needed."""
-        state = self.state()
-        return self._left and state is not None and state.phase is Phase.ENDED and state.ending is Ending.FINISHED
 
     def status(self) -> dict[str, object]:
         """The standby's status, for ``diloco status``."""
@@ -324,7 +316,7 @@ class Standby:
                 try:
                     self._follow()
                 except Unreachable as error:
-                    self._left = STOPS in error.why or (self._left and not self.connected)
+                    self.left = STOPS in error.why or (self.left and not self.connected)
                     self._lost(error.why)
                 except DiskFullError as error:
                     self._wait_for_room(error)
@@ -366,7 +358,7 @@ class Standby:
             self.store.let_go_of_the_past()
         self.emit("note", {"note": "disk_full", "why": f"disk full: {error.strerror}; the standby does not follow"})
         self.connected, self._trouble = False, f"disk full: {error.strerror}"
-        room = Room(self.folder, self._options.disk_reserve_mb * 1_000_000, lambda why: None)
+        room = Room(self.folder, self.options.disk_reserve_mb * 1_000_000, lambda why: None)
         while not self._stopping.wait(LOOK_EVERY_S) and (why := room.wanting(wanted)) is not None:
             self._trouble = why
 
@@ -380,7 +372,7 @@ class Standby:
         card = self.store.card
         shared = card.earlier_digest if self._at_earlier else card.shared_digest
         start = FollowStart(card.run_id, self.identity, card.layout_fingerprint, shared, segment, chain)
-        with self._client.follow(start) as stream:
+        with self.client.follow(start) as stream:
             self._stream = stream
             for part in stream:
                 if self._stopping.is_set():
@@ -396,11 +388,11 @@ class Standby:
                 self._began_at = Position(part.segment, part.chain) if part.anew else None
                 for leftover in self.store.snapshots.folder.glob(".incoming-*"):
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
-                self.connected, self._left, self._trouble = True, False, None
+                self.connected, self.left, self._trouble = True, False, None
                 self._waits = part.waits
-                self.emit("connected", {"anew": part.anew, "syncer": self._client.address})
+                self.emit("connected", {"anew": part.anew, "syncer": self.client.address})
             case Item():
-                self._incoming = Incoming(self.store, part, self.disk)
+                self._incoming = Incoming(self.store, part)
             case Chunk():
                 if self._incoming is None:
                     raise StandbyError("a chunk arrived without an item")
@@ -468,11 +460,7 @@ class Standby:
                     self._snapshot(replayer, order)
                     continue
                 for record in order:
-                    for effect in replayer.apply(record):
-                        if isinstance(effect, TellFate):
-                            self.store.decided(effect.site, effect.fate)
-                        elif isinstance(effect, LetGo):
-                            self.store.release(effect.payload)
+                    self.store.carried_out(replayer.apply(record))
                     if isinstance(record.event, Sealed):
                         self._clear_outbox(replayer.machine.state, record.event)
             except (JournalError, SpoolError) as error:
@@ -510,123 +498,6 @@ LOOK_SHARE = 1 / 20
 LOSSY = "an operator promoted {name}, which may have lacked what was acknowledged before"
 
 
-class Succession:
-    """Decides on take-overs. Use: ``start`` after the standby's, ``hand_over`` after ``promote``, ``stop`` always."""
-
-    def __init__(self, standby: Standby, lease: Lease | None, on_taken: Callable[[], None]) -> None:
-        """The polling thread calls ``on_taken`` when it has taken the lease: the standby must take over now."""
-        self._standby = standby
-        self._lease = lease
-        self._on_taken = on_taken
-        self._leadership: LeaseHolder | None = None
-        self._standing: Standing | None = None
-        self._vacant = False
-        self._trouble: str | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="succession", daemon=True)
-
-    def start(self) -> None:
-        """Begin to poll the lease."""
-        if self._lease is not None:
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Stop polling. A lease that was taken and not handed over is not released: it expires."""
-        self._end()
-        leadership, self._leadership = self._leadership, None
-        if leadership is not None:
-            leadership.stop(release=False)
-
-    def _end(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def refusal(self, *, lossy: bool) -> str | None:
-        """Return why an operator's command to take over cannot be followed now; None when it can."""
-        anew = "promote this one with --lossy, which begins a new lineage with what it has"
-        if self._lease is None:
-            if lossy:
-                return None
-            if self._standby.still_hears():
-                return (
-                    "this standby still hears the syncer that it follows: stop that first, so that never two lead; or "
-                    f"{anew}, and everything that the other tells from then on is lost"
-                )
-            why = self._standby.may_lack()
-            return why and f"{why}, so that this standby may lack what was told: start that one again; or {anew}"
-        if self._trouble is not None or self._standing is None:
-            return f"the state of the lease {self._lease.place} is not known: {self._trouble or 'it was not read yet'}"
-        standing, name = self._standing, self._standby.identity
-        if not self._vacant:
-            itself = ", and this standby takes over by itself then" if standing.heir == name else ""
-            return (
-                f"{standing.holder} holds the lease {self._lease.place}: stop it, or wait until it has expired{itself}"
-            )
-        if not lossy and name not in (standing.heir, standing.holder):
-            return (
-                f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
-                f"or {anew}"
-            )
-        return None
-
-    def hand_over(self, warm: Warm, *, lossy: bool) -> Warm:
-        """Return what a syncer starts with: ``warm`` with the lease that was taken, or in a new lineage."""
-        self._end()
-        leadership, self._leadership = self._leadership, None
-        if leadership is not None:
-            return replace(warm, leadership=leadership)
-        return begun_anew(warm, LOSSY.format(name=self._standby.identity), int(time.time())) if lossy else warm
-
-    def status(self) -> dict[str, object] | None:
-        """The lease as this standby sees it, for ``diloco status``."""
-        if self._lease is None:
-            return None
-        standing = self._standing
-        return {
-            "place": self._lease.place,
-            "epoch": standing.epoch if standing is not None else 0,
-            "holder": standing.holder if standing is not None else "",
-            "is_heir": standing is not None and standing.heir == self._standby.identity,
-            "vacant": self._vacant,
-            "trouble": self._trouble,
-        }
-
-    # --- the thread --------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        lease = self._lease
-        assert lease is not None
-        try:
-            while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
-                if self._look(lease):
-                    self._on_taken()
-                    return
-        except Exception as error:
-            text = f"this standby no longer watches the lease {lease.place}: {type(error).__name__}: {error}"
-            self._standby.fail(StandbyError(text))
-
-    def _look(self, lease: Lease) -> bool:
-        """Take the lease if it is free for this standby; return whether it is taken."""
-        standby, why = self._standby, None
-        try:
-            self._standing, self._vacant = lease.read()
-            state = standby.state()
-            if state is not None and may_take_over(self._standing, standby.identity):  # Most standbys cannot at first.
-                claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
-                self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
-        except LeaseError as error:
-            why = str(error)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            why = f"disk full: {error.strerror}"  # Taken or not, a retry is safe.
-        if why is not None and self._trouble is None:
-            standby.emit("note", {"note": "lease", "why": why})
-        self._trouble = why
-        return self._leadership is not None
-
-
 def begun_anew(warm: Warm, why: str, clock_s: int) -> Warm:
     """Return ``warm`` in a new lineage, which begins with its values as every fragment's next version."""
     machine, values = warm.machine, warm.holdings.values
@@ -641,6 +512,7 @@ ANSWER_S = 0.5
 """The operator's promotion call is answered within this time, before the address is released."""
 
 
+@dataclass(eq=False, repr=False)
 class StandingBy:
     """A standby's process. Use: ``start``, ``wait`` until it returns what a syncer continues with, and always ``stop``.
 
@@ -648,34 +520,38 @@ class StandingBy:
     come too early learn where to go: it satisfies ``wire.handlers.SyncerApi`` itself.
     """
 
-    def __init__(
-        self,
-        standby: Standby,
-        primary: str,
-        network: ServerOptions,
-        security: SecurityOptions,
-        note: Callable[[str, str], None] = lambda what, why: None,
-        lease: Lease | None = None,
-    ) -> None:
-        """``note`` receives the server's notes on access control (``wire.server.RunningServer``)."""
-        self.standby = standby
+    standby: Standby
+    primary: str
+    network: ServerOptions
+    security: SecurityOptions
+    lease: Lease | None = None
+
+    def __post_init__(self) -> None:
         self.promoted = threading.Event()
         """Set when an operator or the lease makes the standby take over."""
         self.lossy = False
-        self._succession = Succession(standby, lease, self.promoted.set)
-        self._primary, self._network, self._security, self._note = primary, network, security, note
         self._server: RunningServer | None = None
+        self._leadership: LeaseHolder | None = None
+        self._standing: Standing | None = None
+        self._vacant = False
+        self._trouble: str | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch_lease, name="succession", daemon=True)
 
     def start(self) -> str:
         """Begin to follow and to serve; return the address."""
         self.standby.start()
         try:
-            self._server = RunningServer(self, self._network, self._security, self._note)
+            emit = self.standby.emit
+            self._server = RunningServer(
+                self, self.network, self.security, lambda what, why: emit("note", {"note": what, "why": why})
+            )
             self._server.start(ready=False)
         except BaseException:
             self.standby.close()
             raise
-        self._succession.start()
+        if self.lease is not None:
+            self._thread.start()
         return self._server.address
 
     def wait(self, timeout_s: float) -> Warm | None:
@@ -688,47 +564,134 @@ class StandingBy:
             raise self.standby.failed
         if not promoted:
             return None
-        self._end_answering()
-        return self._succession.hand_over(self.standby.promote(), lossy=self.lossy)
+        self._end()
+        warm = self.standby.promote()
+        leadership, self._leadership = self._leadership, None
+        if leadership is not None:
+            return replace(warm, leadership=leadership)
+        return begun_anew(warm, LOSSY.format(name=self.standby.identity), int(time.time())) if self.lossy else warm
 
     @property
     def ended(self) -> bool:
         """Whether the standby may end: the run is over, and the syncer has said that it stops."""
-        return self.standby.ended and not self.promoted.is_set()
+        state = self.standby.state()
+        is_over = state is not None and state.phase is Phase.ENDED and state.ending is Ending.FINISHED
+        return is_over and self.standby.left and not self.promoted.is_set()
 
     def stop(self) -> None:
-        """Stop serving and following; what was handed over stays open."""
-        self._end_answering()
-        self._succession.stop()
+        """Stop serving and following; what was handed over stays open. A lease that was not is left to expire."""
+        self._end()
+        if self._leadership is not None:
+            self._leadership.stop(release=False)
         if not self.promoted.is_set():
             self.standby.close()
 
-    def _end_answering(self) -> None:
+    def _end(self) -> None:
+        """Stop answering, and watching the lease."""
         server, self._server = self._server, None
         if server is not None:
             server.stop(ANSWER_S)
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- the lease ---------------------------------------------------------------------------------------------------
+
+    def _watch_lease(self) -> None:
+        """Take over once the lease is free for this standby. Runs in its own thread."""
+        lease = self.lease
+        assert lease is not None
+        try:
+            while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
+                self._look(lease)
+                if self._leadership is not None:
+                    self.promoted.set()
+                    return
+        except Exception as error:
+            text = f"this standby no longer watches the lease {lease.place}: {type(error).__name__}: {error}"
+            self.standby.fail(StandbyError(text))
+
+    def _look(self, lease: Lease) -> None:
+        """Take the lease if it is free for this standby."""
+        standby, why = self.standby, None
+        try:
+            self._standing, self._vacant = lease.read()
+            state = standby.state()
+            if state is not None and may_take_over(self._standing, standby.identity):  # Most standbys cannot at first.
+                self._leadership = try_to_lead(lease, standby.store, state, by_itself=True)
+        except LeaseError as error:
+            why = str(error)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            why = f"disk full: {error.strerror}"  # Taken or not, a retry is safe.
+        if why is not None and self._trouble is None:
+            standby.emit("note", {"note": "lease", "why": why})
+        self._trouble = why
+
+    def refusal(self, *, lossy: bool) -> str | None:
+        """Return why an operator's command to take over cannot be followed now; None when it can."""
+        anew = "promote this one with --lossy, which begins a new lineage with what it has"
+        if self.lease is None:
+            if lossy:
+                return None
+            if self.standby.still_hears():
+                return (
+                    "this standby still hears the syncer that it follows: stop that first, so that never two lead; or "
+                    f"{anew}, and everything that the other tells from then on is lost"
+                )
+            why = self.standby.may_lack()
+            return why and f"{why}, so that this standby may lack what was told: start that one again; or {anew}"
+        if self._trouble is not None or self._standing is None:
+            return f"the state of the lease {self.lease.place} is not known: {self._trouble or 'it was not read yet'}"
+        standing, name = self._standing, self.standby.identity
+        if not self._vacant:
+            itself = ", and this standby takes over by itself then" if standing.heir == name else ""
+            return (
+                f"{standing.holder} holds the lease {self.lease.place}: stop it, or wait until it has expired{itself}"
+            )
+        if not lossy and name not in (standing.heir, standing.holder):
+            return (
+                f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
+                f"or {anew}"
+            )
+        return None
+
+    def _lease_status(self) -> dict[str, object] | None:
+        """The lease as this standby sees it, for ``diloco status``."""
+        if self.lease is None:
+            return None
+        standing = self._standing
+        return {
+            "place": self.lease.place,
+            "epoch": standing.epoch if standing is not None else 0,
+            "holder": standing.holder if standing is not None else "",
+            "is_heir": standing is not None and standing.heir == self.standby.identity,
+            "vacant": self._vacant,
+            "trouble": self._trouble,
+        }
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def elsewhere(self, *asked: object, **named: object) -> NoReturn:
         """Refuse: only the syncer knows what it has told sites, and that may not have arrived here yet."""
         del asked, named
-        raise Refusal(Status.UNAVAILABLE, f"this is the standby of {self._primary}: ask there")
+        raise Refusal(Status.UNAVAILABLE, f"this is the standby of {self.primary}: ask there")
 
     join = open_push = watch = pull = has_newer = report = leave = elsewhere
     drain = evict = readmit = admit = refuse = snapshot = detach = elsewhere
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         """Answer a probe: a site tests the connection that it needs once this standby takes over."""
-        return replace(probed(self.standby.plan, ask), standby_of=self._primary)
+        return replace(probed(self.standby.plan, ask), standby_of=self.primary)
 
     def status(self) -> dict[str, object]:
         """The standby's status."""
         server = self._server
         return {
             **self.standby.status(),
-            "primary": self._primary,
-            "lease": self._succession.status(),
+            "primary": self.primary,
+            "lease": self._lease_status(),
             "identity_complaints": server.complaints() if server is not None else [],
         }
 
@@ -736,7 +699,7 @@ class StandingBy:
         """Take over as soon as everything received is replayed."""
         if self.standby.state() is None:
             raise Refusal(Status.FAILED_PRECONDITION, "this standby has no state to continue from yet")
-        if (why := self._succession.refusal(lossy=lossy)) is not None:
+        if (why := self.refusal(lossy=lossy)) is not None:
             raise Refusal(Status.FAILED_PRECONDITION, why)
         self.lossy = lossy
         self.promoted.set()

@@ -116,25 +116,6 @@ class Tally:
             return dict(self._refusals)
 
 
-def recorded(report: ReportInfo) -> dict[str, object]:
-    """Return a heartbeat as an event, for the history of a run whose sites keep their own events elsewhere."""
-    names = ("tokens_processed", "tokens_in_flight", "tokens_unsent", "tokens_overwritten", "tokens_lost")
-    return {
-        "site": report.site_id,
-        "incarnation": report.incarnation,
-        "step": report.step,
-        "loss": report.loss,
-        "tokens_per_s": report.tokens_per_s,
-        **{name: getattr(report, name) for name in names},
-        "step_s": round(report.step_ns / 1e9, 6),
-        "train_s": round(report.train_ns / 1e9, 3),
-        "stall_s": round(report.stall_ns / 1e9, 6),
-        "bytes_up": report.bytes_up,
-        "bytes_down": report.bytes_down,
-        "versions": list(report.versions),
-    }
-
-
 COUNTS = ("payload_bytes_up", "payload_bytes_down", "updates_corrupt", "bases_differed")
 """The counts of a site in its status."""
 FIGURES = (
@@ -147,10 +128,22 @@ FIGURES = (
     "bytes_up",
     "bytes_down",
 )
-"""The fields of a site's heartbeat in its status, under the same names."""
+"""The fields of a site's heartbeat in its status and in its event, under the same names."""
 BY_HEARTBEAT = ("heard_seconds_ago", "base_versions", "staleness", "stall_share", *FIGURES)
 HELD = ("norm", "ratio", "cosine", "z", "why")
 """The fields in status of an update that waits for an operator's decision."""
+
+
+def recorded(report: ReportInfo) -> dict[str, object]:
+    """Return a heartbeat as an event, for the history of a run whose sites keep their own events elsewhere."""
+    return {
+        "site": report.site_id,
+        **{name: getattr(report, name) for name in ("incarnation", *FIGURES, "tokens_overwritten", "tokens_lost")},
+        "step_s": round(report.step_ns / 1e9, 6),
+        "train_s": round(report.train_ns / 1e9, 3),
+        "stall_s": round(report.stall_ns / 1e9, 6),
+        "versions": list(report.versions),
+    }
 
 
 def resident_bytes() -> int | None:

@@ -20,14 +20,17 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec.base import digest
-from diloco.durable import PLAIN_DISK, ReadingDisk, Step
+from diloco.durable import PLAIN_DISK, Disk, ReadingDisk, Step
 from diloco.outer.optimizer import NOTHING
 from diloco.outer.pseudo_gradient import is_finite
+from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import UpdateArrived, UpstreamFetched
 from diloco.sync.journal import JournalError, PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
@@ -47,13 +50,11 @@ from diloco.syncer.snapshots import (
 from diloco.syncer.spool import Spool, SpoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from diloco.durable import Disk
-    from diloco.sync.events import Fate
+    from diloco.sync.effects import OuterEffect
     from diloco.sync.journal import Record
     from diloco.syncer.snapshots import Choice
 
@@ -135,29 +136,27 @@ class Pin:
     segment: int
 
 
+@dataclass(eq=False, repr=False)
 class Store:
-    """The data folder.  The caller holds its lock (``diloco.durable.locked``)."""
+    """The data folder.  The caller holds its lock (``diloco.durable.locked``).
 
-    def __init__(
-        self,
-        folder: Path,
-        card: RunCard,
-        disk: Disk = PLAIN_DISK,
-        retention: Retention = RECOVERY_ONLY,
-        emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
-    ) -> None:
-        """``emit`` receives a note of each repair by a recovery, and when ``retention`` cannot be met."""
-        self.folder = folder
-        self.card = card
-        self.disk = disk
-        self._retention = retention
-        self._emit = emit
+    ``emit`` receives a note of each repair by a recovery, and when ``retention`` cannot be met.
+    """
+
+    folder: Path
+    card: RunCard
+    disk: Disk = PLAIN_DISK
+    retention: Retention = RECOVERY_ONLY
+    emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None
+
+    def __post_init__(self) -> None:
+        folder, card, disk = self.folder, self.card, self.disk
         self.pinned: Callable[[], Pin | None] = lambda: None
         """Returns what to keep for a standby beyond retention, up to retention's bound in bytes."""
         self._cut = False
         self._pruning = threading.Lock()
         self._card_file: dict[str, object] = {}
-        """The run card that was found, with keys of other releases: they stay."""
+        """The run card as the file has it, with keys of other releases: they stay."""
         disk.settle(folder, Step.FOLDER)
         staging = folder / STAGING
         if staging.exists():
@@ -200,22 +199,21 @@ class Store:
             self.write_lineage(theirs.get("lineage", 1), Step.CARD)
 
     def _note(self, note: str, why: str) -> None:
-        self._emit("note", {"note": note, "why": why})
+        self.emit("note", {"note": note, "why": why})
 
     def write_lineage(self, lineage: object, step: Step = Step.LINEAGE_CARD) -> None:
         """Write ``run.json`` with the run's present lineage."""
         card = self._card_file | {"format": FORMAT, **self.card.facts(), "lineage": lineage}
         self.disk.write_file(self.folder / "run.json", json.dumps(card, indent=1, sort_keys=True).encode(), step)
+        self._card_file = card
 
     def _mend_card(self, lineage: int) -> None:
         """Make ``run.json`` name the lineage that journal and snapshots give; note a different or missing value."""
-        path = self.folder / "run.json"
-        try:
-            said = dict(parse_json(path.read_bytes())).get("lineage")
-            if type(said) is int and said == lineage:
-                return
-            why = f"{path} had lineage {shown(said)}: now it has the journal's, {lineage}"
-        except FileNotFoundError:
+        path, said = self.folder / "run.json", self._card_file.get("lineage")
+        if type(said) is int and said == lineage:
+            return
+        why = f"{path} had lineage {shown(said)}: now it has the journal's, {lineage}"
+        if not self._card_file:
             why = f"{path} was missing: it is written again, with the journal's lineage, {lineage}"
         self.write_lineage(lineage)
         self._note("recovery", why)
@@ -285,12 +283,17 @@ class Store:
                         f"{error}; it is {update}, which is acknowledged and not merged: {WAYS_OUT}"
                     ) from error
 
-    def decided(self, site: str, fate: Fate) -> None:
-        """Note that an update has its fate: its payload may be deleted once every kept snapshot is newer than that."""
-        self.release(self.spool.reference(site, fate.fragment, fate.sequence, fate.digest))
+    def carried_out(self, effects: Iterable[OuterEffect]) -> None:
+        """Note the payloads that no future step needs after ``effects``: of updates that got their fate, and let go."""
+        for effect in effects:
+            if isinstance(effect, TellFate):
+                fate = effect.fate
+                self.release(self.spool.reference(effect.site, fate.fragment, fate.sequence, fate.digest))
+            elif isinstance(effect, LetGo):
+                self.release(effect.payload)
 
     def release(self, reference: str) -> None:
-        """Note that no future step needs this payload; a replay from an older snapshot might."""
+        """Note that no future step needs this payload. A replay might: it goes once every kept snapshot is newer."""
         self._decided.append(_Decided(self.journal.index, reference, self.spool.size(reference)))
 
     def snapshot_writer(
@@ -320,15 +323,15 @@ class Store:
 
         def write() -> int:
             size = self.snapshots.write(snapshot, in_turn())
-            choice = self._prune(self._retention)
+            choice = self._prune(self.retention)
             if choice.cut and not self._cut:
-                steps, most = self._retention.steps, self._retention.bytes_max
+                steps, most = self.retention.steps, self.retention.bytes_max
                 self._note(
                     "retention",
                     f"less than the last {steps} outer steps can be replayed: they need more than {most} bytes",
                 )
             kept = choice.kept  # Noted again only after all that retention asks for could be replayed.
-            falls_short = bool(kept) and kept[0].steps > 0 and kept[-1].steps - kept[0].steps < self._retention.steps
+            falls_short = bool(kept) and kept[0].steps > 0 and kept[-1].steps - kept[0].steps < self.retention.steps
             self._cut = choice.cut or (self._cut and falls_short)
             return size
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from diloco.durable import locked
 from diloco.syncer.backups import BackupError, BackupFacts, Vault
 from diloco.syncer.replaying import Rules
-from diloco.syncer.restoring import Kept, Known, restore_backup
+from diloco.syncer.restoring import Kept, Known, Restore
 from diloco.syncer.store import RunCard
 from diloco.wire.client import AdminClient
 from tests.hunts.cutting import KINDS, tell
@@ -212,7 +212,7 @@ class Clocks:
         folder.mkdir()
         with locked(folder):
             fetch = lambda to: self.vault.fetch(RUN, name, to)  # noqa: E731
-            restored = restore_backup(folder, card, Rules(outer, rule, self.nodes.toy.codec), fetch, "a test", known)
+            restored = Restore(folder, card, Rules(outer, rule, self.nodes.toy.codec), "a test", known).backup(fetch)
         assert restored.run_tokens >= facts.run_tokens, f"{asdict(restored)} is less than the backup {facts}"
         assert restored.lineage > self.known[1], f"lineage {restored.lineage} after {self.known[1]}"
         self.known = (self.known[0], restored.lineage, Counter())

@@ -27,7 +27,7 @@ from diloco.sync.effects import OuterEffect
 from diloco.sync.events import JoinRequested, OuterEvent
 from diloco.sync.journal import JournalError
 from diloco.syncer.backups import Vault, back_up
-from diloco.syncer.restoring import Kept, KeptError, Known, RestoreError, restore_backup, restore_in_place
+from diloco.syncer.restoring import Kept, KeptError, Known, Restore, RestoreError
 from diloco.syncer.snapshots import FragmentValues, Image
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import StoreError, payloads_in
@@ -267,7 +267,7 @@ def record_in_place(root: Path) -> Recording:
     began = len(disk.log)
     disk.tell(0)
     image = Image(dict(asdict(CARD)), tuple(desk.values), {})
-    restore_in_place(root / "syncer", CARD, RULES, image, "a test", Known(CLOCK_S), disk)
+    Restore(root / "syncer", CARD, RULES, "a test", Known(CLOCK_S), disk).in_place(image)
     disk.tell(1)
 
     def check(folder: Path, told: int) -> str:
@@ -341,7 +341,7 @@ def record_backup(root: Path, passage: int = 0) -> Recording:
 def restored(folder: Path, vault: Vault, disk: QuietDisk) -> None:
     """Restore a backup as ``diloco restore`` does."""
     fetch = lambda to: vault.fetch(RUN, list(vault.backups(RUN))[-1], to, disk)  # noqa: E731
-    restore_backup(folder, CARD, RULES, fetch, "a test", Known(CLOCK_S), disk)
+    Restore(folder, CARD, RULES, "a test", Known(CLOCK_S), disk).backup(fetch)
 
 
 def stands(folder: Path) -> tuple[int, list[int]] | str:

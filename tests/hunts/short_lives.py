@@ -38,7 +38,7 @@ from diloco.runs.process import KILL_VARIABLE
 from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.syncer.backups import BackupError, Vault, back_up
 from diloco.syncer.restoring import Kept
-from diloco.syncer.spool import Settled, Spool
+from diloco.syncer.spool import Spool
 from diloco.syncer.store import STAGING, RunCard, Store, StoreError
 from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
@@ -118,7 +118,7 @@ def _gives_back(folder: Path, step: str, passage: int) -> None:
     spool = Spool(folder, KillingDisk(Step(step), passage))
     partial = spool.open_partial(HEADER)
     partial.write(memoryview(PAYLOAD))
-    spool.settle(spool.keep(partial), Settled.GIVEN_BACK, partial)
+    spool.settle(spool.keep(partial), keep=False, back=partial)
 
 
 @dataclass(frozen=True)

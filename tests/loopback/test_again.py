@@ -13,7 +13,7 @@ from diloco.learner.seal import Outbox
 from diloco.sync.events import Outcome
 from diloco.sync.rounds import Selection
 from diloco.syncer.replaying import Rules
-from diloco.syncer.restoring import Kept, Known, restore_in_place
+from diloco.syncer.restoring import Kept, Known, Restore
 from diloco.syncer.snapshots import Image
 from diloco.syncer.store import RunCard
 from diloco.wire.client import SyncClient
@@ -104,7 +104,7 @@ def restore_without(toy: Toy, selections: list[Selection]) -> None:
     image = Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, {})
     card = RunCard(kept.card.run_id, kept.card.layout_fingerprint, kept.card.shared_digest)
     with locked(folder):
-        restored = restore_in_place(folder, card, rules, image, "a test", Known(CLOCK_S))
+        restored = Restore(folder, card, rules, "a test", Known(CLOCK_S)).in_place(image)
     assert restored.lineage == CLOCK_S
 
 

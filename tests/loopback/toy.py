@@ -154,7 +154,7 @@ class Toy:
         network = self.network(port or self.port)
         lease = self.made_lease(disk)
         made = (self.options(folder), self.plan(), self.version_zero, network, security, emit, disk, lease)
-        return Syncer(*made, above=above)
+        return Syncer(*made, make_above=above)
 
     def standby(
         self, folder: str, primary: str, emit: Callable[[str, dict[str, object]], None], disk: Disk = PLAIN_DISK

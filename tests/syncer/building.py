@@ -103,7 +103,7 @@ def new_syncer(
         HealthOptions(**(health or {})),
     )
     network = ServerOptions(run_id=RUN, address=address, sites_max=(outer or {}).get("sites_max", 16))
-    return Syncer(SyncerOptions(**settings), plan, zero, network, SecurityOptions(), emit, above=above)
+    return Syncer(SyncerOptions(**settings), plan, zero, network, SecurityOptions(), emit, make_above=above)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Desk:
             elif isinstance(effect, PublishVersion):
                 self.values[effect.fragment] = self.computed.pop(effect.fragment).values
             elif isinstance(effect, TellFate):
-                self.store.decided(effect.site, effect.fate)
+                self.store.carried_out([effect])
         return effects
 
     def push(self, header: PushHeader, payload: bytes) -> list[OuterEffect]:

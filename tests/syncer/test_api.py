@@ -6,6 +6,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from diloco.syncer.core import CoreHeld, NotHandedIn
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.standby import Standby
+from diloco.syncer.status import Tally
 from diloco.wire.identity import Grant, Identity
 from diloco.wire.messages import (
     FOLDER_DIGITS,
@@ -127,7 +129,7 @@ def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_a
     events = Events()
     with serving(tmp_path, events) as syncer:
         join(syncer)
-        syncer.core._replicated = lambda end: "the standby is away"
+        syncer.core.replicated = lambda end: "the standby is away"
         with pytest.raises(CoreHeld, match="the standby is away"):
             join(syncer, "b")
         said = (report(step=70), report(step=80), report("a", 2, step=90), report("stranger"))
@@ -139,7 +141,7 @@ def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_a
         assert found["a"]["heard_seconds_ago"] < 60
         assert "stranger" not in syncer.tally.sites(), "only what is in the run takes memory"
         assert len(events.of("reported")) == 1
-        syncer.core._replicated = lambda end: None
+        syncer.core.replicated = lambda end: None
 
 
 def test_a_probe_is_told_what_a_join_must_say_and_nothing_is_compared_that_it_leaves_out(tmp_path: Path) -> None:
@@ -451,19 +453,27 @@ def test_a_word_that_cannot_be_journalled_now_is_later(tmp_path: Path, monkeypat
     monkeypatch.setattr(api_module, "DETACH_S", 0.1)
     events, sync = Events(), ReplicationOptions(mode="sync", timeout_s=1.0, alive_s=0.1)
     with serving(tmp_path, events, replication=sync) as syncer:
-        replicated = syncer.core._replicated
-        monkeypatch.setattr(syncer.core, "_replicated", lambda turn: "something else is wanting")
+        replicated = syncer.core.replicated
+        monkeypatch.setattr(syncer.core, "replicated", lambda turn: "something else is wanting")
         for _ in range(2):
             eventually(lambda: syncer.core.held is not None, "it is held")
             with pytest.raises(NotHandedIn):
                 syncer.api.detach()
-        monkeypatch.setattr(syncer.core, "_replicated", replicated)
+        monkeypatch.setattr(syncer.core, "replicated", replicated)
         events.wait_for("standby_detached")
         join(syncer)
         assert syncer.core.ask(lambda machine: machine.state.detached)
     assert len(events.of("standby_detached")) == 1
     with serving(tmp_path, replication=sync) as again:
         assert join(again).incarnation, "it is remembered"
+
+
+@pytest.mark.parametrize("mode", ["off", "async"])
+def test_a_site_keeps_an_update_until_it_is_decided_where_a_standby_may_lack_it(tmp_path: Path, mode: str) -> None:
+    with serving(tmp_path, replication=ReplicationOptions(mode=mode)) as syncer:
+        settings = join(syncer).settings
+        assert settings is not None
+        assert settings.keep_until_decided == (mode == "async")
 
 
 class Nobody:
@@ -484,9 +494,10 @@ def test_a_take_over_without_an_operator_is_told_where_one_may_follow(
         join(first)
     events = Events()
     promoted = new_syncer(tmp_path, events.emit, replication=ReplicationOptions(mode=mode, timeout_s=1.0, alive_s=0.1))
-    standby = Standby("two", promoted.options, promoted.plan, Nobody(), events.emit)  # type: ignore[arg-type]
+    standby = Standby("two", promoted.options, promoted.plan, Nobody(), Events().emit)  # type: ignore[arg-type]
     standby.start()
     promoted.start(standby.promote())
+    assert promoted.store.emit == events.emit, "what the standby wrote its events to is closed"
     join(promoted, "b")
     assert [each["why"] for each in events.of("standby_detached")] == why
     promoted.stop(0.1)
@@ -514,12 +525,15 @@ class Arriving:
         self.path = folder / "payload"
         self.payload = payload
         self.path.write_bytes(b"")
-        self.begun = 0
-        self.momentum = momentum
-        self.inspection = Inspection(self.path, header, lambda: self.momentum, nullcontext(), self._begins, Buffers(1))
-
-    def _begins(self) -> None:
-        self.begun += 1
+        self.optimizer = SimpleNamespace(momentum=momentum)
+        self.tally = Tally()
+        api = SimpleNamespace(
+            holdings=SimpleNamespace(values={header.fragment: SimpleNamespace(optimizer=self.optimizer)}),
+            tally=self.tally,
+            checks=nullcontext(),
+            buffers=Buffers(1),
+        )
+        self.inspection = Inspection(api, self.path, header)  # type: ignore[arg-type]
 
     def come(self, upto: int) -> None:
         held = self.path.stat().st_size
@@ -547,7 +561,7 @@ def test_the_pieces_it_came_in_change_nothing_and_other_values_show(tmp_path: Pa
         assert (found.finite, found.intact) == (True, intact)
         assert found.norm == pytest.approx(float(torch.linalg.vector_norm(decoded.double())), rel=1e-12)
         assert found.cosine == pytest.approx(float(torch.cosine_similarity(decoded, momentum, dim=0)), abs=1e-6)
-        assert arriving.begun == 1
+        assert arriving.tally.sites()["a"].payloads_decoded == 1
 
 
 def test_what_is_not_finite_or_nobody_encoded_is_found_wherever_it_stands(tmp_path: Path) -> None:
@@ -572,7 +586,7 @@ def test_blocks_are_measured_against_the_momentum_of_their_time(tmp_path: Path) 
     values = normal(1)
     arriving = Arriving(tmp_path, *update(values=values), momentum=normal(2))
     arriving.come(4 * 3000)
-    arriving.momentum = normal(3)
+    arriving.optimizer.momentum = normal(3)
     seen = torch.cat([normal(2)[:2048], normal(3)[2048:]])
     cosine = arriving.all(4 * SIZE).cosine
     assert cosine == pytest.approx(float(torch.cosine_similarity(values, seen, dim=0)), abs=1e-6)

@@ -28,13 +28,14 @@ class Backed:
         self.folder, self.source = folder, folder / "run"
         self.desk = run(self.source)
         self.events, self.story = Events(), Story(self.desk, 12)
+        self.desk.store.emit = self.events.emit
         self.vault = Vault(str(folder / "vault"))
         self.configure()
 
     def configure(self, keep: int = 1, every_s: float = 0.02) -> None:
         """What backs it up from now on has these options."""
         options = BackupOptions(url=self.vault.url, keep=keep, every_s=every_s)
-        self.backups = Backups(options, self.source, RUN, self.events.emit)
+        self.backups = Backups(options, self.desk.store, 1, 1)
 
     @property
     def last(self) -> str:
@@ -143,7 +144,7 @@ def test_they_are_made_kept_and_dropped(backed: Backed) -> None:
     status = backups.status()
     assert status["age_s"] is None
     assert 7200 <= float(str(status["without_s"])) < 7260, "so that it is seen that none is ever made"
-    backups.start(1, 1)
+    backups.start()
     for number in range(1, 5):
         events.wait_for("backup", number)
         if number < 4:
@@ -220,7 +221,8 @@ def test_a_syncer_that_is_started_again_after_a_standby_has_taken_over_learns_it
     backed.vault.drop(RUN, backed.last)
     backed.vault.put(RUN, "further", {"run.json": b"{}"}, BackupFacts(1, RUN, 1, 9, (4, 5), 1000, "", {}))
     backed.configure(every_s=600.0)
-    backed.backups.start(1, 2)
+    backed.backups._own = (1, 2)
+    backed.backups.start()
     ((kind, why),) = [(note["note"], note["why"]) for note in backed.events.wait_for("note")]
     backed.backups.stop(last=False)
     assert (kind, why) == ("backup_behind", backed.backups.behind)
@@ -259,7 +261,7 @@ def test_one_that_cannot_be_read_is_said_and_neither_taken_nor_dropped(backed: B
 def test_a_failure_is_told_and_tried_again(backed: Backed) -> None:
     place = backed.folder / "vault"
     place.write_text("a file, where a folder is to be")
-    backed.backups.start(1, 1)
+    backed.backups.start()
     assert {note["note"] for note in backed.events.wait_for("note", 2)} == {"backup_failed"}
     assert "vault" in str(backed.backups.status()["failing"])
     place.unlink()

@@ -39,6 +39,7 @@ from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
 from diloco.syncer import core as core_module
 from diloco.syncer.core import (
+    HELD,
     Core,
     CoreHeld,
     CoreStopped,
@@ -511,14 +512,15 @@ def test_it_is_ready_only_when_no_reason_is_left() -> None:
     readiness, told = Readiness(), list[bool]()
     readiness.told_to(told.append)
     assert readiness.reasons() == ["starting"]
-    readiness.begins(Unready.DISK_FULL)
-    readiness.ends(Unready.STARTING)
-    readiness.begins(Unready.DRAINING)
+    readiness.change(begins=[Unready.DISK_FULL])
+    readiness.change(ends=[Unready.STARTING])
+    readiness.change(begins=[Unready.DRAINING])
+    readiness.change(begins=[Unready.DISK_FULL], ends=HELD)
     assert readiness.reasons() == ["draining", "disk_full"]
     for reason in (Unready.DISK_FULL, Unready.DISK_FULL, Unready.DRAINING):
-        readiness.ends(reason)
+        readiness.change(ends=[reason])
     assert readiness.reasons() == []
-    assert told == [False, False, False, False, False, False, True]
+    assert told == [False, False, False, False, False, False, False, True]
 
 
 def served(address: str, name: str) -> bool:
@@ -531,7 +533,7 @@ def served(address: str, name: str) -> bool:
 
 def test_a_full_disk_and_a_drain_are_told_by_the_run_s_name_and_the_server_lives(tmp_path: Path) -> None:
     syncer = new_syncer(tmp_path, Events().emit, **QUIET)
-    syncer.readiness.begins(Unready.DISK_FULL)  # What happens before it serves is not forgotten.
+    syncer.readiness.change(begins=[Unready.DISK_FULL])  # What happens before it serves is not forgotten.
     address = syncer.start()
     try:
         for reasons in (["disk_full"], [], ["disk_full"], []):

@@ -11,6 +11,7 @@ import threading
 from dataclasses import asdict, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,11 +26,11 @@ from diloco.syncer.lease import (
     LeaseError,
     LeaseHolder,
     LeaseRefusedError,
-    claim_of,
     lead,
     remembered,
     standing_of,
 )
+from diloco.syncer.store import Store
 from tests.forked import forkserver
 from tests.syncer.building import Events, new_syncer
 from tests.syncer.leases import FIRST, take_often, taken
@@ -135,7 +136,7 @@ def test_an_heir_is_written_down_also_between_slow_renewals(
     hand.takes_s = TTL_S / 3 + 1.0
     hand.now_s += TTL_S / 3
     guard.name_heir("second")
-    monkeypatch.setattr(guard, "_emit", lambda what, facts: guard._stopping.set())  # The first note is of the heir.
+    monkeypatch.setattr(guard, "emit", lambda what, facts: guard._stopping.set())  # The first note is of the heir.
     guard.step()
     assert (hand.renewals, hand.marks) == ([None], ["second"])
 
@@ -232,8 +233,12 @@ def data(tmp_path: Path) -> Path:
 
 def led(path: Path | None, folder: Path, epoch: int = 0, ttl_s: float = 60.0) -> LeaseHolder:
     lease = FileLease(path, "run", ttl_s) if path is not None else None
-    state = OuterState([FragmentState()], epoch=epoch)
-    return lead(lease, folder, PLAIN_DISK, state, lambda what, facts: None, wait_s=0.0)
+    return lead(lease, store_in(folder), OuterState([FragmentState()], epoch=epoch), wait_s=0.0)
+
+
+def store_in(folder: Path) -> Store:
+    """What a lease needs of one."""
+    return SimpleNamespace(folder=folder, disk=PLAIN_DISK, emit=lambda what, facts: None)  # type: ignore[return-value]
 
 
 def test_a_folder_has_one_name_for_ever_and_no_two_have_the_same(tmp_path: Path, data: Path) -> None:
@@ -259,15 +264,15 @@ def test_a_folder_has_one_name_for_ever_and_no_two_have_the_same(tmp_path: Path,
 
 def test_it_is_given_back_and_its_folder_led_under_no_other_or_none(tmp_path: Path, path: Path, data: Path) -> None:
     state, lease = OuterState([FragmentState()], epoch=4), FileLease(path, "run", 0.5)
-    assert lead(None, data, PLAIN_DISK, state, lambda what, facts: None) is None
+    assert lead(None, store_in(data), state) is None
     guard = led(path, data, epoch=4, ttl_s=0.5)
     assert guard.epoch == 5
     assert guard.status()["valid"]
     guard.stop(release=True)
     standing, _ = lease.read()
     assert standing.released
-    claim = claim_of(lease, data, PLAIN_DISK, state)
-    assert (claim.name, claim.anew) == (standing.holder, False)
+    known = remembered(data, PLAIN_DISK)
+    assert (known.name, known.place) == (standing.holder, lease.place)
     path.rename(tmp_path / "away")
     for other, words in (
         (tmp_path / "b.json", "two leases let two syncers lead"),
@@ -307,7 +312,7 @@ def test_a_start_whose_lease_is_not_renewed_in_time_says_so(tmp_path: Path, monk
     monkeypatch.setattr(server_module, "START_WAIT_S", 0.2)
     monkeypatch.setattr(Leadership, "valid", lambda guard, now_ns: False)
     syncer = new_syncer(tmp_path / "run", Events().emit)
-    syncer._lease = FileLease(tmp_path / "lease", "run", 60.0)
+    syncer.lease = FileLease(tmp_path / "lease", "run", 60.0)
     with pytest.raises(LeaseError, match="the lease of epoch 1 was not renewed in time"):
         syncer.start()
 

@@ -34,11 +34,11 @@ def replicating(tmp_path: Path) -> Iterator[Replicating]:
 
         def a_replicator(mode: str = "sync", retention: Retention = RECOVERY_ONLY) -> tuple[Replicator, Log]:
             toy, log = Toy(folder=str(tmp_path)), Log()
-            store = Store(tmp_path / mode, RunCard("toy", PRINT, SHARED, EARLIER), PLAIN_DISK, retention)
+            store = Store(tmp_path / mode, RunCard("toy", PRINT, SHARED, EARLIER), PLAIN_DISK, retention, log.emit)
             machine, values = version_zero(toy)
             store.begin(machine, values)
             closing.callback(store.journal.close)
-            replicator = Replicator(ReplicationOptions(mode=mode), store, log.emit)
+            replicator = Replicator(ReplicationOptions(mode=mode), store)
             replicator.options.alive_s = 0.01
             core = SimpleNamespace(
                 machine=machine,
@@ -63,7 +63,6 @@ def journalled(replicator: Replicator, event: OuterEvent) -> None:
 def test_sync_waits_for_the_standby_async_for_one_that_follows_and_off_for_none(replicating: Replicating) -> None:
     for mode, nobody, away in (("sync", "no standby has followed", "the standby is away: nothing"), ("async", "", "")):
         replicator, _ = replicating(mode)
-        assert replicator.acks_first == (mode == "async")
         turn = a_turn(replicator)
         assert nobody in (replicator.replicated(turn) or "")
         assert bool(replicator.replicated(turn)) == bool(nobody)

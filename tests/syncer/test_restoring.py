@@ -23,11 +23,9 @@ from diloco.syncer.restoring import (
     Kept,
     KeptError,
     Known,
+    Restore,
     Restored,
     RestoreError,
-    restore_backup,
-    restore_in_place,
-    restore_values,
 )
 from diloco.syncer.snapshots import FragmentValues, Image, same_values
 from diloco.syncer.store import StoreError, payloads_in
@@ -107,7 +105,7 @@ def test_an_image_becomes_the_next_version_of_every_fragment(tmp_path: Path) -> 
     desk = stopped(tmp_path)
     image = image_of(tmp_path, Selection("b", "versions", 1, 3))
     undecided = sum(len(line.undecided) for site in desk.machine.state.sites.values() for line in site.lines)
-    restored = restore_in_place(tmp_path, CARD, RULES, image, "b was poisoned", KNOWN)
+    restored = Restore(tmp_path, CARD, RULES, "b was poisoned", KNOWN).in_place(image)
     assert (restored.lineage, restored.refused) == (CLOCK_S, undecided)
     assert restored.refused > 0, "nothing was in flight: the dice prove nothing"
     assert restored.versions == tuple(version + 1 for version in versions(desk))
@@ -143,7 +141,7 @@ def test_a_run_whose_waiting_payloads_are_damaged_gets_out_by_a_replay_and_a_res
         (tmp_path / "spool" / payload).write_bytes(b"other")
     with pytest.raises(StoreError, match=r"diloco replay RUN --out IMAGE.*diloco restore RUN --from IMAGE"):
         Desk(tmp_path)
-    restored = restore_in_place(tmp_path, CARD, RULES, image_of(tmp_path), "a payload was damaged", KNOWN)
+    restored = Restore(tmp_path, CARD, RULES, "a payload was damaged", KNOWN).in_place(image_of(tmp_path))
     assert restored.refused == len(waiting) > 0
     assert_goes_on(tmp_path, tuple(desk.values), list(restored.versions)).close()
 
@@ -156,7 +154,7 @@ def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -
     refused, number, done = 0, 1, False
 
     def restore(disk: Disk) -> None:
-        restore_backup(folder, CARD, RULES, fetch, "lost", KNOWN, disk)
+        Restore(folder, CARD, RULES, "lost", KNOWN, disk).backup(fetch)
 
     while not done:
         shutil.rmtree(folder, ignore_errors=True)
@@ -193,7 +191,7 @@ def from_a_site(
     )
     lines = {"a": [Line(watermark=9, tokens_merged=300, updates_merged=3), Line(watermark=8)]}
     (folder / "run").mkdir()
-    return values, restore_values(folder / "run", CARD, rules, values, lines, "from site a", known, **more)
+    return values, Restore(folder / "run", CARD, rules, "from site a", known).values(values, lines, **more)
 
 
 def test_values_of_a_site_become_a_run(tmp_path: Path) -> None:
@@ -226,12 +224,12 @@ def test_what_cannot_be_restored_is_refused_and_the_run_stays_as_it_is(tmp_path:
     image, lost = image_of(tmp_path / "lost"), tmp_path / "lost"
     before = files(lost)
     with pytest.raises(RestoreError, match=r"is not empty .* move it away first"):
-        restore_backup(lost, CARD, RULES, fetch, "lost", KNOWN)
+        Restore(lost, CARD, RULES, "lost", KNOWN).backup(fetch)
     other = replace(image, card={**image.card, "run_id": "other"})
     with pytest.raises(RestoreError, match="of another run: its run_id is 'other', and here it is 'small'"):
-        restore_in_place(lost, CARD, RULES, other, "why", KNOWN)
+        Restore(lost, CARD, RULES, "why", KNOWN).in_place(other)
     with pytest.raises(RestoreError, match="holds no run"):
-        restore_in_place(tmp_path / "none", CARD, RULES, image, "why", KNOWN)
+        Restore(tmp_path / "none", CARD, RULES, "why", KNOWN).in_place(image)
     assert files(lost) == before
 
     class TidyingDisk(Disk):
@@ -240,9 +238,9 @@ def test_what_cannot_be_restored_is_refused_and_the_run_stays_as_it_is(tmp_path:
                 raise Crash(step.value)
 
     with pytest.raises(Crash):
-        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN, TidyingDisk())
+        Restore(tmp_path / "run", CARD, RULES, "lost", KNOWN, TidyingDisk()).backup(fetch)
     with pytest.raises(RestoreError, match="is restored, and only the clean-up after it was interrupted: start"):
-        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN)
+        Restore(tmp_path / "run", CARD, RULES, "lost", KNOWN).backup(fetch)
     again = Desk(tmp_path / "run")
     assert versions(again) == [version + 1 for version in versions(desk)]
     again.close()

@@ -16,15 +16,15 @@ import pytest
 
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
-from diloco.sync.leadership import Claim
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.state import FragmentState, OuterState
-from diloco.syncer.lease import FileLease, Lease, LeaseHolder, remembered
+from diloco.syncer.lease import FileLease, LeaseHolder, remembered
 from diloco.syncer.options import RunPlan
-from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy, Succession, Warm, try_to_lead
+from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy, Warm, try_to_lead
 from diloco.wire.chunks import cut
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Chunk, Item, ProbeAsk, Refused, Status, Unreachable
+from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
 from tests.syncer.building import LAYOUT, RUN, agreement, refused
@@ -143,9 +143,9 @@ NAME = "spool/a/0-1-d.update"
 
 def incoming(folder: Path, name: str = NAME, digest: str = "", disk: Disk = PLAIN_DISK) -> Incoming:
     rooms = ("spool", "snapshots", "lineages")
-    store = SimpleNamespace(folder=folder, **{name: SimpleNamespace(folder=folder / name) for name in rooms})
+    store = SimpleNamespace(folder=folder, disk=disk, **{name: SimpleNamespace(folder=folder / name) for name in rooms})
     item = Item(name, 0, 0, len(DATA), digest or hashlib.sha256(DATA).hexdigest())
-    return Incoming(store, item, disk)  # type: ignore[arg-type]
+    return Incoming(store, item)  # type: ignore[arg-type]
 
 
 def bring(found: Incoming) -> bytes:
@@ -237,24 +237,29 @@ TTL_S = 0.6
 
 
 class Scene:
-    """A lease that "first" holds, and a standby's succession; the standby itself is a few values.  It looks at the
-    lease as long as it is entered."""
+    """A lease that "first" holds, and a standby's process; what follows in it is a few values.  It looks at the lease
+    as long as it is entered."""
 
     def __init__(self, folder: Path, *, heir: bool = True) -> None:
-        self.path, self.log, self.taken = folder / "lease.json", Log(), Log()
+        self.path, self.log = folder / "lease.json", Log()
         self.held = taken(self.lease())
         state = OuterState([FragmentState()], epoch=1)
         self.name = remembered(folder, PLAIN_DISK, "second").name
         assert not heir or self.held.mark(self.name)
         standby = SimpleNamespace(
             identity=self.name,
-            folder=folder,
-            disk=PLAIN_DISK,
+            store=SimpleNamespace(folder=folder, disk=PLAIN_DISK, emit=self.log.emit),
             emit=self.log.emit,
+            failed=None,
+            start=lambda: None,
+            status=dict,
             state=lambda: state,
+            promote=lambda: Warm(None, None, None, None),  # type: ignore[arg-type]
+            close=lambda: None,
             fail=lambda error: self.log.emit("failed", {"error": error}),
         )
-        self.succession = Succession(standby, self.lease(), lambda: self.taken.emit("taken", {}))  # type: ignore[arg-type]
+        network = ServerOptions(run_id=RUN, address="127.0.0.1:0")
+        self.standing = StandingBy(standby, "host:7077", network, SecurityOptions(), lease=self.lease())  # type: ignore[arg-type]
 
     def lease(self) -> FileLease:
         return FileLease(self.path, "run", TTL_S)
@@ -262,20 +267,21 @@ class Scene:
     def note(self, words: str) -> None:
         self.log.wait_for("note", 1, BOUND_S, where=lambda note: words in str(note["why"]))
 
-    def __enter__(self) -> Succession:
-        self.succession.start()
-        return self.succession
+    def __enter__(self) -> StandingBy:
+        self.standing.start()
+        return self.standing
 
     def __exit__(self, *_: object) -> None:
-        self.succession.stop()
+        self.standing.stop()
         assert "succession" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_lease_over(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    with scene as succession:
-        scene.taken.wait_for("taken", 1, BOUND_S)
-        warm = succession.hand_over(Warm(None, None, None, None), lossy=False)  # type: ignore[arg-type]
+    with scene as standing:
+        warm = standing.wait(BOUND_S)
+        assert warm is not None
+        assert warm.leadership is not None
         assert warm.leadership.epoch == 2
         assert warm.leadership.status()["valid"]
         warm.leadership.stop(release=True)
@@ -284,33 +290,33 @@ def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_le
 
 def test_who_is_not_the_heir_never_does_and_an_operator_hears_why(tmp_path: Path) -> None:
     scene = Scene(tmp_path, heir=False)
-    with scene as succession:
-        eventually(lambda: "holds the lease" in str(succession.refusal(lossy=True)), BOUND_S, "it was read")
-        eventually(lambda: succession.refusal(lossy=True) is None, BOUND_S, "it has run out")
-        assert "not the heir of first" in str(succession.refusal(lossy=False))
-        assert scene.taken.of("taken") == []
+    with scene as standing:
+        eventually(lambda: "holds the lease" in str(standing.refusal(lossy=True)), BOUND_S, "it was read")
+        eventually(lambda: standing.refusal(lossy=True) is None, BOUND_S, "it has run out")
+        assert "not the heir of first" in str(standing.refusal(lossy=False))
+        assert not standing.promoted.is_set()
         told = {"epoch": 1, "holder": "first", "is_heir": False, "vacant": True, "trouble": None}
-        assert succession.status() == {"place": f"file:{scene.path}", **told}
+        assert standing.status()["lease"] == {"place": f"file:{scene.path}", **told}
         assert scene.held.renew(), "nobody has taken it"
         scene.path.write_text("{")
         scene.note("is not a valid lease")
-        eventually(lambda: "is not known" in str(succession.refusal(lossy=True)), BOUND_S, "nobody may take over")
+        eventually(lambda: "is not known" in str(standing.refusal(lossy=True)), BOUND_S, "nobody may take over")
 
 
 def test_a_syncer_that_stopped_in_order_is_followed_by_an_operators_word_only(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.held.release()
-    with scene as succession:
-        eventually(lambda: succession.refusal(lossy=False) is None, BOUND_S, "the heir may, at once")
-        assert scene.taken.of("taken") == []
+    with scene as standing:
+        eventually(lambda: standing.refusal(lossy=False) is None, BOUND_S, "the heir may, at once")
+        assert not standing.promoted.is_set()
 
 
 def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     (tmp_path / "leadership.json").write_text("{")
-    with scene as succession:
+    with scene as standing:
         scene.note("cannot be read: remove it")
-        assert "cannot be read" in str(succession.status()["trouble"])  # type: ignore[index]
+        assert "cannot be read" in str(standing.status()["lease"])
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
@@ -319,9 +325,9 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
 ) -> None:
     scene, lead, left = Scene(tmp_path), try_to_lead, [2]
 
-    def failing(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> LeaseHolder | None:
+    def failing(*args: Any, by_itself: bool) -> LeaseHolder | None:
         """The lease is taken by then; what the folder remembers of it finds no room."""
-        leadership = lead(lease, folder, disk, claim, emit)
+        leadership = lead(*args, by_itself=by_itself)
         if leadership is not None and left[0]:
             left[0] -= 1
             leadership.stop(release=False)
@@ -329,10 +335,10 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
         return leadership
 
     monkeypatch.setattr("diloco.syncer.standby.try_to_lead", failing)
-    with scene:
+    with scene as standing:
         if error == errno.ENOSPC:
             scene.note("disk full: No space left")
-            scene.taken.wait_for("taken", 1, BOUND_S)
+            assert standing.promoted.wait(BOUND_S)
             assert left == [0]
             return
         (failed,) = scene.log.wait_for("failed", 1, BOUND_S)

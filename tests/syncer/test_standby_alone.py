@@ -104,10 +104,10 @@ def test_it_does_not_end_with_a_run_whose_syncer_has_not_said_that_it_stops(
     with following(toy, f"127.0.0.1:{toy.port}") as (standby, log):
         with serving(toy) as (_, address, _log), SiteThread(toy, "a", address, step_s=STEP_S) as site:
             assert site.join(BOUND_S).ending == "finished"
-            assert not standby.ended
+            assert not standby.left
         log.wait_for("disconnected", 1, BOUND_S)
         eventually(lambda: standby._orders.empty(), BOUND_S, "everything is carried out")
-        assert not standby.ended
+        assert not standby.left
         assert standby.state() is not None
 
 
