@@ -214,8 +214,10 @@ def as_events(status: Status, before: Status, at: float) -> Iterator[Event]:
     if status["epoch"] != before.get("epoch"):
         yield event("syncer_started", epoch=status["epoch"], versions=[each["version"] for each in fragments])
     for name, site in sites.items():
-        if site["status"] != before.get("sites", {}).get(name, {}).get("status"):
-            yield event("site_joined" if site["status"] == "live" else "site_left", site=name)
+        earlier, present = before.get("sites", {}).get(name, {}).get("status"), site["status"]
+        if present != earlier:
+            word = present if present != "live" else "back" if earlier == "silent" else "joined"
+            yield event(f"site_{word}", site=name)
         if site["heard_seconds_ago"] is not None:
             yield event("reported", **site | {"site": name, "versions": site["base_versions"]})
     for index, fragment in enumerate(fragments):

@@ -178,7 +178,6 @@ class Api:
     def __post_init__(self) -> None:
         self.emit = self.core.store.emit
         self.behind = ""
-        self.behind = ""
         """Why this process may be outdated: a site of another lineage has tried to join. Empty until then."""
         self._protocols: dict[str, int] = {}
         """The protocol version of each site; the newest until it has rejoined this process, as every site does.

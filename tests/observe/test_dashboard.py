@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -272,6 +273,24 @@ def test_a_syncers_answers_alone_make_the_history_of_its_run(tmp_path: Path) -> 
     assert history.run_tokens >= 4000
     assert history.progress == 1.0
     assert {name: site.step > 0 for name, site in history.sites.items()} == {"a": True, "b": True}
+
+
+def test_a_site_that_a_syncer_calls_silent_has_not_left() -> None:
+    """Its tokens of unknown fate may come back; those of a site that left may not."""
+
+    def answer(status: str) -> dict[str, Any]:
+        sites = {"a": {"status": status, "heard_seconds_ago": None, "base_versions": [0]}}
+        return {"epoch": 1, "fragments": [], "sites": sites, "ending": None}
+
+    told = ["live", "silent", "live", "left", "live", "evicted"]
+    events = [
+        event["what"]
+        for before, now in pairwise([None, *told])
+        for event in as_events(answer(now), answer(before) if before else {}, 0.0)
+    ]
+    assert [what for what in events if what.startswith("site_")] == [
+        *("site_joined", "site_silent", "site_back", "site_left", "site_joined", "site_evicted")
+    ]
 
 
 # --- An operator at the page -----------------------------------------------------------------------------------------
