@@ -88,9 +88,9 @@ class Holder:
 
     def cut(self, first: int, unit: int) -> None:
         """Drop the places before ``first``, keeping the last ``PAST_MAX`` in ``past``.  ``unit``: sequences a unit."""
-        past = [*self.past, *pieces_before(self.pieces, first - self.first)]
-        self.past = joined(pieces_from(past, num_places(past) - PAST_MAX))
-        self.pieces = pieces_from(self.pieces, first - self.first)
+        past = [*self.past, *pieces_at(self.pieces, 0, first - self.first)]
+        self.past = joined(pieces_at(past, num_places(past) - PAST_MAX))
+        self.pieces = pieces_at(self.pieces, first - self.first)
         self.first = max(self.first, first)
         self.counted = without(self.counted, [(0, self.first)])
         self.merged = [without(spans, [(0, self.begin * unit)]) for spans in self.merged]
@@ -129,26 +129,15 @@ def num_places(pieces: Iterable[Piece]) -> int:
     return sum(map(itemgetter(1), pieces))
 
 
-def pieces_from(pieces: Sequence[Piece], skip: int) -> list[Piece]:
-    """Return ``pieces`` without the first ``skip`` places."""
+def pieces_at(pieces: Iterable[Piece], begin: int, end: int | None = None) -> list[Piece]:
+    """Return the places of ``pieces`` from ``begin``, counted from 0, to before ``end``; None: to the last."""
     found: list[Piece] = []
+    at = 0
     for start, count in pieces:
-        if skip >= count:
-            skip -= count
-            continue
-        found.append((start if start == SKIPPED else start + max(skip, 0), count - max(skip, 0)))
-        skip = 0
-    return found
-
-
-def pieces_before(pieces: Sequence[Piece], places: int) -> list[Piece]:
-    """Return the first ``places`` places of ``pieces``."""
-    found: list[Piece] = []
-    for start, count in pieces:
-        if places <= 0:
-            break
-        found.append((start, min(count, places)))
-        places -= count
+        skip, stop = max(begin - at, 0), count if end is None else min(end - at, count)
+        if skip < stop:
+            found.append((start if start == SKIPPED else start + skip, stop - skip))
+        at += count
     return found
 
 
@@ -236,5 +225,5 @@ def whole_units(spans: Iterable[Span], unit: int) -> list[Span]:
 
 def first_of(spans: Sequence[Span], count: int) -> list[Span]:
     """Return the ``count`` smallest numbers, or all where there are fewer."""
-    found = pieces_before([(start, stop - start) for start, stop in spans], count)
+    found = pieces_at([(start, stop - start) for start, stop in spans], 0, count)
     return [(start, start + number) for start, number in found]

@@ -31,7 +31,7 @@ from diloco.sync.data_units import (
     first_of,
     in_units,
     joined,
-    pieces_from,
+    pieces_at,
     size,
     units_at,
     without,
@@ -240,7 +240,7 @@ def refusal(state: OuterState, event: UnitsAsked) -> Reason | None:
 def _told(holder: Holder, call: int, known: int) -> AnswerUnits:
     """Return the answer with the list from place ``known`` on, or from its first place that is not over."""
     first = max(known, holder.first)
-    return AnswerUnits(call, first, tuple(pieces_from(holder.pieces, first - holder.first)[:PIECES_TOLD_MAX]))
+    return AnswerUnits(call, first, tuple(pieces_at(holder.pieces, first - holder.first)[:PIECES_TOLD_MAX]))
 
 
 def _units(state: OuterState) -> Units:

@@ -24,8 +24,7 @@ from diloco.sync.data_units import (
     first_of,
     joined,
     num_places,
-    pieces_before,
-    pieces_from,
+    pieces_at,
     size,
     units_at,
 )
@@ -408,7 +407,7 @@ def units_told(turn: SiteTurn, event: UnitsTold) -> None:
         return
     if event.first > units.end or not units.pieces:
         units.first, units.pieces = event.first, []
-    more = pieces_from(event.pieces, units.end - event.first)
+    more = pieces_at(event.pieces, units.end - event.first)
     units.pieces, units.known = joined([*units.pieces, *more]), upto
     units.spare = first_of(units_at(units.first, units.pieces, [(units.first, upto)]) or units.spare, REMEMBERED)
 
@@ -429,7 +428,7 @@ def units_drawn(turn: SiteTurn, event: StepDone) -> None:
         part.unsent_spans = added(part.unsent_spans, named)[-SPANS_MAX:]
     skip = event.cursor // unit - REMEMBERED - state.units.first
     if skip > 0:
-        state.units.pieces = pieces_from(state.units.pieces, skip)
+        state.units.pieces = pieces_at(state.units.pieces, skip)
         state.units.first += skip
 
 
@@ -442,7 +441,7 @@ def units_start_over(options: LearnerOptions, state: LearnerState) -> None:
         return
     units, place = state.units, state.cursor // options.unit_sequences
     begun = [(SKIPPED, 1)] if state.cursor % options.unit_sequences and units.end > place >= units.first else []
-    units.pieces = joined([*pieces_before(units.pieces, place - units.first), *begun])
+    units.pieces = joined([*pieces_at(units.pieces, 0, place - units.first), *begun])
     units.known = min(units.known, units.end)
 
 
@@ -455,11 +454,12 @@ def units_from(state: LearnerState, place: int, count: int) -> tuple[list[Piece]
     if place >= units.end:
         units.again += 1
         units.pieces = joined([*units.pieces, (SKIPPED, place + 1 - units.end)])
-    here = pieces_before(pieces_from(units.pieces, place - units.first), count) if place >= units.first else []
+    skip = place - units.first
+    here = pieces_at(units.pieces, skip, skip + count) if skip >= 0 else []
     found = list(takewhile(lambda piece: piece[0] != SKIPPED, here))
     if found:
         return found, False
     real = units.real()
     assert real, "a site that was leased no unit does not train"
-    ((first, _), *_) = pieces_from([(start, stop - start) for start, stop in real], place % size(real))
+    ((first, _), *_) = pieces_at([(start, stop - start) for start, stop in real], place % size(real))
     return [(first, 1)], True
