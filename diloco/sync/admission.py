@@ -332,12 +332,10 @@ def admit(
 
 def _known(line: Line, sequence: int, digest: str) -> Verdict:
     """Answer a sequence number that was accepted before: DUPLICATE, CONFLICT (another content), or FORGOTTEN."""
-    for pending in line.undecided:
-        if pending.sequence == sequence:
-            same = pending.digest == digest
-            return Verdict(Outcome.DUPLICATE) if same else Verdict(Outcome.REFUSED, Reason.CONFLICT)
-    for fate in line.fates:
-        if fate.sequence == sequence:
-            same = fate.digest == digest
-            return Verdict(Outcome.DUPLICATE, fate=fate) if same else Verdict(Outcome.REFUSED, Reason.CONFLICT)
+    accepted: list[Pending | Fate] = [*line.undecided, *line.fates]
+    for known in accepted:
+        if known.sequence == sequence:
+            if known.digest != digest:
+                return Verdict(Outcome.REFUSED, Reason.CONFLICT)
+            return Verdict(Outcome.DUPLICATE, fate=known if isinstance(known, Fate) else None)
     return Verdict(Outcome.REFUSED, Reason.FORGOTTEN)

@@ -150,12 +150,8 @@ def taking(state: OuterState, index: int) -> TakeVersion | None:
 
 
 def heard(turn: Turn, event: RegionEvent) -> None:
-    """Handle an event of the exchange with the syncer above."""
-    if isinstance(event, UpstreamStarted):
-        _started(turn, event)
-        return
-    upstream = turn.state.upstream
-    assert upstream is not None, event
+    """Handle an event of the exchange with the syncer above, after ``started``."""
+    assert turn.state.upstream is not None, event
     match event:
         case UpstreamAsked():
             mark_not_joined(turn.state)
@@ -186,7 +182,8 @@ def mark_not_joined(state: OuterState) -> None:
         part.learner.incarnation = 0
 
 
-def _started(turn: Turn, event: UpstreamStarted) -> None:
+def started(turn: Turn, event: UpstreamStarted) -> None:
+    """Handle a new process of the region, the first one or a later one."""
     upstream = turn.state.upstream
     if upstream is None:
         upstream = turn.state.upstream = Upstream([Part() for _ in turn.state.fragments])

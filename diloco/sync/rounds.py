@@ -38,12 +38,12 @@ from diloco.sync.options import smoothed
 from diloco.sync.state import Held, OuterState, Pending, Phase, Round
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from diloco.sync.events import OuterStepDone, OuterStepFailed
     from diloco.sync.options import OuterOptions
-    from diloco.sync.state import Turn
+    from diloco.sync.state import Attendance, Turn
 
 
 class QuorumStanding(NamedTuple):
@@ -76,8 +76,7 @@ def standing(
         return QuorumStanding(enough, enough, lambda: f"{waiting} updates are here, {wanted} make a round")
     complete = live <= arrived
     if here < options.quorum_min:
-        least = options.quorum_min
-        return QuorumStanding(False, False, lambda: f"{here} of at least quorum_min={least} sites arrived")
+        return QuorumStanding(False, False, lambda: f"{here} of at least quorum_min={options.quorum_min} sites arrived")
     if options.quorum == "all":
         if len(members) > here or not arrived >= set(members):
             all_of = f"of all {len(members)} members"
@@ -329,7 +328,7 @@ class Standstill:
     why: str
 
 
-def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standstill | None:
+def standstill(options: OuterOptions, state: OuterState, attendance: Attendance, now_ns: int) -> Standstill | None:
     """Return the round that has waited longest for sites, if it has waited too long: ``STANDSTILL_PERIODS`` periods of
     the slowest live site, and at least ``site_timeout_ns``, after which a silent site is dropped from the round."""
     rounds = [
@@ -339,17 +338,17 @@ def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standst
         return None
     since_ns, index = min(rounds)
     periods_ns = []
-    for site in (state.sites[name] for name in state.live()):
+    for site in (state.sites[name] for name in attendance.live):
         line = site.lines[index]
         steps = max([line.usual_steps, *(pending.steps for pending in line.undecided)])
         periods_ns.append(min(steps * site.step_ns, seen_ns(site, index)))
     bound_ns = max(options.site_timeout_ns, STANDSTILL_PERIODS * max(periods_ns, default=0))
     if now_ns - since_ns < bound_ns:
         return None
-    collecting, here, live = state.fragments[index].round, set(state.arrived(index)), state.awaited(index)
+    collecting, here, live = state.fragments[index].round, attendance.arrived[index], attendance.awaited(index)
     assert collecting is not None
     lacking = tuple(name for name in sorted({*collecting.members, *live}) if name not in here)
-    why = standing(options, collecting.members, {*live}, here, len(state.waiting(index))).why()
+    why = standing(options, collecting.members, live, here, len(attendance.waiting(index))).why()
     if options.quorum != "all" or len(here) < options.quorum_min:
         why += f"; waiting for {', '.join(lacking)}" if lacking else "; no other site is live"
     return Standstill(index, since_ns, lacking, why)
@@ -363,9 +362,9 @@ def _close(turn: Turn, index: int, why: str) -> None:
         turn.attendance.line_changed(name, index)
     fragment.round = None
     fragment.merging_since_ns = state.now_ns
-    merged = {name for name, _ in under_merge(state, index, turn.attendance.undecided[index])}
+    merged = {name for name, _ in turn.attendance.merging(index)}
     fragment.full_round = _full_round(turn, index, merged) if turn.options.share_weighted else {}
-    step = outer_step(turn.options, state, index, among=turn.attendance.undecided[index])
+    step = outer_step(turn.options, state, turn.attendance, index)
     part = "" if step.share == 1 else f"; {step.share:.3f} of a full round"
     turn.note("round_closed", why + part, fragment=index, version=step.version)
     turn.effects.append(step)
@@ -393,9 +392,9 @@ def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, fl
 def outer_step(
     options: OuterOptions,
     state: OuterState,
+    attendance: Attendance,
     index: int,
     leave_out: Collection[tuple[str, int]] = (),
-    among: Iterable[str] | None = None,
 ) -> StartOuterStep:
     """Return the outer step that is under way, from the memory alone, so that a restart gives the same one.
 
@@ -403,10 +402,10 @@ def outer_step(
     is already about twice as long, and moves the model as far as two updates in two rounds do.
 
     ``leave_out`` names updates (site, sequence) to omit: the weights are then those of the others alone, as if the
-    omitted ones had never come, and there may be no contribution left.  ``among``: see ``under_merge``.
+    omitted ones had never come, and there may be no contribution left.
     """
     merging: list[tuple[str, list[Pending]]] = []
-    for name, pending in under_merge(state, index, among):
+    for name, pending in attendance.merging(index):
         if (name, pending.sequence) in leave_out:
             continue
         if options.merge_by == "site" and merging and merging[-1][0] == name:
@@ -436,7 +435,7 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.version, fragment.digest = event.version, event.digest
     fragment.sync_ns = smoothed(fragment.sync_ns, turn.state.now_ns - fragment.merging_since_ns)
     fragment.merging_since_ns, fragment.full_round = None, {}
-    merged = under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
+    merged = turn.attendance.merging(event.fragment)
     for name, pending in merged:
         line, tokens, steps = turn.state.sites[name].lines[event.fragment], pending.tokens, pending.steps
         if line.usual_tokens:  # An update of several periods, or an exaggerated claim, has a bounded effect.
@@ -458,18 +457,8 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
         turn.effects.append(StopTraining(None, f"fragment {event.fragment}: {why}", failed=True))
         return
     fragment.merging_since_ns, fragment.full_round = None, {}
-    for name, pending in under_merge(turn.state, event.fragment):
+    for name, pending in turn.attendance.merging(event.fragment):
         refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
-
-
-def under_merge(state: OuterState, index: int, among: Iterable[str] | None = None) -> list[tuple[str, Pending]]:
-    """Return the updates of the outer step that is under way, each with its site, in the order of the merge.
-
-    ``among``, where the caller knows it, is a set of sites that includes all sites of the step: only they are searched.
-    """
-    sites = state.sites
-    names = sorted(sites if among is None else among)
-    return [(name, p) for name in names for p in sites[name].lines[index].undecided if p.merging]
 
 
 KINDS = ("versions", "sequences")

@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING, Any
 from diloco.sync import fates, region
 from diloco.sync.admission import (
     AWAY_UNKNOWN_NS,
-    Verdict,
-    admit,
     admitted,
     expire,
     fastest_step_ns,
@@ -58,6 +56,7 @@ from diloco.sync.events import (
     UpdateAdmitted,
     UpdateArrived,
     UpdateWithdrawn,
+    UpstreamStarted,
     VersionPublished,
 )
 from diloco.sync.fates import refuse_stale
@@ -67,7 +66,7 @@ from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step
 from diloco.sync.state import Attendance, FragmentState, OuterState, Phase, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from diloco.sync.options import OuterOptions
 
@@ -104,8 +103,7 @@ class OuterSync:
         expire(turn)
         fates.expire(turn)
         for index, fragment in enumerate(self.state.fragments):
-            if self.state.upstream is not None:
-                region.act(turn, index)
+            region.act(turn, index)
             if fragment.round is not None or self.attendance.arrived[index]:
                 consider(turn, index)
         fates.finish_when_final(turn)
@@ -127,12 +125,6 @@ class OuterSync:
         # A past deadline is left out: if a merge holds its action back, the sweep after that merge sees it again.
         return min([instant for instant in wanted if instant is not None and instant > now_ns], default=None)
 
-    def admit(
-        self, site: str, incarnation: int, fragment: int, sequence: int, base_version: int, digest: str
-    ) -> Verdict:
-        """Return the answer that ``UpdateArrived`` would get now, judged by the header alone; change nothing."""
-        return admit(self.state, self.options, site, incarnation, fragment, sequence, base_version, digest)
-
     def progress_ppm(self) -> int:
         """Return the run's progress in millionths: by tokens, by time or of the run above, whichever is further."""
         options, state = self.options, self.state
@@ -149,9 +141,11 @@ class OuterSync:
         run = (attendance.run_tokens(), self.progress_ppm(), state.lineage, fastest_step_ns(state, attendance.live))
         return VersionPublished(state.epoch, fragment, version, *run)
 
-    def under_way(self, index: int) -> StartOuterStep | TakeVersion:
-        """Return the effect under way that makes the next version of fragment ``index``."""
-        return region.taking(self.state, index) or outer_step(self.options, self.state, index)
+    def under_way(self, index: int, leave_out: Collection[tuple[str, int]] = ()) -> StartOuterStep | TakeVersion:
+        """Return the effect under way that makes the next version of fragment ``index``, as if the updates of
+        ``leave_out`` (site, sequence) had never come."""
+        taken = region.taking(self.state, index)
+        return taken or outer_step(self.options, self.state, self.attendance, index, leave_out)
 
 
 def _started(turn: Turn, event: SyncerStarted) -> None:
@@ -170,7 +164,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
         turn.note("resumed", "the run had been drained")
     for index, fragment in enumerate(state.fragments):
         if fragment.merging_since_ns is not None:
-            turn.effects.append(region.taking(state, index) or outer_step(turn.options, state, index))
+            turn.effects.append(region.taking(state, index) or outer_step(turn.options, state, turn.attendance, index))
             turn.note("outer_step_again", "it was under way when the last process ended", fragment=index)
         refuse_stale(turn, index)  # This process may have a smaller ``staleness_max``.
     if state.ending is not None:  # The last process may have ended after the journal record, before the announcement.
@@ -218,6 +212,7 @@ RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
     StandbyAttached: _standby,
     SyncerStarted: _started,
     LineageBegan: lineage_began,
+    UpstreamStarted: region.started,
 }
 """The handler of each event; ``region.heard`` handles all others."""
 
@@ -250,30 +245,20 @@ class Replay:
     def __init__(self, machine: OuterSync) -> None:
         self.machine = machine
         self.records = 0
-        self._under_way = {
-            index: machine.under_way(index)
-            for index, fragment in enumerate(machine.state.fragments)
-            if fragment.merging_since_ns is not None
-        }
 
     def apply(self, record: Record) -> list[OuterEffect]:
         """Apply ``record``, bring the values up to date, and return its effects.
 
         ``JournalError`` when the machine decides otherwise than when the record was written.
         """
+        event = record.event
+        command = self.machine.under_way(event.fragment) if isinstance(event, OuterStepDone) else None
         effects = decide_again(self.machine, record, self.records)
         self.records += 1
-        event = record.event
-        if isinstance(event, OuterStepDone):
-            self.step_done(event, self._under_way.pop(event.fragment))
-        elif isinstance(event, OuterStepFailed):
-            del self._under_way[event.fragment]
+        if isinstance(event, OuterStepDone) and command is not None:
+            self.step_done(event, command)
         elif isinstance(event, LineageBegan):
-            self._under_way.clear()
             self.lineage_began(event)
-        for effect in effects:
-            if isinstance(effect, StartOuterStep | TakeVersion):
-                self._under_way[effect.fragment] = effect
         return effects
 
     def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:

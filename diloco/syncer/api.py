@@ -33,7 +33,7 @@ from diloco.codec.merging import Reading
 from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.durable import is_full
 from diloco.outer.fragments import Layout
-from diloco.sync.admission import Verdict
+from diloco.sync.admission import Verdict, admit
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AnswerUnits, AskToConfirm
 from diloco.sync.events import (
     DrainRequested,
@@ -264,7 +264,9 @@ class Api:
         def look(machine: OuterSync) -> tuple[Verdict, int, int]:
             state, verdict = machine.state, Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
             if header.lineage in (0, state.lineage):  # Otherwise it belongs to an earlier lineage.
-                verdict = machine.admit(
+                verdict = admit(
+                    machine.state,
+                    machine.options,
                     header.site_id,
                     header.incarnation,
                     header.fragment,

@@ -263,7 +263,7 @@ def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
 
 def standstill_facts(machine: OuterSync, now_ns: int) -> dict[str, object] | None:
     """Return which fragment makes no version although updates wait, how long, and for which sites; None if none."""
-    found = standstill(machine.options, machine.state, now_ns)
+    found = standstill(machine.options, machine.state, machine.attendance, now_ns)
     if found is None:
         return None
     seconds = round((now_ns - found.since_ns) / 1e9, 1)

@@ -171,7 +171,8 @@ def describe(machine: OuterSync, tally: Tally, now_ns: int) -> dict[str, object]
     covered, each counted once per site. ``upstream``: the versions above that a region is based on, and where its
     sites' tokens are; None if there is no syncer above.
     """
-    state, known, now_s = machine.state, tally.sites(), time.monotonic()
+    state, here = machine.state, machine.attendance
+    known, now_s = tally.sites(), time.monotonic()
     versions = [fragment.version for fragment in state.fragments]
     units = upstream = None
     if state.units is not None:
@@ -194,8 +195,8 @@ def describe(machine: OuterSync, tally: Tally, now_ns: int) -> dict[str, object]
             {
                 "version": fragment.version,
                 "digest": fragment.digest,
-                "arrived": (arrived := state.arrived(index)),
-                "awaited": [name for name in state.awaited(index) if name not in arrived],
+                "arrived": sorted(here.arrived[index]),
+                "awaited": sorted(here.awaited(index) - here.arrived[index]),
                 "members": list(fragment.round.members) if fragment.round else [],
                 **_times(fragment.round, now_ns),
                 "merging": fragment.merging_since_ns is not None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.sim import world
+from diloco.sim import outer_process, world
 from diloco.sim.outer_disk import VERSIONS_KEPT, ZERO, Kept, OuterDisk, Replayer, journal_name, restored
 from diloco.sim.outer_process import OuterProcess
 from diloco.sim.plan import draw_plan
@@ -22,7 +22,6 @@ from diloco.sync import (
     fates,
     learner,
     rounds,
-    syncer,
     updates,
 )
 from diloco.sync.data_units import Holder, whole_units
@@ -111,7 +110,7 @@ def instead_of(*places: tuple[Any, str]) -> Callable[..., Callable[[Patch], None
 
 
 @noticed_by("exactly_once", 3)
-@instead_of((syncer, "admit"), (rounds, "admit"))
+@instead_of((outer_process, "admit"), (rounds, "admit"))
 def admit_again(right: Any, *header: Any) -> Any:
     verdict = right(*header)
     return replace(verdict, outcome=Outcome.ACCEPTED) if verdict.outcome == "duplicate" else verdict
@@ -244,9 +243,11 @@ def seal_without_a_window(right: Any, turn: Any, part: Any) -> bool:
 
 
 @noticed_by("ledger", 0)
-@instead_of((updates, "give_back"))
+@instead_of((updates, "unsend"), (learner, "unsend"))
 def lose_refused_tokens(right: Any, options: Any, part: Any, sent: Any) -> None:
-    part.in_flight.remove(sent)
+    before = part.unsent_tokens, part.unsent_steps
+    right(options, part, sent)
+    part.unsent_tokens, part.unsent_steps = before
 
 
 @noticed_by("carried", 0)

@@ -294,7 +294,8 @@ def test_an_outlier_is_refused_in_words_and_counted_and_is_refused_again_whateve
     assert {vital.norm for vital in line.vitals} == {1.0}, "it is no part of what is usual"
     syncer.machine = OuterSync.restore(syncer.options, through_json(syncer.machine.snapshot()))
     syncer.handle(ev.SyncerStarted(3, HealthOptions(policy="admit")))
-    verdict = syncer.machine.admit("a", 1, 0, 7, 6, syncer.update("a", 7).digest)
+    header = ("a", 1, 0, 7, 6, syncer.update("a", 7).digest)
+    verdict = admit(syncer.machine.state, syncer.options, *header)
     assert (verdict.outcome, verdict.reason) == (REFUSED, Reason.OUTLIER), "before a byte is read"
     before = syncer.machine.snapshot()
     effects = push(syncer, after_s=0, **FAR)

@@ -14,7 +14,6 @@ from diloco.sync.rounds import (
     Standstill,
     grace_ns,
     of_its_age,
-    outer_step,
     parse_selection,
     raw_weight,
     share,
@@ -62,7 +61,7 @@ def test_the_first_round_waits_no_longer_than_since_its_site_joined(step_s: floa
 
 
 def stands(syncer: Syncer, at_s: float) -> Standstill | None:
-    return standstill(syncer.options, syncer.machine.state, round(at_s * SECOND_NS))
+    return standstill(syncer.options, syncer.machine.state, syncer.machine.attendance, round(at_s * SECOND_NS))
 
 
 def test_a_round_that_waits_for_sites_for_several_periods_says_for_which() -> None:
@@ -213,16 +212,16 @@ def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_i
                 if (site, sequence) not in gone:
                     syncer.push(site, tokens=count, steps=7, sequence=sequence)
         (step,) = of(fx.StartOuterStep, syncer.deadline())
-        assert outer_step(syncer.options, syncer.machine.state, 0) == step
+        assert syncer.machine.under_way(0) == step
         return syncer
 
     whole = merge(set())
     for gone in ({("b", 1)}, {("a", 2)}, {("b", 1), ("c", 1)}):
-        wanted = outer_step(whole.options, merge(gone).machine.state, 0)
-        assert outer_step(whole.options, whole.machine.state, 0, gone) == wanted
+        wanted = merge(gone).machine.under_way(0)
+        assert whole.machine.under_way(0, gone) == wanted
         assert abs(sum(part.weight for part in wanted.contributions) - 1) < 1e-12
     everything = {(site, sequence) for site, each in tokens.items() for sequence in range(1, len(each) + 1)}
-    assert outer_step(whole.options, whole.machine.state, 0, everything).contributions == ()
+    assert whole.machine.under_way(0, everything).contributions == ()
 
 
 def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
@@ -230,7 +229,7 @@ def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
     syncer.push("a")
     syncer.push("a", 2)
     syncer.push("b")
-    found = outer_step(syncer.options, syncer.machine.state, 0, {("a", 1)}).contributions
+    found = syncer.machine.under_way(0, {("a", 1)}).contributions
     assert [(part.site, part.updates[0].sequence, part.weight) for part in found] == [("a", 2, 0.5), ("b", 1, 0.5)]
 
 
@@ -286,7 +285,7 @@ def test_19_a_share_is_one_without_the_setting_never_nothing_and_less_by_what_is
     syncer.push("a", 2)
     assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5, "of a buffer it is that of its sites"
     left_out = [{("b", 1)}, {("a", 1)}, {("a", 1), ("a", 2), ("b", 1)}]
-    found = [outer_step(syncer.options, syncer.machine.state, 0, gone).share for gone in left_out]
+    found = [syncer.machine.under_way(0, gone).share for gone in left_out]
     assert found == [0.25, 0.5, 1.0]
 
 
