@@ -50,8 +50,25 @@ class Columns:
 
 
 @dataclass(slots=True)
-class Holder:
-    """A site's list from place ``first`` on; earlier places are over.
+class UnitList:
+    """A site's list of units from place ``first`` on."""
+
+    first: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The first place beyond the list."""
+        return self.first + num_places(self.pieces)
+
+    def units(self, places: Iterable[Span]) -> list[Span]:
+        """Return the units at ``places``."""
+        return units_at(self.first, self.pieces, places)
+
+
+@dataclass(slots=True)
+class Holder(UnitList):
+    """A site's list at the syncer; the places before ``first`` are over.
 
     ``merged`` are, by fragment, the sequences that merged updates have consumed, in the site's own count and from
     ``past`` on; ``counted`` the places that are merged in every fragment and counted. ``silent_ns`` is the instant at
@@ -59,19 +76,12 @@ class Holder:
     the places at which it had no new unit and drew an earlier one again. ``past`` are the last places before ``first``.
     """
 
-    merged: list[list[Span]]
-    first: int = 0
-    pieces: list[Piece] = field(default_factory=list)
+    merged: list[list[Span]] = field(kw_only=True)
     counted: list[Span] = field(default_factory=list)
     gone: bool = False
     silent_ns: int | None = None
     again: int = 0
     past: list[Piece] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The first place beyond the list."""
-        return self.first + num_places(self.pieces)
 
     @property
     def begin(self) -> int:
@@ -81,10 +91,6 @@ class Holder:
     def open(self) -> list[Span]:
         """Return the places of the list that are not counted as merged."""
         return without([(self.first, self.end)], self.counted)
-
-    def units(self, places: Iterable[Span]) -> list[Span]:
-        """Return the units at ``places`` of the list."""
-        return units_at(self.first, self.pieces, places)
 
     def cut(self, first: int, unit: int) -> None:
         """Drop the places before ``first``, keeping the last ``PAST_MAX`` in ``past``.  ``unit``: sequences a unit."""

@@ -19,6 +19,7 @@ from diloco.sync.data_units import (
     SKIPPED,
     Piece,
     Span,
+    UnitList,
     added,
     common,
     first_of,
@@ -26,9 +27,8 @@ from diloco.sync.data_units import (
     num_places,
     pieces_at,
     size,
-    units_at,
 )
-from diloco.sync.effects import Fetch, LearnerEffect, Note, StopTraining
+from diloco.sync.effects import Fetch, Forget, LearnerEffect, Note, Release, StopTraining
 from diloco.sync.events import Ending, StepDone
 from diloco.sync.options import LearnerOptions
 
@@ -39,27 +39,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class SiteUnits:
-    """The site's list of units from place ``first`` on; the syncer has sent the places before ``known``.
+class SiteUnits(UnitList):
+    """The list at the site; the syncer has sent the places before ``known``.
 
     ``again`` counts the places at which the site had no new unit and drew an earlier one again.
     """
 
-    first: int = 0
-    pieces: list[Piece] = field(default_factory=list)
     known: int = 0
     again: int = 0
     spare: list[Span] = field(default_factory=list)
     """Some units that the site has drawn, for use when the list holds none."""
 
-    @property
-    def end(self) -> int:
-        """The first place beyond the list."""
-        return self.first + num_places(self.pieces)
-
     def real(self) -> list[Span]:
         """Return the units that can be drawn again."""
-        return units_at(self.first, self.pieces, [(self.first, self.end)]) or self.spare
+        return self.units([(self.first, self.end)]) or self.spare
 
 
 class SentState(StrEnum):
@@ -334,6 +327,12 @@ class SiteTurn:
         """Return the update with that sequence number in the in-flight list; None if there is none."""
         return next((sent for sent in self.state.fragments[index].in_flight if sent.sequence == sequence), None)
 
+    def drop(self, index: int, sent: Sent) -> None:
+        """Drop an update's decoded pseudo-gradient, and its bytes if they might still have to be sent (again)."""
+        if sent.bytes_wanted:
+            self.effects.append(Forget(index, sent.sequence))
+        self.effects.append(Release(index, sent.sequence))
+
     def want(self, index: int) -> None:
         """Fetch the newest version unless it is here or being fetched."""
         part = self.state.fragments[index]
@@ -409,7 +408,7 @@ def units_told(turn: SiteTurn, event: UnitsTold) -> None:
         units.first, units.pieces = event.first, []
     more = pieces_at(event.pieces, units.end - event.first)
     units.pieces, units.known = joined([*units.pieces, *more]), upto
-    units.spare = first_of(units_at(units.first, units.pieces, [(units.first, upto)]) or units.spare, REMEMBERED)
+    units.spare = first_of(units.real(), REMEMBERED)
 
 
 def units_drawn(turn: SiteTurn, event: StepDone) -> None:
