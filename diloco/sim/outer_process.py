@@ -456,7 +456,7 @@ class OuterProcess(Process):
         """Judge an update by its header; the payload, which takes ``transfer_ns``, follows only if that is accepted."""
         self._heard(update.site, update.incarnation)
         header = (update.site, update.incarnation, update.fragment, update.sequence, update.base_version, update.digest)
-        verdict = admit(self.machine.state, self.plan.options, *header)
+        verdict = admit(self.machine, *header)
         if verdict.outcome is not Outcome.ACCEPTED:
             self._say(lambda: reply(verdict))
         else:
@@ -505,7 +505,7 @@ class OuterProcess(Process):
             self._say(lambda: reply((known, None)))
             return
         asked = UnitsAsked(0, site, incarnation, ask.known, ask.begin, ask.upto, ask.floor, ask.again)
-        told = known_already(self.plan.options, self.machine.state, asked)
+        told = known_already(self.machine, asked)
         if told is not None:
             self._say(lambda: reply((known, told)))
         else:

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sync.events import UnitsAsked
-    from diloco.sync.options import OuterOptions
-    from diloco.sync.state import Pending, Turn
+    from diloco.sync.state import Machine, Pending, Turn
 
 
 def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, reason: Reason | None) -> TellFate:
@@ -129,12 +128,13 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
         turn.note("units_reissued", f"{units.reissued - before} units that were given back", site=event.site)
 
 
-def known_already(options: OuterOptions, state: OuterState, event: UnitsAsked) -> AnswerUnits | None:
+def known_already(machine: Machine, event: UnitsAsked) -> AnswerUnits | None:
     """Return the answer to a request that changes nothing; None where it changes something and must be an event."""
+    state, unit = machine.state, machine.options.unit_sequences
     reason = refusal(state, event)
     if reason is not None:
         return AnswerUnits(event.call, 0, (), reason)
-    unit, holder = options.unit_sequences, _known_holder(state, event.site)
+    holder = _known_holder(state, event.site)
     if holder is None or holder.gone or max(event.begin, min(event.upto, holder.first + HELD_MAX)) > holder.end:
         return None
     if _floor(state, unit, event.site, event.floor // unit) > holder.first:
@@ -200,9 +200,9 @@ def expire(turn: Turn) -> None:
             gone(turn, name, f"silent for {turn.options.lease_ns / 1e9:g} s")
 
 
-def columns_of(options: OuterOptions, state: OuterState) -> Columns:
+def columns_of(machine: Machine) -> Columns:
     """Return the counts of the units by state."""
-    units, held = _units(state), in_hand(options, state)
+    units, held = _units(machine.state), in_hand(machine)
     return Columns(
         leased=units.fresh,
         merged=size(units.over) - units.partly,
@@ -214,15 +214,15 @@ def columns_of(options: OuterOptions, state: OuterState) -> Columns:
     )
 
 
-def in_hand(options: OuterOptions, state: OuterState) -> list[Span]:
+def in_hand(machine: Machine) -> list[Span]:
     """Return the units in the open places of present sites, and those in undecided updates of sites that are gone."""
-    found: list[Span] = []
-    for name, holder in _units(state).holders.items():
+    units, found = _units(machine.state), list[Span]()
+    for name, holder in units.holders.items():
         places = holder.open()
         if holder.gone:
-            places = common(places, in_units(_pending(state, name), options.unit_sequences))
+            places = common(places, in_units(_pending(machine.state, name), machine.options.unit_sequences))
         found += holder.units(places)
-    return without(found, _units(state).over)
+    return without(found, units.over)
 
 
 def refusal(state: OuterState, event: UnitsAsked) -> Reason | None:
@@ -287,7 +287,7 @@ def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit:
 def _release(turn: Turn, dropped: Sequence[Span]) -> None:
     """Give back the units of ``dropped`` of which nothing is merged and which no other site or update has."""
     units = _units(turn.state)
-    again = without(without(without(dropped, units.over), units.begun), in_hand(turn.options, turn.state))
+    again = without(without(without(dropped, units.over), units.begun), in_hand(turn))
     units.free = added(units.free, again)
 
 

@@ -35,7 +35,7 @@ from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartO
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.options import smoothed
-from diloco.sync.state import Held, OuterState, Pending, Phase, Round
+from diloco.sync.state import Held, Pending, Phase, Round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from diloco.sync.events import OuterStepDone, OuterStepFailed
     from diloco.sync.options import OuterOptions
-    from diloco.sync.state import Attendance, Turn
+    from diloco.sync.state import Machine, Turn
 
 
 class QuorumStanding(NamedTuple):
@@ -181,7 +181,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     members.came_back(turn, event.site)
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
-    line, vital = site.lines[event.fragment], vital_of(state, turn.options, event)
+    line, vital = site.lines[event.fragment], vital_of(turn, event)
     # The claims of the site's next update are compared with these.  State of an earlier release has no arrivals.
     line.arrivals_ns = [*(line.arrivals_ns or [0]), state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
     if turn.options.unit_sequences or not line.step_tokens:
@@ -218,7 +218,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
 def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     """Judge the header first: it may rule an update out whatever the values are.  Then judge claims and values."""
     header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
-    verdict = admit(turn.state, turn.options, *header)
+    verdict = admit(turn, *header)
     if verdict.outcome is not Outcome.ACCEPTED:
         if verdict.reason is Reason.OUTLIER:
             why = f"sequence {event.sequence}: it was refused before"
@@ -229,13 +229,13 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     if not event.finite:
         return Verdict(Outcome.REFUSED, Reason.NON_FINITE), Finding()
     state, reason = turn.state, Reason.IMPLAUSIBLE
-    finding = Finding(why=implausible(state, turn.options, event))
+    finding = Finding(why=implausible(turn, event))
     if not finding.why and event.norm > 0:  # 0: not measured.
         # A sum of floats depends on its order, and a replay must give the same.
         vitals = {name: state.sites[name].lines[event.fragment].vitals for name in sorted(state.sites)}
         own = vitals.pop(event.site)
         others = [vital for window in vitals.values() for vital in window]
-        finding = judge(state.health, vital_of(state, turn.options, event), own, others)
+        finding = judge(state.health, vital_of(turn, event), own, others)
         reason = Reason.OUTLIER
     if finding.why and state.health.policy_of(event.site) == "refuse":
         why = f"sequence {event.sequence}: {finding.why}"
@@ -318,19 +318,14 @@ def _shrink(turn: Turn, index: int, collecting: Round) -> bool:
 STANDSTILL_PERIODS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Standstill:
-    """A fragment without a new version since ``since_ns`` although updates wait, and the sites it waits for."""
+def standstill(machine: Machine, now_ns: int) -> dict[str, object] | None:
+    """Return the facts of the round that has waited longest for sites, if it has waited too long.
 
-    fragment: int
-    since_ns: int
-    waits_for: tuple[str, ...]
-    why: str
-
-
-def standstill(options: OuterOptions, state: OuterState, attendance: Attendance, now_ns: int) -> Standstill | None:
-    """Return the round that has waited longest for sites, if it has waited too long: ``STANDSTILL_PERIODS`` periods of
-    the slowest live site, and at least ``site_timeout_ns``, after which a silent site is dropped from the round."""
+    That is ``STANDSTILL_PERIODS`` periods of the slowest live site, and at least ``site_timeout_ns``, after which a
+    silent site is dropped from the round.  The facts are the ``fragment`` that has no new version although updates
+    wait, for how many ``seconds``, the sites that it ``waits_for``, and ``why``; None where no round stands still.
+    """
+    options, state, attendance = machine.options, machine.state, machine.attendance
     rounds = [
         (each.round.opened_ns, at) for at, each in enumerate(state.fragments) if each.round and not each.round.met_ns
     ]
@@ -347,11 +342,11 @@ def standstill(options: OuterOptions, state: OuterState, attendance: Attendance,
         return None
     collecting, here, live = state.fragments[index].round, attendance.arrived[index], attendance.awaited(index)
     assert collecting is not None
-    lacking = tuple(name for name in sorted({*collecting.members, *live}) if name not in here)
+    lacking = [name for name in sorted({*collecting.members, *live}) if name not in here]
     why = standing(options, collecting.members, live, here, len(attendance.waiting(index))).why()
     if options.quorum != "all" or len(here) < options.quorum_min:
         why += f"; waiting for {', '.join(lacking)}" if lacking else "; no other site is live"
-    return Standstill(index, since_ns, lacking, why)
+    return {"fragment": index, "seconds": round((now_ns - since_ns) / 1e9, 1), "waits_for": lacking, "why": why}
 
 
 def _close(turn: Turn, index: int, why: str) -> None:
@@ -364,7 +359,7 @@ def _close(turn: Turn, index: int, why: str) -> None:
     fragment.merging_since_ns = state.now_ns
     merged = {name for name, _ in turn.attendance.merging(index)}
     fragment.full_round = _full_round(turn, index, merged) if turn.options.share_weighted else {}
-    step = outer_step(turn.options, state, turn.attendance, index)
+    step = outer_step(turn, index)
     part = "" if step.share == 1 else f"; {step.share:.3f} of a full round"
     turn.note("round_closed", why + part, fragment=index, version=step.version)
     turn.effects.append(step)
@@ -389,13 +384,7 @@ def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, fl
     return {name: known.get(name, mean) for name in lines}
 
 
-def outer_step(
-    options: OuterOptions,
-    state: OuterState,
-    attendance: Attendance,
-    index: int,
-    leave_out: Collection[tuple[str, int]] = (),
-) -> StartOuterStep:
+def outer_step(machine: Machine, index: int, leave_out: Collection[tuple[str, int]] = ()) -> StartOuterStep:
     """Return the outer step that is under way, from the memory alone, so that a restart gives the same one.
 
     With ``share_weighted`` a site has the weight of its usual update: the pseudo-gradient of an update of two periods
@@ -404,15 +393,16 @@ def outer_step(
     ``leave_out`` names updates (site, sequence) to omit: the weights are then those of the others alone, as if the
     omitted ones had never come, and there may be no contribution left.
     """
+    options, fragment = machine.options, machine.state.fragments[index]
     merging: list[tuple[str, list[Pending]]] = []
-    for name, pending in attendance.merging(index):
+    for name, pending in machine.attendance.merging(index):
         if (name, pending.sequence) in leave_out:
             continue
         if options.merge_by == "site" and merging and merging[-1][0] == name:
             merging[-1][1].append(pending)
         else:
             merging.append((name, [pending]))
-    version, full_round = state.fragments[index].version, state.fragments[index].full_round
+    version, full_round = fragment.version, fragment.full_round
     bases, raw, updates_of = [], [], []
     for name, updates in merging:
         base = min([update.base_version for update in updates])

@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from diloco.sync.data_units import Span, Units
 from diloco.sync.effects import Note, OuterEffect
@@ -312,6 +312,14 @@ class Attendance:
         sites = self._state.sites
         names = sorted(self.undecided[index])
         return [(name, each) for name in names for each in sites[name].lines[index].undecided if each.merging]
+
+
+class Machine(Protocol):
+    """What the rules of the outer machine read: ``OuterSync`` between two events, or a ``Turn``."""
+
+    options: OuterOptions
+    state: OuterState
+    attendance: Attendance
 
 
 @dataclass(slots=True)

@@ -103,7 +103,8 @@ class OuterSync:
         expire(turn)
         fates.expire(turn)
         for index, fragment in enumerate(self.state.fragments):
-            region.act(turn, index)
+            if self.state.upstream is not None:
+                region.act(turn, index)
             if fragment.round is not None or self.attendance.arrived[index]:
                 consider(turn, index)
         fates.finish_when_final(turn)
@@ -114,7 +115,7 @@ class OuterSync:
         """Return the instant at which the machine needs ``DeadlinePassed``, if any."""
         state, now_ns = self.state, self.state.now_ns
         wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
-        wanted += [expires_ns for *_, expires_ns in held_updates(state, self.attendance)]
+        wanted += [expires_ns for *_, expires_ns in held_updates(self)]
         if state.units is not None:
             silent = [holder.silent_ns for holder in state.units.holders.values()]
             wanted += [since_ns + self.options.lease_ns for since_ns in silent if since_ns is not None]
@@ -144,8 +145,7 @@ class OuterSync:
     def under_way(self, index: int, leave_out: Collection[tuple[str, int]] = ()) -> StartOuterStep | TakeVersion:
         """Return the effect under way that makes the next version of fragment ``index``, as if the updates of
         ``leave_out`` (site, sequence) had never come."""
-        taken = region.taking(self.state, index)
-        return taken or outer_step(self.options, self.state, self.attendance, index, leave_out)
+        return region.taking(self.state, index) or outer_step(self, index, leave_out)
 
 
 def _started(turn: Turn, event: SyncerStarted) -> None:
@@ -164,7 +164,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
         turn.note("resumed", "the run had been drained")
     for index, fragment in enumerate(state.fragments):
         if fragment.merging_since_ns is not None:
-            turn.effects.append(region.taking(state, index) or outer_step(turn.options, state, turn.attendance, index))
+            turn.effects.append(region.taking(state, index) or outer_step(turn, index))
             turn.note("outer_step_again", "it was under way when the last process ended", fragment=index)
         refuse_stale(turn, index)  # This process may have a smaller ``staleness_max``.
     if state.ending is not None:  # The last process may have ended after the journal record, before the announcement.

@@ -265,8 +265,7 @@ class Api:
             state, verdict = machine.state, Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
             if header.lineage in (0, state.lineage):  # Otherwise it belongs to an earlier lineage.
                 verdict = admit(
-                    machine.state,
-                    machine.options,
+                    machine,
                     header.site_id,
                     header.incarnation,
                     header.fragment,
@@ -413,7 +412,7 @@ class Api:
         if reply.known:
             if (lacking := report.units) is not None:
                 asked = UnitsAsked(0, report.site_id, report.incarnation, **asdict(lacking))
-                units = core.ask(lambda machine: known_already(machine.options, machine.state, asked)) or core.call(
+                units = core.ask(lambda machine: known_already(machine, asked)) or core.call(
                     lambda call: replace(asked, call=call)
                 )
                 assert isinstance(units, AnswerUnits), units

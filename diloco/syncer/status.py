@@ -178,7 +178,7 @@ def describe(machine: OuterSync, tally: Tally, now_ns: int) -> dict[str, object]
     if state.units is not None:
         unit = machine.options.unit_sequences
         processed = sum(max(line.cursor for line in site.lines) // unit for site in state.sites.values())
-        units = {"processed": processed, **asdict(columns_of(machine.options, state)), "sequences": unit}
+        units = {"processed": processed, **asdict(columns_of(machine)), "sequences": unit}
     if state.upstream is not None and (above := standing(state)) is not None:
         tokens = {f"tokens_{name}": getattr(above.ledger, name) for name in above.ledger.__slots__}
         upstream = {"site": state.upstream.site, "base_versions": list(above.versions), **tokens}

@@ -31,7 +31,7 @@ from diloco.sync.journal import JournalError, Record, canonical, encode_mark
 from diloco.sync.leadership import Leadership, Place, Replication
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
-from diloco.sync.state import FragmentState, Line, OuterState
+from diloco.sync.state import FragmentState, Line
 from diloco.sync.syncer import OuterSync
 from tests.hunts.swarm import run_seed
 from tests.sim.small import Small
@@ -224,8 +224,8 @@ def merge_what_is_held(right: Any, line: Line) -> Any:
 def believe_what_is_usual_alone(patch: Patch) -> None:
     """A site that could not send goes on training."""
 
-    def believed(state: OuterState, options: OuterOptions, event: UpdateArrived) -> int:
-        return min(event.steps, state.sites[event.site].lines[event.fragment].usual_steps or event.steps)
+    def believed(machine: OuterSync, event: UpdateArrived) -> int:
+        return min(event.steps, machine.state.sites[event.site].lines[event.fragment].usual_steps or event.steps)
 
     patch.setattr(admission, "believed_steps", believed)
     patch.setattr(admission, "STEPS_RATIO_MAX", 2)

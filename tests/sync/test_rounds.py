@@ -11,7 +11,6 @@ from diloco.sync import events as ev
 from diloco.sync.options import SECOND_NS, OuterOptions, smoothed
 from diloco.sync.rounds import (
     Selection,
-    Standstill,
     grace_ns,
     of_its_age,
     parse_selection,
@@ -60,8 +59,8 @@ def test_the_first_round_waits_no_longer_than_since_its_site_joined(step_s: floa
     assert syncer.machine.next_deadline_ns() == round((2 + grace_s) * SECOND_NS)
 
 
-def stands(syncer: Syncer, at_s: float) -> Standstill | None:
-    return standstill(syncer.options, syncer.machine.state, syncer.machine.attendance, round(at_s * SECOND_NS))
+def stands(syncer: Syncer, at_s: float) -> dict[str, object] | None:
+    return standstill(syncer.machine, round(at_s * SECOND_NS))
 
 
 def test_a_round_that_waits_for_sites_for_several_periods_says_for_which() -> None:
@@ -69,7 +68,7 @@ def test_a_round_that_waits_for_sites_for_several_periods_says_for_which() -> No
     syncer.push("a", at_s=1)
     syncer.push("c", at_s=2)
     assert stands(syncer, 15.9) is None, "a site that is gone is waited for as long"
-    found = Standstill(0, SECOND_NS, ("b",), "waiting for b of all 3 members")
+    found = {"fragment": 0, "seconds": 15.0, "waits_for": ["b"], "why": "waiting for b of all 3 members"}
     assert stands(syncer, 16) == found
     syncer.push("b", at_s=20)
     assert stands(syncer, 90) is None, "it is merged now"
@@ -94,11 +93,11 @@ def test_a_quorum_that_is_not_there_is_said_and_the_last_round_is_none_that_wait
     syncer.push("a", at_s=0)
     found = stands(syncer, 60)
     assert found is not None
-    assert (found.waits_for, found.why) == (("b",), "1 of quorum=3 sites arrived; waiting for b")
+    assert (found["waits_for"], found["why"]) == (["b"], "1 of quorum=3 sites arrived; waiting for b")
     syncer.push("b", at_s=60)
     found = stands(syncer, 61)
     assert found is not None
-    assert (found.waits_for, found.why) == ((), "2 of quorum=3 sites arrived; no other site is live")
+    assert (found["waits_for"], found["why"]) == ([], "2 of quorum=3 sites arrived; no other site is live")
     syncer.handle(ev.DrainRequested(1), 62)
     assert stands(syncer, 63) is None
 

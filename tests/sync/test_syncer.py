@@ -186,7 +186,7 @@ class Book:
     def is_admitted(self, event: ev.UpdateArrived) -> bool:
         header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
         late = self.syncer.machine.state.final_deadline_ns is not None  # It may have passed since the last event.
-        verdict = admit(self.syncer.machine.state, self.syncer.options, *header)
+        verdict = admit(self.syncer.machine, *header)
         return not late and event.finite and verdict.outcome is Outcome.ACCEPTED
 
     def balance(self) -> None:
