@@ -402,7 +402,7 @@ def units_told(turn: SiteTurn, event: UnitsTold) -> None:
     units = turn.state.units
     upto = event.first + num_places(event.pieces)
     if upto <= units.end:
-        units.known = max(units.known, min(upto, units.end))
+        units.known = max(units.known, upto)
         return
     if event.first > units.end or not units.pieces:
         units.first, units.pieces = event.first, []

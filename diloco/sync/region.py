@@ -212,11 +212,10 @@ def _fetched(turn: Turn, event: UpstreamFetched) -> None:
         _let_go(turn, part, here)  # In a new lineage another fetch is under way; after the end none is needed.
         return
     is_late = 0 < event.epoch < learner.epoch
-    if is_late or event.version <= max(progress.fetched, progress.base_version):
-        _let_go(turn, part, here)
-    else:
-        before, part.arrived = part.arrived, here
-        _let_go(turn, part, before)
+    unused: VersionAbove | None = here
+    if not is_late and event.version > max(progress.fetched, progress.base_version):
+        unused, part.arrived = part.arrived, here
+    _let_go(turn, part, unused)
     _feed(turn, event.fragment, FetchFailed(0) if is_late else VersionFetched(0, event.version, ()))
 
 

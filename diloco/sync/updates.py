@@ -178,9 +178,8 @@ def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
     if part.unsent_tokens == 0 or turn.state.closed or turn.state.left:
         return False
     # A region keeps each update's bytes until it has taken its version; at its end it takes no more versions.
-    if turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max:
-        return turn.state.stopping and may_follow(turn.options, part)
-    return may_follow(turn.options, part)
+    is_full = turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max
+    return may_follow(turn.options, part) and (turn.state.stopping or not is_full)
 
 
 def may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
