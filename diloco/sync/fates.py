@@ -95,12 +95,11 @@ PIECES_TOLD_MAX = 512
 
 
 def asked(turn: Turn, event: UnitsAsked) -> None:
-    """Lease the units asked for, and answer with the site's list from the first place that the site does not know."""
+    """Lease the units asked for, and answer with the site's list from the first place that the site does not know.
+
+    The request has no ``refusal``.
+    """
     state, unit = turn.state, turn.options.unit_sequences
-    reason = refusal(state, event)
-    if reason is not None:
-        turn.effects.append(AnswerUnits(event.call, 0, (), reason))
-        return
     units, holder = _units(state), _holder(state, event.site)
     before = units.reissued
     floor = _floor(state, unit, event.site, event.floor // unit)
@@ -304,11 +303,9 @@ def begin_last_round(turn: Turn, ending: Ending, why: str) -> None:
 
 def begin_last_round_when_due(turn: Turn) -> None:
     """Announce the last round when the run has reached its bound in tokens or in time."""
-    options, state = turn.options, turn.state
-    if state.phase is not Phase.RUNNING:
-        return
-    if options.token_budget and turn.attendance.run_tokens() >= options.token_budget:
-        begin_last_round(turn, Ending.FINISHED, f"{state.run_tokens()} tokens are merged")
+    options, state, merged = turn.options, turn.state, turn.attendance.run_tokens()
+    if options.token_budget and merged >= options.token_budget:
+        begin_last_round(turn, Ending.FINISHED, f"{merged} tokens are merged")
     if options.run_ns and state.started_ns is not None and state.now_ns >= state.started_ns + options.run_ns:
         begin_last_round(turn, Ending.FINISHED, f"{options.run_ns / 1e9:g} s have passed")
 

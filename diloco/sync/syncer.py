@@ -34,7 +34,7 @@ from diloco.sync.admission import (
     withdrawn,
 )
 from diloco.sync.data_units import Units
-from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
+from diloco.sync.effects import AnnounceFinal, AnswerDone, AnswerUnits, OuterEffect, StartOuterStep, TakeVersion
 from diloco.sync.events import (
     DeadlinePassed,
     DrainRequested,
@@ -183,8 +183,11 @@ def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
 
 
 def _units_asked(turn: Turn, event: UnitsAsked) -> None:
-    if fates.refusal(turn.state, event) is None:
-        came_back(turn, event.site)  # Otherwise the answer could list units that have been given back.
+    reason = fates.refusal(turn.state, event)
+    if reason is not None:
+        turn.effects.append(AnswerUnits(event.call, 0, (), reason))
+        return
+    came_back(turn, event.site)  # Otherwise the answer could list units that have been given back.
     fates.asked(turn, event)
 
 
@@ -220,24 +223,8 @@ RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
 # --- Replay
 
 
-def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterEffect]:
-    """Handle one record again, the ``number``-th of a replay, and return its effects.
-
-    ``JournalError`` when they differ from those at the time of writing.
-    """
-    effects = machine.handle(record.event, record.at_ns)
-    found = digest_effects(effects)
-    # Earlier versions digested the prose of notes as well; their journals are accepted while the prose is unchanged.
-    if record.effects_digest not in (found, digest_with_prose(effects)):
-        raise JournalError(
-            f"record {number} ({type(record.event).__name__} at {record.at_ns} ns) had effects "
-            f"{record.effects_digest} when it was written and {found} now: another version or other options"
-        )
-    return effects
-
-
 class Replay:
-    """Applies records to ``machine`` again, one by one; a subclass recomputes the values (``step_done``).
+    """Lets ``machine`` decide records again, one by one.  A subclass recomputes the values as well (``step_done``).
 
     After a failure the state is inconsistent: discard the replay.
     """
@@ -253,7 +240,14 @@ class Replay:
         """
         event = record.event
         command = self.machine.under_way(event.fragment) if isinstance(event, OuterStepDone) else None
-        effects = decide_again(self.machine, record, self.records)
+        effects = self.machine.handle(event, record.at_ns)
+        found = digest_effects(effects)
+        # Earlier versions digested the prose of notes as well; their journals are accepted while it is unchanged.
+        if record.effects_digest not in (found, digest_with_prose(effects)):
+            raise JournalError(
+                f"record {self.records} ({type(event).__name__} at {record.at_ns} ns) had effects "
+                f"{record.effects_digest} when it was written and {found} now: another version or other options"
+            )
         self.records += 1
         if isinstance(event, OuterStepDone) and command is not None:
             self.step_done(event, command)
@@ -263,8 +257,6 @@ class Replay:
 
     def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:
         """Recompute the version that ``command`` made, and compare it with the digests of ``event``."""
-        raise NotImplementedError
 
     def lineage_began(self, event: LineageBegan) -> None:
         """Take the versions with which the lineage began: later versions are computed from them."""
-        raise NotImplementedError

@@ -15,7 +15,7 @@ from diloco.sync import events as ev
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import SECOND_NS, OuterOptions
 from diloco.sync.state import OuterState, Phase
-from diloco.sync.syncer import OuterSync, decide_again
+from diloco.sync.syncer import OuterSync, Replay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +33,9 @@ def only(kind: type[E], effects: Sequence[object]) -> E:
 
 def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[fx.OuterEffect]]]:
     """Let ``machine`` decide ``records`` again; each with its effects."""
-    for number, record in enumerate(records):
-        yield record, decide_again(machine, record, number)
+    again = Replay(machine)
+    for record in records:
+        yield record, again.apply(record)
 
 
 def of(kind: type[E], effects: Sequence[object]) -> list[E]:
