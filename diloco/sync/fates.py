@@ -303,9 +303,9 @@ def begin_last_round(turn: Turn, ending: Ending, why: str) -> None:
 
 def begin_last_round_when_due(turn: Turn) -> None:
     """Announce the last round when the run has reached its bound in tokens or in time."""
-    options, state, merged = turn.options, turn.state, turn.attendance.run_tokens()
-    if options.token_budget and merged >= options.token_budget:
-        begin_last_round(turn, Ending.FINISHED, f"{merged} tokens are merged")
+    options, state, attendance = turn.options, turn.state, turn.attendance
+    if options.token_budget and attendance.run_tokens() >= options.token_budget:
+        begin_last_round(turn, Ending.FINISHED, f"{attendance.run_tokens()} tokens are merged")
     if options.run_ns and state.started_ns is not None and state.now_ns >= state.started_ns + options.run_ns:
         begin_last_round(turn, Ending.FINISHED, f"{options.run_ns / 1e9:g} s have passed")
 

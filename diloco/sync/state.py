@@ -284,7 +284,7 @@ class Attendance:
     def line_changed(self, name: str, index: int) -> None:
         """Account for an update of the site that arrived, is being merged, has its fate, or is no longer held."""
         line = self._state.sites[name].lines[index]
-        waiting, holding = bool(line.waiting()), line.holding()
+        waiting, holding = bool(line.undecided and line.waiting()), line.holding()
         if holding or (not waiting and name in self.arrived[index]):
             self.missed[index] = True
         for names, is_in in (self.undecided, line.undecided), (self.arrived, waiting), (self.holding, holding):
