@@ -27,6 +27,7 @@ from diloco.sync.events import (
 from diloco.sync.members import PROCESSES_REMEMBERED_MAX, is_gone
 from diloco.sync.options import smoothed
 from diloco.sync.rounds import of_its_age, raw_weight
+from diloco.sync.state import Attendance
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from diloco.sim.world import Storage, Unit, Value
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
     from diloco.sync.events import LearnerEvent, OuterEvent
-    from diloco.sync.state import OuterState
+    from diloco.sync.state import OuterState, Round
 
 
 class Violation(Exception):
@@ -377,7 +378,7 @@ class Weights(Checker):
         """Record for which sites a round waited when it was closed: its outer step may be told by a later process."""
         for effect in effects:
             if isinstance(effect, StartOuterStep):
-                awaited = tuple(machine.state.awaited(effect.fragment))
+                awaited = tuple(sorted(Attendance(machine.state).awaited(effect.fragment)))
                 self.awaited.setdefault((effect.fragment, effect.version), set()).add(awaited)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
@@ -495,15 +496,15 @@ class Grace(Checker):
         Only the state after a turn's last event is visible.  Where an update has left in a turn and those that stayed
         are no quorum, another update may have met the quorum again.
         """
-        state = machine.state
+        state, present = machine.state, Attendance(machine.state)
         for index, fragment in enumerate(state.fragments):
             before, lines = self.waiting[index], [(name, site.lines[index]) for name, site in state.sites.items()]
             here = {name: {each.arrival for each in found} for name, line in lines if (found := line.waiting())}
             stayed = {name for name, each in before.items() if each & here.get(name, set())}
             self.waiting[index], arrived = here, set(here)
-            if not self._is_met(state, index, stayed):
+            if not self._is_met(present, index, fragment.round, stayed):
                 self.met_ns.pop(index, None)
-            if not self._is_met(state, index, arrived):
+            if not self._is_met(present, index, fragment.round, arrived):
                 continue
             opened_ns = fragment.round.opened_ns if fragment.round else 0
             if self.met_ns.get(index, (-1, 0, 0))[0] != opened_ns:
@@ -511,18 +512,18 @@ class Grace(Checker):
             waited_ns, grace_ns = now_ns - self.met_ns[index][1], self.met_ns[index][2]
             if fragment.merging_since_ns is None:
                 self.require(waited_ns < grace_ns, f"fragment {index} has waited {waited_ns} ns with", sorted(arrived))
-                self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all arrived")
+                self.require(not arrived >= present.awaited(index), f"fragment {index} waits although all arrived")
         self.periods_ns = [self._live_periods_ns(state, index) for index in range(len(state.fragments))]
         self.longest_ns = [dict(each) for each in self.periods_ns]
 
-    def _is_met(self, state: OuterState, index: int, arrived: set[str]) -> bool:
+    def _is_met(self, present: Attendance, index: int, collecting: Round | None, arrived: set[str]) -> bool:
         """Return whether updates of the sites in ``arrived`` are the quorum of the fragment's round."""
-        options, collecting = self.plan.options, state.fragments[index].round
+        options = self.plan.options
         if collecting is None:
             return False
         if options.round_updates:
-            most = max(1, len(state.awaited(index))) * options.updates_in_flight_max
-            return len(state.waiting(index)) >= min(options.round_updates, most)
+            most = max(1, len(present.awaited(index))) * options.updates_in_flight_max
+            return len(present.waiting(index)) >= min(options.round_updates, most)
         wanted = max(options.quorum_min, options.quorum if isinstance(options.quorum, int) else 0)
         return len(arrived) >= wanted and (options.quorum != "all" or arrived >= set(collecting.members))
 

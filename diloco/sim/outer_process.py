@@ -31,6 +31,7 @@ from diloco.sim.world import (
     join_answered,
     sealed,
 )
+from diloco.sync.admission import admit
 from diloco.sync.effects import (
     AnnounceFinal,
     AnswerDone,
@@ -454,9 +455,8 @@ class OuterProcess(Process):
     def push(self, update: UpdateArrived, value: Value, transfer_ns: int, reply: Reply) -> None:
         """Judge an update by its header; the payload, which takes ``transfer_ns``, follows only if that is accepted."""
         self._heard(update.site, update.incarnation)
-        verdict = self.machine.admit(
-            update.site, update.incarnation, update.fragment, update.sequence, update.base_version, update.digest
-        )
+        header = (update.site, update.incarnation, update.fragment, update.sequence, update.base_version, update.digest)
+        verdict = admit(self.machine, *header)
         if verdict.outcome is not Outcome.ACCEPTED:
             self._say(lambda: reply(verdict))
         else:
@@ -505,7 +505,7 @@ class OuterProcess(Process):
             self._say(lambda: reply((known, None)))
             return
         asked = UnitsAsked(0, site, incarnation, ask.known, ask.begin, ask.upto, ask.floor, ask.again)
-        told = known_already(self.plan.options, self.machine.state, asked)
+        told = known_already(self.machine, asked)
         if told is not None:
             self._say(lambda: reply((known, told)))
         else:

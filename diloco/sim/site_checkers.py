@@ -323,12 +323,12 @@ class Balanced(Checker):
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
         """No unit is in two places."""
-        units, options = machine.state.units, self.plan.options
+        units = machine.state.units
         if units is None or chain is None or not effects:
             return
-        found = columns_of(options, machine.state)
+        found = columns_of(machine)
         self.require(found.balanced(), "after", effects, found)
-        held = in_hand(options, machine.state)
+        held = in_hand(machine)
         for name, pair in {
             "merged and given back": (units.over, units.free),
             "merged and in hand": (units.over, held),
@@ -342,7 +342,7 @@ class Balanced(Checker):
     def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
         """When all sites have left, no unit is in hand."""
         if machine.state.units is not None and all(site.status != "live" for site in machine.state.sites.values()):
-            found = columns_of(self.plan.options, machine.state)
+            found = columns_of(machine)
             silent = any(site.status == "silent" for site in machine.state.sites.values())
             self.require(silent or found.in_hand == 0, "the run has ended, and units are in hand:", found)
 

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sync.events import UpdateAdmitted, UpdateArrived, UpdateWithdrawn
-    from diloco.sync.options import HealthOptions, OuterOptions
-    from diloco.sync.state import Attendance, Line, Pending, Site, Turn
+    from diloco.sync.options import HealthOptions
+    from diloco.sync.state import Line, Machine, Pending, Site, Turn
 
 STEPS_RATIO_MAX = 64
 """Claimed over believed steps: a syncer whose clock was wrong while it was down may believe too few."""
@@ -86,16 +86,17 @@ UNEQUAL_MAX = 8
 """Most times by which a site may exceed most others, in steps per update and in steps per time."""
 
 
-def implausible(state: OuterState, options: OuterOptions, event: UpdateArrived) -> str:
+def implausible(machine: Machine, event: UpdateArrived) -> str:
     """Return why the claims of an update cannot be true; empty where they can."""
+    state = machine.state
     line = state.sites[event.site].lines[event.fragment]
-    believed = believed_steps(state, options, event)
+    believed = believed_steps(machine, event)
     if event.steps > STEPS_RATIO_MAX * believed:
         return f"steps is {event.steps}, and there was time for {believed}"
     known = [other.step_tokens for other in _others(state, event) if other.step_tokens]
     others = median_low(known) if known else 0  # The lower of two, so that two sites cannot raise their own bound.
     bound, why = STEP_TOKENS_MAX, "as at any site"
-    if line.step_tokens and not options.unit_sequences:
+    if line.step_tokens and not machine.options.unit_sequences:
         bound, why = TOKENS_RATIO_MAX * line.step_tokens, f"{TOKENS_RATIO_MAX} times its first {line.step_tokens}"
     elif others:
         bound, why = NEWCOMER_RATIO_MAX * others, f"{NEWCOMER_RATIO_MAX} times the {others} of others"
@@ -106,13 +107,14 @@ def implausible(state: OuterState, options: OuterOptions, event: UpdateArrived) 
     return ""
 
 
-def believed_steps(state: OuterState, options: OuterOptions, event: UpdateArrived) -> int:
+def believed_steps(machine: Machine, event: UpdateArrived) -> int:
     """Return how many of an update's steps are believed: those of a usual update plus those of twice the elapsed time.
 
     The steps were made after the previous update was sealed, and sealing it needed room in the window, so the elapsed
     time counts from the arrival ``updates_in_flight_max`` updates before it.  A site that cannot send continues
     training, also while no syncer runs (``SyncerStarted.away_ns``).
     """
+    state = machine.state
     line = state.sites[event.site].lines[event.fragment]
     if event.steps <= line.usual_steps:
         return event.steps
@@ -120,7 +122,7 @@ def believed_steps(state: OuterState, options: OuterOptions, event: UpdateArrive
     usual_steps = min(line.usual_steps or elsewhere, UNEQUAL_MAX * (elsewhere or line.usual_steps)) or STEPS_MIN
     usual_ns = _upper_median([site.step_ns for site in state.sites.values() if site.step_ns])
     step_ns = max(state.sites[event.site].step_ns, usual_ns // UNEQUAL_MAX) or STEP_NS_MIN
-    since_ns = line.arrivals_ns[-options.updates_in_flight_max - 1 :] or [0]
+    since_ns = line.arrivals_ns[-machine.options.updates_in_flight_max - 1 :] or [0]
     elapsed_ns = state.now_ns + state.away_ns - since_ns[0]
     return min(event.steps, usual_steps + 2 * elapsed_ns // step_ns)
 
@@ -197,16 +199,16 @@ def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Se
     return Finding(ratio, z, "; ".join(why))
 
 
-def vital_of(state: OuterState, options: OuterOptions, event: UpdateArrived) -> Vital:
+def vital_of(machine: Machine, event: UpdateArrived) -> Vital:
     """Return the vital signs of an update, with its believed steps."""
-    return Vital(believed_steps(state, options, event), event.norm, event.cosine)
+    return Vital(believed_steps(machine, event), event.norm, event.cosine)
 
 
 def expire(turn: Turn) -> None:
     """Refuse held updates that are not decided within ``hold_ns``; all of them at the deadline of the last round."""
     state = turn.state
     over = state.final_deadline_ns is not None and state.now_ns >= state.final_deadline_ns
-    for name, index, pending, expires_ns in held_updates(state, turn.attendance):
+    for name, index, pending, expires_ns in held_updates(turn):
         if over or state.now_ns >= expires_ns:
             refuse(turn, name, index, pending, Reason.OUTLIER)
 
@@ -262,13 +264,14 @@ def _asked(turn: Turn, event: UpdateAdmitted | UpdateWithdrawn, *, refused: bool
     return None
 
 
-def held_updates(state: OuterState, attendance: Attendance) -> list[tuple[str, int, Pending, int]]:
+def held_updates(machine: Machine) -> list[tuple[str, int, Pending, int]]:
     """Return (site, fragment, update, instant at which it expires) of each held update, by site and then fragment."""
-    if not any(attendance.holding):
+    state, holding = machine.state, machine.attendance.holding
+    if not any(holding):
         return []
     return [
         (name, index, pending, pending.held.since_ns + state.health.hold_ns)
-        for name, index in sorted((name, index) for index, names in enumerate(attendance.holding) for name in names)
+        for name, index in sorted((name, index) for index, names in enumerate(holding) for name in names)
         for pending in state.sites[name].lines[index].undecided
         if pending.held is not None
     ]
@@ -284,20 +287,14 @@ class Verdict:
 
 
 def admit(
-    state: OuterState,
-    options: OuterOptions,
-    site: str,
-    incarnation: int,
-    fragment: int,
-    sequence: int,
-    base_version: int,
-    digest: str,
+    machine: Machine, site: str, incarnation: int, fragment: int, sequence: int, base_version: int, digest: str
 ) -> Verdict:
-    """Judge an update by its header alone; ``state`` is only read.
+    """Judge an update by its header alone; the machine is only read.
 
     For an update accepted before, any incarnation gets the answer (an old one may learn about its own past).  A new
     update must come from the site's present incarnation, follow its predecessor, and not be stale already.
     """
+    state, options = machine.state, machine.options
     member = state.sites.get(site)
     if member is None:
         return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
@@ -332,12 +329,10 @@ def admit(
 
 def _known(line: Line, sequence: int, digest: str) -> Verdict:
     """Answer a sequence number that was accepted before: DUPLICATE, CONFLICT (another content), or FORGOTTEN."""
-    for pending in line.undecided:
-        if pending.sequence == sequence:
-            same = pending.digest == digest
-            return Verdict(Outcome.DUPLICATE) if same else Verdict(Outcome.REFUSED, Reason.CONFLICT)
-    for fate in line.fates:
-        if fate.sequence == sequence:
-            same = fate.digest == digest
-            return Verdict(Outcome.DUPLICATE, fate=fate) if same else Verdict(Outcome.REFUSED, Reason.CONFLICT)
+    accepted: list[Pending | Fate] = [*line.undecided, *line.fates]
+    for known in accepted:
+        if known.sequence == sequence:
+            if known.digest != digest:
+                return Verdict(Outcome.REFUSED, Reason.CONFLICT)
+            return Verdict(Outcome.DUPLICATE, fate=known if isinstance(known, Fate) else None)
     return Verdict(Outcome.REFUSED, Reason.FORGOTTEN)

@@ -50,8 +50,25 @@ class Columns:
 
 
 @dataclass(slots=True)
-class Holder:
-    """A site's list from place ``first`` on; earlier places are over.
+class UnitList:
+    """A site's list of units from place ``first`` on."""
+
+    first: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The first place beyond the list."""
+        return self.first + num_places(self.pieces)
+
+    def units(self, places: Iterable[Span]) -> list[Span]:
+        """Return the units at ``places``."""
+        return units_at(self.first, self.pieces, places)
+
+
+@dataclass(slots=True)
+class Holder(UnitList):
+    """A site's list at the syncer; the places before ``first`` are over.
 
     ``merged`` are, by fragment, the sequences that merged updates have consumed, in the site's own count and from
     ``past`` on; ``counted`` the places that are merged in every fragment and counted. ``silent_ns`` is the instant at
@@ -59,19 +76,12 @@ class Holder:
     the places at which it had no new unit and drew an earlier one again. ``past`` are the last places before ``first``.
     """
 
-    merged: list[list[Span]]
-    first: int = 0
-    pieces: list[Piece] = field(default_factory=list)
+    merged: list[list[Span]] = field(kw_only=True)
     counted: list[Span] = field(default_factory=list)
     gone: bool = False
     silent_ns: int | None = None
     again: int = 0
     past: list[Piece] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The first place beyond the list."""
-        return self.first + num_places(self.pieces)
 
     @property
     def begin(self) -> int:
@@ -82,15 +92,11 @@ class Holder:
         """Return the places of the list that are not counted as merged."""
         return without([(self.first, self.end)], self.counted)
 
-    def units(self, places: Iterable[Span]) -> list[Span]:
-        """Return the units at ``places`` of the list."""
-        return units_at(self.first, self.pieces, places)
-
     def cut(self, first: int, unit: int) -> None:
         """Drop the places before ``first``, keeping the last ``PAST_MAX`` in ``past``.  ``unit``: sequences a unit."""
-        past = [*self.past, *pieces_before(self.pieces, first - self.first)]
-        self.past = joined(pieces_from(past, num_places(past) - PAST_MAX))
-        self.pieces = pieces_from(self.pieces, first - self.first)
+        past = [*self.past, *pieces_at(self.pieces, 0, first - self.first)]
+        self.past = joined(pieces_at(past, num_places(past) - PAST_MAX))
+        self.pieces = pieces_at(self.pieces, first - self.first)
         self.first = max(self.first, first)
         self.counted = without(self.counted, [(0, self.first)])
         self.merged = [without(spans, [(0, self.begin * unit)]) for spans in self.merged]
@@ -129,26 +135,15 @@ def num_places(pieces: Iterable[Piece]) -> int:
     return sum(map(itemgetter(1), pieces))
 
 
-def pieces_from(pieces: Sequence[Piece], skip: int) -> list[Piece]:
-    """Return ``pieces`` without the first ``skip`` places."""
+def pieces_at(pieces: Iterable[Piece], begin: int, end: int | None = None) -> list[Piece]:
+    """Return the places of ``pieces`` from ``begin``, counted from 0, to before ``end``; None: to the last."""
     found: list[Piece] = []
+    at = 0
     for start, count in pieces:
-        if skip >= count:
-            skip -= count
-            continue
-        found.append((start if start == SKIPPED else start + max(skip, 0), count - max(skip, 0)))
-        skip = 0
-    return found
-
-
-def pieces_before(pieces: Sequence[Piece], places: int) -> list[Piece]:
-    """Return the first ``places`` places of ``pieces``."""
-    found: list[Piece] = []
-    for start, count in pieces:
-        if places <= 0:
-            break
-        found.append((start, min(count, places)))
-        places -= count
+        skip, stop = max(begin - at, 0), count if end is None else min(end - at, count)
+        if skip < stop:
+            found.append((start if start == SKIPPED else start + skip, stop - skip))
+        at += count
     return found
 
 
@@ -236,5 +231,5 @@ def whole_units(spans: Iterable[Span], unit: int) -> list[Span]:
 
 def first_of(spans: Sequence[Span], count: int) -> list[Span]:
     """Return the ``count`` smallest numbers, or all where there are fewer."""
-    found = pieces_before([(start, stop - start) for start, stop in spans], count)
+    found = pieces_at([(start, stop - start) for start, stop in spans], 0, count)
     return [(start, start + number) for start, number in found]

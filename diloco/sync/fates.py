@@ -31,7 +31,7 @@ from diloco.sync.data_units import (
     first_of,
     in_units,
     joined,
-    pieces_from,
+    pieces_at,
     size,
     units_at,
     without,
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sync.events import UnitsAsked
-    from diloco.sync.options import OuterOptions
-    from diloco.sync.state import Pending, Turn
+    from diloco.sync.state import Machine, Pending, Turn
 
 
 def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, reason: Reason | None) -> TellFate:
@@ -96,12 +95,11 @@ PIECES_TOLD_MAX = 512
 
 
 def asked(turn: Turn, event: UnitsAsked) -> None:
-    """Lease the units asked for, and answer with the site's list from the first place that the site does not know."""
+    """Lease the units asked for, and answer with the site's list from the first place that the site does not know.
+
+    The request has no ``refusal``.
+    """
     state, unit = turn.state, turn.options.unit_sequences
-    reason = refusal(state, event)
-    if reason is not None:
-        turn.effects.append(AnswerUnits(event.call, 0, (), reason))
-        return
     units, holder = _units(state), _holder(state, event.site)
     before = units.reissued
     floor = _floor(state, unit, event.site, event.floor // unit)
@@ -129,12 +127,13 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
         turn.note("units_reissued", f"{units.reissued - before} units that were given back", site=event.site)
 
 
-def known_already(options: OuterOptions, state: OuterState, event: UnitsAsked) -> AnswerUnits | None:
+def known_already(machine: Machine, event: UnitsAsked) -> AnswerUnits | None:
     """Return the answer to a request that changes nothing; None where it changes something and must be an event."""
+    state, unit = machine.state, machine.options.unit_sequences
     reason = refusal(state, event)
     if reason is not None:
         return AnswerUnits(event.call, 0, (), reason)
-    unit, holder = options.unit_sequences, _known_holder(state, event.site)
+    holder = _known_holder(state, event.site)
     if holder is None or holder.gone or max(event.begin, min(event.upto, holder.first + HELD_MAX)) > holder.end:
         return None
     if _floor(state, unit, event.site, event.floor // unit) > holder.first:
@@ -200,9 +199,9 @@ def expire(turn: Turn) -> None:
             gone(turn, name, f"silent for {turn.options.lease_ns / 1e9:g} s")
 
 
-def columns_of(options: OuterOptions, state: OuterState) -> Columns:
+def columns_of(machine: Machine) -> Columns:
     """Return the counts of the units by state."""
-    units, held = _units(state), in_hand(options, state)
+    units, held = _units(machine.state), in_hand(machine)
     return Columns(
         leased=units.fresh,
         merged=size(units.over) - units.partly,
@@ -214,15 +213,15 @@ def columns_of(options: OuterOptions, state: OuterState) -> Columns:
     )
 
 
-def in_hand(options: OuterOptions, state: OuterState) -> list[Span]:
+def in_hand(machine: Machine) -> list[Span]:
     """Return the units in the open places of present sites, and those in undecided updates of sites that are gone."""
-    found: list[Span] = []
-    for name, holder in _units(state).holders.items():
+    units, found = _units(machine.state), list[Span]()
+    for name, holder in units.holders.items():
         places = holder.open()
         if holder.gone:
-            places = common(places, in_units(_pending(state, name), options.unit_sequences))
+            places = common(places, in_units(_pending(machine.state, name), machine.options.unit_sequences))
         found += holder.units(places)
-    return without(found, _units(state).over)
+    return without(found, units.over)
 
 
 def refusal(state: OuterState, event: UnitsAsked) -> Reason | None:
@@ -240,7 +239,7 @@ def refusal(state: OuterState, event: UnitsAsked) -> Reason | None:
 def _told(holder: Holder, call: int, known: int) -> AnswerUnits:
     """Return the answer with the list from place ``known`` on, or from its first place that is not over."""
     first = max(known, holder.first)
-    return AnswerUnits(call, first, tuple(pieces_from(holder.pieces, first - holder.first)[:PIECES_TOLD_MAX]))
+    return AnswerUnits(call, first, tuple(pieces_at(holder.pieces, first - holder.first)[:PIECES_TOLD_MAX]))
 
 
 def _units(state: OuterState) -> Units:
@@ -287,7 +286,7 @@ def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit:
 def _release(turn: Turn, dropped: Sequence[Span]) -> None:
     """Give back the units of ``dropped`` of which nothing is merged and which no other site or update has."""
     units = _units(turn.state)
-    again = without(without(without(dropped, units.over), units.begun), in_hand(turn.options, turn.state))
+    again = without(without(without(dropped, units.over), units.begun), in_hand(turn))
     units.free = added(units.free, again)
 
 
@@ -304,11 +303,9 @@ def begin_last_round(turn: Turn, ending: Ending, why: str) -> None:
 
 def begin_last_round_when_due(turn: Turn) -> None:
     """Announce the last round when the run has reached its bound in tokens or in time."""
-    options, state = turn.options, turn.state
-    if state.phase is not Phase.RUNNING:
-        return
-    if options.token_budget and turn.attendance.run_tokens() >= options.token_budget:
-        begin_last_round(turn, Ending.FINISHED, f"{state.run_tokens()} tokens are merged")
+    options, state, attendance = turn.options, turn.state, turn.attendance
+    if options.token_budget and attendance.run_tokens() >= options.token_budget:
+        begin_last_round(turn, Ending.FINISHED, f"{attendance.run_tokens()} tokens are merged")
     if options.run_ns and state.started_ns is not None and state.now_ns >= state.started_ns + options.run_ns:
         begin_last_round(turn, Ending.FINISHED, f"{options.run_ns / 1e9:g} s have passed")
 

@@ -40,6 +40,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 import struct
 import types
 import typing
@@ -155,14 +156,12 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         kinds = typing.get_args(kind)
-        if value is None and type(None) in kinds:
-            return None
+        if type(value) in kinds:
+            return value
         rest = [each for each in kinds if each is not type(None)]
-        if len(rest) == 1:
-            return from_plain(rest[0], value, where)
-        if type(value) not in rest:
+        if len(rest) > 1:
             raise PlainError(f"{where} is {shown(value)}: fits none of {', '.join(map(str, rest))}")
-        return value
+        return from_plain(rest[0], value, where)
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
             raise PlainError(f"{where} is {shown(value)}: a list wanted")
@@ -214,6 +213,7 @@ FORMAT = 2
 UNIT = struct.Struct("<4sII32s")
 # A body is ASCII, so it never contains a kind; the length at the start of a segment of format 1 never equals one.
 HEADER, FRAME, MARK = b"\xd1JH\x02", b"\xd1JF\x02", b"\xd1JM\x02"
+ANY_KIND = re.compile(b"\xd1J[HFM]\x02")
 FRAME_BYTES_MAX = 64 << 20
 """A turn handles some hundreds of events, each from a message of at most 64 KiB."""
 CHAIN_START = bytes(32)
@@ -230,15 +230,6 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """A turn: ``body`` has its records, ``offset`` is that of its first byte, ``chain`` covers everything up to it."""
-
-    offset: int
-    body: bytes
-    chain: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """The whole units of a segment.  ``header`` is None without a whole header: nothing here was ever acknowledged.
 
@@ -247,7 +238,7 @@ class Segment:
     """
 
     header: Header | None
-    frames: tuple[Frame, ...]
+    frames: tuple[Unit, ...]
     end: int
     chain: bytes
     marked: bool
@@ -255,9 +246,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A header, a frame or a mark; ``end`` is the offset at which the next unit begins."""
+    """A header, a frame or a mark, from byte ``offset`` to before byte ``end``.
+
+    The body of a frame has the records of a turn; ``chain`` covers everything up to it.
+    """
 
     kind: bytes
+    offset: int
     chain: bytes
     body: bytes
     end: int
@@ -301,9 +296,9 @@ def is_framed(data: bytes) -> bool:
 def read_segment(data: bytes) -> Segment:
     """Return the whole units of ``data``; ``JournalError`` with the offset where data is damaged, edited or unknown."""
     header: Header | None = None
-    frames: list[Frame] = []
+    frames: list[Unit] = []
     at, chain, marked = 0, CHAIN_START, False
-    while (unit := _whole_unit(data, at)) is not None:
+    for unit in units(data):
         if (unit.kind == HEADER) != (at == 0):
             raise JournalError(f"unit at byte {at} is damaged: a segment has one header, at its beginning")
         if header is None:
@@ -314,17 +309,15 @@ def read_segment(data: bytes) -> Segment:
         if unit.chain != expected:
             raise JournalError(f"unit at byte {at} does not continue the chain of the unit before it: one was changed")
         if unit.kind == FRAME:
-            frames.append(Frame(at, unit.body, unit.chain))
+            frames.append(unit)
         at, chain = unit.end, unit.chain
     later = _later_unit(data, at + 1)
     if later is not None:
-        unit = _whole_unit(data, later)
-        assert unit is not None
         # One fsync makes a mark and the frame after it durable, and a power cut before it may keep only the frame:
         # then a hole of the size of a mark is followed by one frame and nothing else.
-        lacks_mark = later == at + UNIT.size and unit.kind == FRAME and _later_unit(data, unit.end) is None
+        lacks_mark = later.offset == at + UNIT.size and later.kind == FRAME and _later_unit(data, later.end) is None
         if marked or not lacks_mark:
-            raise JournalError(f"unit at byte {at} is damaged: the one at byte {later} after it is whole")
+            raise JournalError(f"unit at byte {at} is damaged: the one at byte {later.offset} after it is whole")
     if len(data) - at > UNIT.size + FRAME_BYTES_MAX:
         raise JournalError(f"unit at byte {at} is damaged: the last {len(data) - at} bytes hold no whole unit")
     return Segment(header, tuple(frames), at, chain, marked)
@@ -346,18 +339,13 @@ def _whole_unit(data: bytes, at: int) -> Unit | None:
     if kind not in (HEADER, FRAME, MARK) or length > FRAME_BYTES_MAX or end > len(data):
         return None
     body = data[at + UNIT.size : end]
-    return Unit(kind, chain, body, end) if data[at:end] == _unit(kind, chain, body) else None
+    return Unit(kind, at, chain, body, end) if data[at:end] == _unit(kind, chain, body) else None
 
 
-def _later_unit(data: bytes, start: int) -> int | None:
-    """Return the offset of the first whole unit from byte ``start`` on; None if there is none."""
-    places = [data.find(kind, start) for kind in (HEADER, FRAME, MARK)]
-    while any(place >= 0 for place in places):
-        first = min(place for place in places if place >= 0)
-        if _whole_unit(data, first) is not None:
-            return first
-        places = [data.find(kind, first + 1) for kind in (HEADER, FRAME, MARK)]
-    return None
+def _later_unit(data: bytes, start: int) -> Unit | None:
+    """Return the first whole unit from byte ``start`` on; None if there is none."""
+    found = (_whole_unit(data, place.start()) for place in ANY_KIND.finditer(data, start))
+    return next((unit for unit in found if unit is not None), None)
 
 
 def _parse_header(body: bytes) -> Header:
@@ -366,14 +354,13 @@ def _parse_header(body: bytes) -> Header:
         found = plain["format"]
         if type(found) is int and found > FORMAT:
             raise JournalError(f"unit at byte 0 has format {found}, of a newer version; this one reads up to {FORMAT}")
-        header = from_plain(Header, plain, "header")
+        header: Header = from_plain(Header, plain, "header")
         if header.format != FORMAT or len(bytes.fromhex(header.before)) != len(CHAIN_START):
             raise ValueError(f"format {header.format!r}, before {header.before!r}")
     except JournalError:
         raise
     except (ValueError, KeyError, TypeError, PlainError) as error:
         raise JournalError(f"unit at byte 0 is not a segment's header of this version: {str(error)[:200]}") from error
-    assert isinstance(header, Header)
     return header
 
 

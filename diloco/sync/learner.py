@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diloco.sync.effects import Forget, Join, LearnerEffect, Leave, Release, Send, SkipData, StartOver
+from diloco.sync.effects import Join, LearnerEffect, Leave, Send, SkipData, StartOver
 from diloco.sync.events import (
     BaseDiffers,
     BoundaryReached,
@@ -297,9 +297,7 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
         if sent.state is SentState.SEALING:
             sent.outrun, sent.tokens, sent.steps, sent.spans = True, 0, 0, []
             continue  # Its sequence number is not reused until its bytes are here and can be discarded.
-        if sent.bytes_wanted:
-            turn.effects.append(Forget(index, sent.sequence))
-        turn.effects.append(Release(index, sent.sequence))
+        turn.drop(index, sent)
     part.in_flight = [sent for sent in part.in_flight if sent.outrun]
     part.unsent_tokens = part.unsent_steps = 0
     part.unsent_spans = []
@@ -324,9 +322,7 @@ def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
             sent.void = sent.state is SentState.SEALING
             if sent.void:
                 continue  # Its sequence number is not reused until its bytes are here and can be discarded.
-            if sent.bytes_wanted:
-                turn.effects.append(Forget(index, sent.sequence))
-            turn.effects.append(Release(index, sent.sequence))
+            turn.drop(index, sent)
             fate = told.get((sent.sequence, sent.digest))
             counted = sent.sequence <= standing.watermark and (fate is None or fate.merged)
             if sent.merged_version is None and not counted:

@@ -74,8 +74,7 @@ def join(turn: Turn, event: JoinRequested) -> None:
         turn.note("site_joined", f"a new process speaks for it: incarnation {site.incarnation}", site=event.site)
     elif site.status is not Status.LIVE:
         turn.note("site_back", f"it was {site.status.value}", site=event.site)
-    site.status = Status.LIVE
-    turn.attendance.site_changed(event.site)
+    turn.attendance.set_status(event.site, Status.LIVE)
     if state.units is not None:
         state.units.corpus = state.units.corpus or event.corpus
         fates.returned(turn, event.site)
@@ -132,8 +131,7 @@ def silent(turn: Turn, event: SiteSilent) -> None:
     """Handle a lease that ran out."""
     site = turn.state.sites[event.site]
     if site.status is Status.LIVE:
-        site.status = Status.SILENT
-        turn.attendance.site_changed(event.site)
+        turn.attendance.set_status(event.site, Status.SILENT)
         holder = turn.state.units.holders.get(event.site) if turn.state.units is not None else None
         if holder is not None and not holder.gone:
             holder.silent_ns = turn.state.now_ns  # After ``lease_ns`` its units are given back.
@@ -142,10 +140,8 @@ def silent(turn: Turn, event: SiteSilent) -> None:
 
 def came_back(turn: Turn, name: str) -> None:
     """Mark ``name``, which was heard, as live again if it was silent."""
-    site = turn.state.sites[name]
-    if site.status is Status.SILENT:
-        site.status = Status.LIVE
-        turn.attendance.site_changed(name)
+    if turn.state.sites[name].status is Status.SILENT:
+        turn.attendance.set_status(name, Status.LIVE)
         fates.returned(turn, name)
         turn.note("site_back", "it was heard again", site=name)
 
@@ -157,8 +153,7 @@ def left(turn: Turn, event: SiteLeft) -> None:
         reason = Reason.NOT_JOINED if site is None else Reason.FENCED
         turn.effects.append(AnswerDone(event.call, reason))
         return
-    site.status = Status.LEFT
-    turn.attendance.site_changed(event.site)
+    turn.attendance.set_status(event.site, Status.LEFT)
     turn.effects.append(AnswerDone(event.call))
     turn.note("site_left", "it said goodbye", site=event.site)
     fates.gone(turn, event.site, "it left")
@@ -168,8 +163,7 @@ def readmitted(turn: Turn, event: SiteReadmitted) -> None:
     """Handle an operator's readmission: an evicted site may join again, like one that has left."""
     site = turn.state.sites.get(event.site)
     if site is not None and site.status is Status.EVICTED:
-        site.status = Status.LEFT
-        turn.attendance.site_changed(event.site)
+        turn.attendance.set_status(event.site, Status.LEFT)
         turn.note("site_readmitted", "an operator's word", site=event.site)
     turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED if site is None else None))
 
@@ -180,8 +174,7 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
     if site is None:
         turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED))
         return
-    site.status = Status.EVICTED
-    turn.attendance.site_changed(event.site)
+    turn.attendance.set_status(event.site, Status.EVICTED)
     for index, line in enumerate(site.lines):
         for pending in line.unmerged():
             refuse(turn, event.site, index, pending, Reason.EVICTED)

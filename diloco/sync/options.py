@@ -38,12 +38,9 @@ def due(offsets: tuple[int, ...], inner_steps: int, step: int, steps: int = 1) -
 SECOND_NS = 1_000_000_000
 
 WEIGHT_RULES = ("tokens2_per_step", "tokens", "uniform")
-MERGE_BY = ("site", "update")
 GRACE_KINDS = ("fixed", "adaptive")
-ADOPT_RULES = ("rebase", "overwrite", "blend", "eager")
 ADOPT_KEEPS_UNSENT = ("rebase", "eager")
 """The rules that keep all trained progress that was not sent."""
-ROUNDINGS = ("down", "up")
 ADMISSION_POLICIES = ("refuse", "hold", "admit")
 
 UNITS_AHEAD_MAX = 4096
@@ -169,7 +166,7 @@ class OuterOptions:
     round, whatever their phase, and no site stops training for it."""
     overlap_steps: Natural = 2
     weights: Annotated[str, one_of(WEIGHT_RULES)] = "tokens2_per_step"
-    merge_by: Annotated[str, one_of(MERGE_BY)] = "site"
+    merge_by: Annotated[str, one_of(("site", "update"))] = "site"
     """What one contribution is: ``site``, the sum of a site's updates in the round; ``update``, each single update
     (FedBuff, arXiv 2106.06639)."""
     share_weighted: bool = False
@@ -219,9 +216,9 @@ class LearnerOptions:
     """H of DiLoCo: inner steps between two updates of one fragment."""
     dynamic_steps: bool = False
     """H is that of the fastest site; a slower site makes proportionally fewer inner steps."""
-    dynamic_rounding: Annotated[str, one_of(ROUNDINGS)] = "down"
+    dynamic_rounding: Annotated[str, one_of(("down", "up"))] = "down"
     """How to round that number: ``down`` (arXiv 2401.09135), or ``up`` as in HALoS' code (arXiv 2506.04531)."""
-    adopt: Annotated[str, one_of(ADOPT_RULES)] = "rebase"
+    adopt: Annotated[str, one_of(("rebase", "overwrite", "blend", "eager"))] = "rebase"
     """``rebase`` keeps progress, ``overwrite`` is Decoupled DiLoCo, ``blend`` is Streaming DiLoCo with α, ``eager``
     keeps unsent progress and a share of the progress that is not merged."""
     updates_in_flight_max: Count = 2

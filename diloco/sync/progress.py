@@ -19,17 +19,16 @@ from diloco.sync.data_units import (
     SKIPPED,
     Piece,
     Span,
+    UnitList,
     added,
     common,
     first_of,
     joined,
     num_places,
-    pieces_before,
-    pieces_from,
+    pieces_at,
     size,
-    units_at,
 )
-from diloco.sync.effects import Fetch, LearnerEffect, Note, StopTraining
+from diloco.sync.effects import Fetch, Forget, LearnerEffect, Note, Release, StopTraining
 from diloco.sync.events import Ending, StepDone
 from diloco.sync.options import LearnerOptions
 
@@ -40,27 +39,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class SiteUnits:
-    """The site's list of units from place ``first`` on; the syncer has sent the places before ``known``.
+class SiteUnits(UnitList):
+    """The list at the site; the syncer has sent the places before ``known``.
 
     ``again`` counts the places at which the site had no new unit and drew an earlier one again.
     """
 
-    first: int = 0
-    pieces: list[Piece] = field(default_factory=list)
     known: int = 0
     again: int = 0
     spare: list[Span] = field(default_factory=list)
     """Some units that the site has drawn, for use when the list holds none."""
 
-    @property
-    def end(self) -> int:
-        """The first place beyond the list."""
-        return self.first + num_places(self.pieces)
-
     def real(self) -> list[Span]:
         """Return the units that can be drawn again."""
-        return units_at(self.first, self.pieces, [(self.first, self.end)]) or self.spare
+        return self.units([(self.first, self.end)]) or self.spare
 
 
 class SentState(StrEnum):
@@ -335,6 +327,12 @@ class SiteTurn:
         """Return the update with that sequence number in the in-flight list; None if there is none."""
         return next((sent for sent in self.state.fragments[index].in_flight if sent.sequence == sequence), None)
 
+    def drop(self, index: int, sent: Sent) -> None:
+        """Drop an update's decoded pseudo-gradient, and its bytes if they might still have to be sent (again)."""
+        if sent.bytes_wanted:
+            self.effects.append(Forget(index, sent.sequence))
+        self.effects.append(Release(index, sent.sequence))
+
     def want(self, index: int) -> None:
         """Fetch the newest version unless it is here or being fetched."""
         part = self.state.fragments[index]
@@ -404,13 +402,13 @@ def units_told(turn: SiteTurn, event: UnitsTold) -> None:
     units = turn.state.units
     upto = event.first + num_places(event.pieces)
     if upto <= units.end:
-        units.known = max(units.known, min(upto, units.end))
+        units.known = max(units.known, upto)
         return
     if event.first > units.end or not units.pieces:
         units.first, units.pieces = event.first, []
-    more = pieces_from(event.pieces, units.end - event.first)
+    more = pieces_at(event.pieces, units.end - event.first)
     units.pieces, units.known = joined([*units.pieces, *more]), upto
-    units.spare = first_of(units_at(units.first, units.pieces, [(units.first, upto)]) or units.spare, REMEMBERED)
+    units.spare = first_of(units.real(), REMEMBERED)
 
 
 def units_drawn(turn: SiteTurn, event: StepDone) -> None:
@@ -429,7 +427,7 @@ def units_drawn(turn: SiteTurn, event: StepDone) -> None:
         part.unsent_spans = added(part.unsent_spans, named)[-SPANS_MAX:]
     skip = event.cursor // unit - REMEMBERED - state.units.first
     if skip > 0:
-        state.units.pieces = pieces_from(state.units.pieces, skip)
+        state.units.pieces = pieces_at(state.units.pieces, skip)
         state.units.first += skip
 
 
@@ -442,7 +440,7 @@ def units_start_over(options: LearnerOptions, state: LearnerState) -> None:
         return
     units, place = state.units, state.cursor // options.unit_sequences
     begun = [(SKIPPED, 1)] if state.cursor % options.unit_sequences and units.end > place >= units.first else []
-    units.pieces = joined([*pieces_before(units.pieces, place - units.first), *begun])
+    units.pieces = joined([*pieces_at(units.pieces, 0, place - units.first), *begun])
     units.known = min(units.known, units.end)
 
 
@@ -455,11 +453,12 @@ def units_from(state: LearnerState, place: int, count: int) -> tuple[list[Piece]
     if place >= units.end:
         units.again += 1
         units.pieces = joined([*units.pieces, (SKIPPED, place + 1 - units.end)])
-    here = pieces_before(pieces_from(units.pieces, place - units.first), count) if place >= units.first else []
+    skip = place - units.first
+    here = pieces_at(units.pieces, skip, skip + count) if skip >= 0 else []
     found = list(takewhile(lambda piece: piece[0] != SKIPPED, here))
     if found:
         return found, False
     real = units.real()
     assert real, "a site that was leased no unit does not train"
-    ((first, _), *_) = pieces_from([(start, stop - start) for start, stop in real], place % size(real))
+    ((first, _), *_) = pieces_at([(start, stop - start) for start, stop in real], place % size(real))
     return [(first, 1)], True

@@ -150,12 +150,8 @@ def taking(state: OuterState, index: int) -> TakeVersion | None:
 
 
 def heard(turn: Turn, event: RegionEvent) -> None:
-    """Handle an event of the exchange with the syncer above."""
-    if isinstance(event, UpstreamStarted):
-        _started(turn, event)
-        return
-    upstream = turn.state.upstream
-    assert upstream is not None, event
+    """Handle an event of the exchange with the syncer above, after ``started``."""
+    assert turn.state.upstream is not None, event
     match event:
         case UpstreamAsked():
             mark_not_joined(turn.state)
@@ -186,7 +182,8 @@ def mark_not_joined(state: OuterState) -> None:
         part.learner.incarnation = 0
 
 
-def _started(turn: Turn, event: UpstreamStarted) -> None:
+def started(turn: Turn, event: UpstreamStarted) -> None:
+    """Handle a new process of the region, the first one or a later one."""
     upstream = turn.state.upstream
     if upstream is None:
         upstream = turn.state.upstream = Upstream([Part() for _ in turn.state.fragments])
@@ -215,11 +212,10 @@ def _fetched(turn: Turn, event: UpstreamFetched) -> None:
         _let_go(turn, part, here)  # In a new lineage another fetch is under way; after the end none is needed.
         return
     is_late = 0 < event.epoch < learner.epoch
-    if is_late or event.version <= max(progress.fetched, progress.base_version):
-        _let_go(turn, part, here)
-    else:
-        before, part.arrived = part.arrived, here
-        _let_go(turn, part, before)
+    unused: VersionAbove | None = here
+    if not is_late and event.version > max(progress.fetched, progress.base_version):
+        unused, part.arrived = part.arrived, here
+    _let_go(turn, part, unused)
     _feed(turn, event.fragment, FetchFailed(0) if is_late else VersionFetched(0, event.version, ()))
 
 

@@ -35,15 +35,15 @@ from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartO
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.options import smoothed
-from diloco.sync.state import Held, OuterState, Pending, Phase, Round
+from diloco.sync.state import Held, Pending, Phase, Round
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from diloco.sync.events import OuterStepDone, OuterStepFailed
     from diloco.sync.options import OuterOptions
-    from diloco.sync.state import Turn
+    from diloco.sync.state import Machine, Turn
 
 
 class QuorumStanding(NamedTuple):
@@ -76,8 +76,7 @@ def standing(
         return QuorumStanding(enough, enough, lambda: f"{waiting} updates are here, {wanted} make a round")
     complete = live <= arrived
     if here < options.quorum_min:
-        least = options.quorum_min
-        return QuorumStanding(False, False, lambda: f"{here} of at least quorum_min={least} sites arrived")
+        return QuorumStanding(False, False, lambda: f"{here} of at least quorum_min={options.quorum_min} sites arrived")
     if options.quorum == "all":
         if len(members) > here or not arrived >= set(members):
             all_of = f"of all {len(members)} members"
@@ -182,7 +181,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     members.came_back(turn, event.site)
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
-    line, vital = site.lines[event.fragment], vital_of(state, turn.options, event)
+    line, vital = site.lines[event.fragment], vital_of(turn, event)
     # The claims of the site's next update are compared with these.  State of an earlier release has no arrivals.
     line.arrivals_ns = [*(line.arrivals_ns or [0]), state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
     if turn.options.unit_sequences or not line.step_tokens:
@@ -219,7 +218,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
 def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     """Judge the header first: it may rule an update out whatever the values are.  Then judge claims and values."""
     header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
-    verdict = admit(turn.state, turn.options, *header)
+    verdict = admit(turn, *header)
     if verdict.outcome is not Outcome.ACCEPTED:
         if verdict.reason is Reason.OUTLIER:
             why = f"sequence {event.sequence}: it was refused before"
@@ -230,13 +229,13 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     if not event.finite:
         return Verdict(Outcome.REFUSED, Reason.NON_FINITE), Finding()
     state, reason = turn.state, Reason.IMPLAUSIBLE
-    finding = Finding(why=implausible(state, turn.options, event))
+    finding = Finding(why=implausible(turn, event))
     if not finding.why and event.norm > 0:  # 0: not measured.
         # A sum of floats depends on its order, and a replay must give the same.
         vitals = {name: state.sites[name].lines[event.fragment].vitals for name in sorted(state.sites)}
         own = vitals.pop(event.site)
         others = [vital for window in vitals.values() for vital in window]
-        finding = judge(state.health, vital_of(state, turn.options, event), own, others)
+        finding = judge(state.health, vital_of(turn, event), own, others)
         reason = Reason.OUTLIER
     if finding.why and state.health.policy_of(event.site) == "refuse":
         why = f"sequence {event.sequence}: {finding.why}"
@@ -319,19 +318,14 @@ def _shrink(turn: Turn, index: int, collecting: Round) -> bool:
 STANDSTILL_PERIODS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Standstill:
-    """A fragment without a new version since ``since_ns`` although updates wait, and the sites it waits for."""
+def standstill(machine: Machine, now_ns: int) -> dict[str, object] | None:
+    """Return the facts of the round that has waited longest for sites, if it has waited too long.
 
-    fragment: int
-    since_ns: int
-    waits_for: tuple[str, ...]
-    why: str
-
-
-def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standstill | None:
-    """Return the round that has waited longest for sites, if it has waited too long: ``STANDSTILL_PERIODS`` periods of
-    the slowest live site, and at least ``site_timeout_ns``, after which a silent site is dropped from the round."""
+    That is ``STANDSTILL_PERIODS`` periods of the slowest live site, and at least ``site_timeout_ns``, after which a
+    silent site is dropped from the round.  The facts are the ``fragment`` that has no new version although updates
+    wait, for how many ``seconds``, the sites that it ``waits_for``, and ``why``; None where no round stands still.
+    """
+    options, state, attendance = machine.options, machine.state, machine.attendance
     rounds = [
         (each.round.opened_ns, at) for at, each in enumerate(state.fragments) if each.round and not each.round.met_ns
     ]
@@ -339,20 +333,20 @@ def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standst
         return None
     since_ns, index = min(rounds)
     periods_ns = []
-    for site in (state.sites[name] for name in state.live()):
+    for site in (state.sites[name] for name in attendance.live):
         line = site.lines[index]
         steps = max([line.usual_steps, *(pending.steps for pending in line.undecided)])
         periods_ns.append(min(steps * site.step_ns, seen_ns(site, index)))
     bound_ns = max(options.site_timeout_ns, STANDSTILL_PERIODS * max(periods_ns, default=0))
     if now_ns - since_ns < bound_ns:
         return None
-    collecting, here, live = state.fragments[index].round, set(state.arrived(index)), state.awaited(index)
+    collecting, here, live = state.fragments[index].round, attendance.arrived[index], attendance.awaited(index)
     assert collecting is not None
-    lacking = tuple(name for name in sorted({*collecting.members, *live}) if name not in here)
-    why = standing(options, collecting.members, {*live}, here, len(state.waiting(index))).why()
+    lacking = [name for name in sorted({*collecting.members, *live}) if name not in here]
+    why = standing(options, collecting.members, live, here, len(attendance.waiting(index))).why()
     if options.quorum != "all" or len(here) < options.quorum_min:
         why += f"; waiting for {', '.join(lacking)}" if lacking else "; no other site is live"
-    return Standstill(index, since_ns, lacking, why)
+    return {"fragment": index, "seconds": round((now_ns - since_ns) / 1e9, 1), "waits_for": lacking, "why": why}
 
 
 def _close(turn: Turn, index: int, why: str) -> None:
@@ -363,9 +357,9 @@ def _close(turn: Turn, index: int, why: str) -> None:
         turn.attendance.line_changed(name, index)
     fragment.round = None
     fragment.merging_since_ns = state.now_ns
-    merged = {name for name, _ in under_merge(state, index, turn.attendance.undecided[index])}
+    merged = {name for name, _ in turn.attendance.merging(index)}
     fragment.full_round = _full_round(turn, index, merged) if turn.options.share_weighted else {}
-    step = outer_step(turn.options, state, index, among=turn.attendance.undecided[index])
+    step = outer_step(turn, index)
     part = "" if step.share == 1 else f"; {step.share:.3f} of a full round"
     turn.note("round_closed", why + part, fragment=index, version=step.version)
     turn.effects.append(step)
@@ -390,30 +384,25 @@ def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, fl
     return {name: known.get(name, mean) for name in lines}
 
 
-def outer_step(
-    options: OuterOptions,
-    state: OuterState,
-    index: int,
-    leave_out: Collection[tuple[str, int]] = (),
-    among: Iterable[str] | None = None,
-) -> StartOuterStep:
+def outer_step(machine: Machine, index: int, leave_out: Collection[tuple[str, int]] = ()) -> StartOuterStep:
     """Return the outer step that is under way, from the memory alone, so that a restart gives the same one.
 
     With ``share_weighted`` a site has the weight of its usual update: the pseudo-gradient of an update of two periods
     is already about twice as long, and moves the model as far as two updates in two rounds do.
 
     ``leave_out`` names updates (site, sequence) to omit: the weights are then those of the others alone, as if the
-    omitted ones had never come, and there may be no contribution left.  ``among``: see ``under_merge``.
+    omitted ones had never come, and there may be no contribution left.
     """
+    options, fragment = machine.options, machine.state.fragments[index]
     merging: list[tuple[str, list[Pending]]] = []
-    for name, pending in under_merge(state, index, among):
+    for name, pending in machine.attendance.merging(index):
         if (name, pending.sequence) in leave_out:
             continue
         if options.merge_by == "site" and merging and merging[-1][0] == name:
             merging[-1][1].append(pending)
         else:
             merging.append((name, [pending]))
-    version, full_round = state.fragments[index].version, state.fragments[index].full_round
+    version, full_round = fragment.version, fragment.full_round
     bases, raw, updates_of = [], [], []
     for name, updates in merging:
         base = min([update.base_version for update in updates])
@@ -436,7 +425,7 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.version, fragment.digest = event.version, event.digest
     fragment.sync_ns = smoothed(fragment.sync_ns, turn.state.now_ns - fragment.merging_since_ns)
     fragment.merging_since_ns, fragment.full_round = None, {}
-    merged = under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
+    merged = turn.attendance.merging(event.fragment)
     for name, pending in merged:
         line, tokens, steps = turn.state.sites[name].lines[event.fragment], pending.tokens, pending.steps
         if line.usual_tokens:  # An update of several periods, or an exaggerated claim, has a bounded effect.
@@ -458,18 +447,8 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
         turn.effects.append(StopTraining(None, f"fragment {event.fragment}: {why}", failed=True))
         return
     fragment.merging_since_ns, fragment.full_round = None, {}
-    for name, pending in under_merge(turn.state, event.fragment):
+    for name, pending in turn.attendance.merging(event.fragment):
         refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
-
-
-def under_merge(state: OuterState, index: int, among: Iterable[str] | None = None) -> list[tuple[str, Pending]]:
-    """Return the updates of the outer step that is under way, each with its site, in the order of the merge.
-
-    ``among``, where the caller knows it, is a set of sites that includes all sites of the step: only they are searched.
-    """
-    sites = state.sites
-    names = sorted(sites if among is None else among)
-    return [(name, p) for name in names for p in sites[name].lines[index].undecided if p.merging]
 
 
 KINDS = ("versions", "sequences")

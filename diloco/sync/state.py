@@ -6,7 +6,7 @@ For a region the memory includes its state as a site of the syncer above it (``U
 
 ``Attendance`` caches what every event needs (which sites are live, have an update in a fragment, or wait for an
 operator), so that an event costs about the same however many sites there are.  It is derived from the state and not
-stored: rules that change a site or a line notify it.
+stored: rules change a site's status through it and notify it of a changed line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from diloco.sync.data_units import Span, Units
 from diloco.sync.effects import Note, OuterEffect
@@ -240,19 +240,6 @@ class OuterState:
         """Return the live sites, in site order."""
         return sorted(name for name, site in self.sites.items() if site.status is Status.LIVE)
 
-    def awaited(self, fragment: int) -> list[str]:
-        """Return the live sites for which the fragment's round waits: not those with a held update."""
-        return [name for name in self.live() if not self.sites[name].lines[fragment].holding()]
-
-    def arrived(self, fragment: int) -> list[str]:
-        """Return the sites with an update waiting for the fragment's round, in site order."""
-        return sorted(name for name, site in self.sites.items() if site.lines[fragment].waiting())
-
-    def waiting(self, fragment: int) -> list[Pending]:
-        """Return the updates that the fragment's next outer step may take, in order of arrival."""
-        waiting = [pending for site in self.sites.values() for pending in site.lines[fragment].waiting()]
-        return sorted(waiting, key=lambda pending: pending.arrival)
-
     def run_tokens(self) -> int:
         """Return the tokens merged, averaged over the fragments: each fragment counts every token once."""
         merged = sum(line.tokens_merged for site in self.sites.values() for line in site.lines)
@@ -282,9 +269,10 @@ class Attendance:
             for index in fragments:
                 self.line_changed(name, index)
 
-    def site_changed(self, name: str) -> None:
-        """Account for a new site, or for a site with a new status."""
-        live = self._state.sites[name].status is Status.LIVE
+    def set_status(self, name: str, status: Status) -> None:
+        """Give a site, which may be new, its status and account for it."""
+        self._state.sites[name].status = status
+        live = status is Status.LIVE
         if live and name not in self._live:
             self._live.add(name)
             insort(self.live, name)
@@ -296,13 +284,7 @@ class Attendance:
     def line_changed(self, name: str, index: int) -> None:
         """Account for an update of the site that arrived, is being merged, has its fate, or is no longer held."""
         line = self._state.sites[name].lines[index]
-        if not line.undecided:  # The usual case: its only update has its fate.
-            self.missed[index] = self.missed[index] or name in self.arrived[index]
-            self.undecided[index].discard(name)
-            self.arrived[index].discard(name)
-            self.holding[index].discard(name)
-            return
-        waiting, holding = bool(line.waiting()), line.holding()
+        waiting, holding = bool(line.undecided and line.waiting()), line.holding()
         if holding or (not waiting and name in self.arrived[index]):
             self.missed[index] = True
         for names, is_in in (self.undecided, line.undecided), (self.arrived, waiting), (self.holding, holding):
@@ -312,7 +294,7 @@ class Attendance:
                 names[index].discard(name)
 
     def awaited(self, index: int) -> AbstractSet[str]:
-        """Like ``OuterState.awaited``, without an order."""
+        """Return the live sites for which the fragment's round waits: not those with a held update."""
         return self._live - self.holding[index] if self.holding[index] else self._live
 
     def run_tokens(self) -> int:
@@ -320,10 +302,24 @@ class Attendance:
         return self.tokens_merged // len(self._state.fragments)
 
     def waiting(self, index: int) -> list[tuple[str, Pending]]:
-        """Like ``OuterState.waiting``, each update with its site."""
+        """Return the updates that the fragment's next outer step may take, each with its site, in order of arrival."""
         sites = self._state.sites
         found = [(name, each) for name in self.arrived[index] for each in sites[name].lines[index].waiting()]
         return sorted(found, key=lambda pair: (pair[1].arrival, pair[0]))
+
+    def merging(self, index: int) -> list[tuple[str, Pending]]:
+        """Return the updates of the outer step that is under way, each with its site, in the order of the merge."""
+        sites = self._state.sites
+        names = sorted(self.undecided[index])
+        return [(name, each) for name in names for each in sites[name].lines[index].undecided if each.merging]
+
+
+class Machine(Protocol):
+    """What the rules of the outer machine read: ``OuterSync`` between two events, or a ``Turn``."""
+
+    options: OuterOptions
+    state: OuterState
+    attendance: Attendance
 
 
 @dataclass(slots=True)

@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING, Any
 from diloco.sync import fates, region
 from diloco.sync.admission import (
     AWAY_UNKNOWN_NS,
-    Verdict,
-    admit,
     admitted,
     expire,
     fastest_step_ns,
@@ -36,7 +34,7 @@ from diloco.sync.admission import (
     withdrawn,
 )
 from diloco.sync.data_units import Units
-from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
+from diloco.sync.effects import AnnounceFinal, AnswerDone, AnswerUnits, OuterEffect, StartOuterStep, TakeVersion
 from diloco.sync.events import (
     DeadlinePassed,
     DrainRequested,
@@ -58,6 +56,7 @@ from diloco.sync.events import (
     UpdateAdmitted,
     UpdateArrived,
     UpdateWithdrawn,
+    UpstreamStarted,
     VersionPublished,
 )
 from diloco.sync.fates import refuse_stale
@@ -67,7 +66,7 @@ from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step
 from diloco.sync.state import Attendance, FragmentState, OuterState, Phase, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from diloco.sync.options import OuterOptions
 
@@ -116,7 +115,7 @@ class OuterSync:
         """Return the instant at which the machine needs ``DeadlinePassed``, if any."""
         state, now_ns = self.state, self.state.now_ns
         wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
-        wanted += [expires_ns for *_, expires_ns in held_updates(state, self.attendance)]
+        wanted += [expires_ns for *_, expires_ns in held_updates(self)]
         if state.units is not None:
             silent = [holder.silent_ns for holder in state.units.holders.values()]
             wanted += [since_ns + self.options.lease_ns for since_ns in silent if since_ns is not None]
@@ -126,12 +125,6 @@ class OuterSync:
             wanted.append(state.started_ns + self.options.run_ns)
         # A past deadline is left out: if a merge holds its action back, the sweep after that merge sees it again.
         return min([instant for instant in wanted if instant is not None and instant > now_ns], default=None)
-
-    def admit(
-        self, site: str, incarnation: int, fragment: int, sequence: int, base_version: int, digest: str
-    ) -> Verdict:
-        """Return the answer that ``UpdateArrived`` would get now, judged by the header alone; change nothing."""
-        return admit(self.state, self.options, site, incarnation, fragment, sequence, base_version, digest)
 
     def progress_ppm(self) -> int:
         """Return the run's progress in millionths: by tokens, by time or of the run above, whichever is further."""
@@ -149,9 +142,10 @@ class OuterSync:
         run = (attendance.run_tokens(), self.progress_ppm(), state.lineage, fastest_step_ns(state, attendance.live))
         return VersionPublished(state.epoch, fragment, version, *run)
 
-    def under_way(self, index: int) -> StartOuterStep | TakeVersion:
-        """Return the effect under way that makes the next version of fragment ``index``."""
-        return region.taking(self.state, index) or outer_step(self.options, self.state, index)
+    def under_way(self, index: int, leave_out: Collection[tuple[str, int]] = ()) -> StartOuterStep | TakeVersion:
+        """Return the effect under way that makes the next version of fragment ``index``, as if the updates of
+        ``leave_out`` (site, sequence) had never come."""
+        return region.taking(self.state, index) or outer_step(self, index, leave_out)
 
 
 def _started(turn: Turn, event: SyncerStarted) -> None:
@@ -170,7 +164,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
         turn.note("resumed", "the run had been drained")
     for index, fragment in enumerate(state.fragments):
         if fragment.merging_since_ns is not None:
-            turn.effects.append(region.taking(state, index) or outer_step(turn.options, state, index))
+            turn.effects.append(region.taking(state, index) or outer_step(turn, index))
             turn.note("outer_step_again", "it was under way when the last process ended", fragment=index)
         refuse_stale(turn, index)  # This process may have a smaller ``staleness_max``.
     if state.ending is not None:  # The last process may have ended after the journal record, before the announcement.
@@ -189,8 +183,11 @@ def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
 
 
 def _units_asked(turn: Turn, event: UnitsAsked) -> None:
-    if fates.refusal(turn.state, event) is None:
-        came_back(turn, event.site)  # Otherwise the answer could list units that have been given back.
+    reason = fates.refusal(turn.state, event)
+    if reason is not None:
+        turn.effects.append(AnswerUnits(event.call, 0, (), reason))
+        return
+    came_back(turn, event.site)  # Otherwise the answer could list units that have been given back.
     fates.asked(turn, event)
 
 
@@ -218,6 +215,7 @@ RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
     StandbyAttached: _standby,
     SyncerStarted: _started,
     LineageBegan: lineage_began,
+    UpstreamStarted: region.started,
 }
 """The handler of each event; ``region.heard`` handles all others."""
 
@@ -225,24 +223,8 @@ RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
 # --- Replay
 
 
-def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterEffect]:
-    """Handle one record again, the ``number``-th of a replay, and return its effects.
-
-    ``JournalError`` when they differ from those at the time of writing.
-    """
-    effects = machine.handle(record.event, record.at_ns)
-    found = digest_effects(effects)
-    # Earlier versions digested the prose of notes as well; their journals are accepted while the prose is unchanged.
-    if record.effects_digest not in (found, digest_with_prose(effects)):
-        raise JournalError(
-            f"record {number} ({type(record.event).__name__} at {record.at_ns} ns) had effects "
-            f"{record.effects_digest} when it was written and {found} now: another version or other options"
-        )
-    return effects
-
-
 class Replay:
-    """Applies records to ``machine`` again, one by one; a subclass recomputes the values (``step_done``).
+    """Lets ``machine`` decide records again, one by one.  A subclass recomputes the values as well (``step_done``).
 
     After a failure the state is inconsistent: discard the replay.
     """
@@ -250,36 +232,31 @@ class Replay:
     def __init__(self, machine: OuterSync) -> None:
         self.machine = machine
         self.records = 0
-        self._under_way = {
-            index: machine.under_way(index)
-            for index, fragment in enumerate(machine.state.fragments)
-            if fragment.merging_since_ns is not None
-        }
 
     def apply(self, record: Record) -> list[OuterEffect]:
         """Apply ``record``, bring the values up to date, and return its effects.
 
         ``JournalError`` when the machine decides otherwise than when the record was written.
         """
-        effects = decide_again(self.machine, record, self.records)
-        self.records += 1
         event = record.event
-        if isinstance(event, OuterStepDone):
-            self.step_done(event, self._under_way.pop(event.fragment))
-        elif isinstance(event, OuterStepFailed):
-            del self._under_way[event.fragment]
+        command = self.machine.under_way(event.fragment) if isinstance(event, OuterStepDone) else None
+        effects = self.machine.handle(event, record.at_ns)
+        found = digest_effects(effects)
+        # Earlier versions digested the prose of notes as well; their journals are accepted while it is unchanged.
+        if record.effects_digest not in (found, digest_with_prose(effects)):
+            raise JournalError(
+                f"record {self.records} ({type(event).__name__} at {record.at_ns} ns) had effects "
+                f"{record.effects_digest} when it was written and {found} now: another version or other options"
+            )
+        self.records += 1
+        if isinstance(event, OuterStepDone) and command is not None:
+            self.step_done(event, command)
         elif isinstance(event, LineageBegan):
-            self._under_way.clear()
             self.lineage_began(event)
-        for effect in effects:
-            if isinstance(effect, StartOuterStep | TakeVersion):
-                self._under_way[effect.fragment] = effect
         return effects
 
     def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:
         """Recompute the version that ``command`` made, and compare it with the digests of ``event``."""
-        raise NotImplementedError
 
     def lineage_began(self, event: LineageBegan) -> None:
         """Take the versions with which the lineage began: later versions are computed from them."""
-        raise NotImplementedError

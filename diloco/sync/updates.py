@@ -178,9 +178,8 @@ def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
     if part.unsent_tokens == 0 or turn.state.closed or turn.state.left:
         return False
     # A region keeps each update's bytes until it has taken its version; at its end it takes no more versions.
-    if turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max:
-        return turn.state.stopping and may_follow(turn.options, part)
-    return may_follow(turn.options, part)
+    is_full = turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max
+    return may_follow(turn.options, part) and (turn.state.stopping or not is_full)
 
 
 def may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
@@ -278,14 +277,13 @@ def accept(turn: SiteTurn, index: int, sent: Sent) -> None:
 
 
 def unsend(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
-    """Undo an update: its progress is unsent again and its sequence number is free."""
-    give_back(options, part, sent)
-    part.next_sequence = min(part.next_sequence, sent.sequence)
+    """Remove an update from the in-flight list: its progress is unsent again, or overwritten by an adopt.
 
-
-def give_back(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
-    """Remove an update from the in-flight list: its progress is unsent again, or overwritten by an adopt."""
+    Its sequence number is free unless the update was accepted.
+    """
     part.in_flight.remove(sent)
+    if sent.state is not SentState.ACCEPTED:
+        part.next_sequence = min(part.next_sequence, sent.sequence)
     if sent.since_adopt or options.adopt == "rebase":
         part.unsent_tokens += sent.tokens
         part.unsent_steps += sent.steps
@@ -306,26 +304,21 @@ def take_back(turn: SiteTurn, index: int, behind: Sequence[Sent]) -> None:
         turn.effects += [Forget(index, sent.sequence), Release(index, sent.sequence)]
 
 
-def write_off(part: FragmentProgress, sent: Sent) -> None:
-    """Remove an old update from the list: after a restore its tokens count as refused; an outrun one has none left."""
+def write_off(part: FragmentProgress, sent: Sent, reason: Reason = Reason.RESTORED) -> None:
+    """Remove an update from the list: its tokens count as refused; an outrun one has none left."""
     part.in_flight.remove(sent)
     if sent.outrun:
         return
     part.tokens_refused += sent.tokens
-    why = Reason.RESTORED.value
-    part.updates_refused[why] = part.updates_refused.get(why, 0) + 1
+    part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
 
 
 def keep(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
     """Handle a refusal that keeps the progress: it goes out again with the next update."""
     part = turn.state.fragments[index]
     part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
-    if sent.state is SentState.ACCEPTED:  # Its number is used up; a push that was refused leaves its number free.
-        give_back(turn.options, part, sent)
-    else:
-        unsend(turn.options, part, sent)
-        turn.effects.append(Forget(index, sent.sequence))
-    turn.effects.append(Release(index, sent.sequence))
+    unsend(turn.options, part, sent)
+    turn.drop(index, sent)
     turn.note("update_kept", f"{reason.value}: its progress goes out with the next update", index)
     if reason is Reason.STALE:  # So a newer version exists, and the next update from this base would be stale too.
         part.stale_base = max(part.stale_base, sent.base_version)
@@ -336,13 +329,10 @@ def keep(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
 def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
     """Handle a refusal that discards the progress: return to the published values."""
     part = turn.state.fragments[index]
-    part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
-    part.in_flight.remove(sent)
-    part.tokens_refused += sent.tokens
+    write_off(part, sent, reason)
     if sent.state is not SentState.ACCEPTED:
         part.next_sequence = min(part.next_sequence, sent.sequence)
-        turn.effects.append(Forget(index, sent.sequence))
-    turn.effects.append(Release(index, sent.sequence))
+    turn.drop(index, sent)
     if part.retaking is None and reason is not Reason.RESTORED:
         part.discards += 1  # Once for all updates in flight together: they have one cause.
     if part.retaking is None or not part.retaking.final:

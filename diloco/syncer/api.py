@@ -34,7 +34,7 @@ from diloco.codec.merging import Reading
 from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.durable import is_full
 from diloco.outer.fragments import Layout
-from diloco.sync.admission import Verdict
+from diloco.sync.admission import Verdict, admit
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AnswerUnits, AskToConfirm
 from diloco.sync.events import (
     DrainRequested,
@@ -260,7 +260,8 @@ class Api:
         def look(machine: OuterSync) -> tuple[Verdict, int, int]:
             state, verdict = machine.state, Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
             if header.lineage in (0, state.lineage):  # Otherwise it belongs to an earlier lineage.
-                verdict = machine.admit(
+                verdict = admit(
+                    machine,
                     header.site_id,
                     header.incarnation,
                     header.fragment,
@@ -407,7 +408,7 @@ class Api:
         if reply.known:
             if (lacking := report.units) is not None:
                 asked = UnitsAsked(0, report.site_id, report.incarnation, **asdict(lacking))
-                units = core.ask(lambda machine: known_already(machine.options, machine.state, asked)) or core.call(
+                units = core.ask(lambda machine: known_already(machine, asked)) or core.call(
                     lambda call: replace(asked, call=call)
                 )
                 assert isinstance(units, AnswerUnits), units

@@ -29,7 +29,6 @@ from diloco.codec.site_pass import publish
 from diloco.outer.optimizer import AVERAGE
 from diloco.outer.pseudo_gradient import blend, is_finite
 from diloco.sync.effects import StartOuterStep, TakeVersion
-from diloco.sync.rounds import standstill
 from diloco.sync.state import Phase
 from diloco.syncer.snapshots import FragmentValues
 
@@ -259,15 +258,6 @@ def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
     # Summed over all fragments, as in ``merged_into``: consumers of the events count on from this.
     merged = {name: sum(line.tokens_merged for line in site.lines) for name, site in sorted(state.sites.items())}
     return {"epoch": state.epoch, "versions": versions, "tokens_merged": merged, **over}, ended
-
-
-def standstill_facts(machine: OuterSync, now_ns: int) -> dict[str, object] | None:
-    """Return which fragment makes no version although updates wait, how long, and for which sites; None if none."""
-    found = standstill(machine.options, machine.state, now_ns)
-    if found is None:
-        return None
-    seconds = round((now_ns - found.since_ns) / 1e9, 1)
-    return {"fragment": found.fragment, "seconds": seconds, "waits_for": list(found.waits_for), "why": found.why}
 
 
 def outer_step_facts(

@@ -28,7 +28,6 @@ from diloco.sync.effects import StartOuterStep, TakeVersion
 from diloco.sync.events import LineageBegan, OuterStepDone
 from diloco.sync.journal import JournalError
 from diloco.sync.options import OuterOptions
-from diloco.sync.rounds import outer_step, under_merge
 from diloco.sync.syncer import Replay
 from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.publish import Holdings
@@ -174,7 +173,7 @@ class ReplayerWithout(Replayer):
             fragment, version = record.event.fragment, record.event.version
             gone: set[tuple[str, int]] = set()
             counts = self.last is None or version <= self.last
-            for site, pending in under_merge(self.machine.state, fragment) if counts else ():
+            for site, pending in self.machine.attendance.merging(fragment) if counts else ():
                 on_old_base = pending.base_version >= self._first.get(fragment, pending.base_version + 1)
                 chosen = any(each.takes(site, fragment, pending.sequence, version) for each in self.selections)
                 if chosen or (on_old_base and self.and_later):
@@ -186,7 +185,7 @@ class ReplayerWithout(Replayer):
                 self.held[site, fragment] = (tokens + pending.tokens, updates + 1)
                 if on_old_base:
                     self.on_old_base[site] += 1
-            self._lacking = outer_step(self.machine.options, self.machine.state, fragment, gone)
+            self._lacking = self.machine.under_way(fragment, gone)
         return super().apply(record)
 
     def step(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> OuterResult:
@@ -198,11 +197,10 @@ class ReplayerWithout(Replayer):
             result = super().step(event, command)
             self.compared += 1
             return result
-        lacks = command if isinstance(command, TakeVersion) else self._lacking
-        if lacks is self._lacking and not lacks.contributions:
+        if isinstance(self._lacking, StartOuterStep) and not self._lacking.contributions:
             self.skipped.append((event.fragment, event.version))
             return _unchanged(values)
-        lacking = run_outer_step(lacks, values, self.spool, self.rule, self.holdings.down_codec)
+        lacking = run_outer_step(self._lacking, values, self.spool, self.rule, self.holdings.down_codec)
         if lacking is None:
             raise LeaveOutError(
                 f"version {event.version} of fragment {event.fragment} has no finite result without left-out updates"

@@ -56,6 +56,7 @@ from diloco.sync.events import (
 )
 from diloco.sync.members import places_taken
 from diloco.sync.region import Above, has_joined, standing
+from diloco.sync.rounds import standstill
 from diloco.sync.state import Part, Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.api import Api
@@ -68,7 +69,6 @@ from diloco.syncer.outer_step import (
     merged_into,
     outer_step_facts,
     run_outer_step,
-    standstill_facts,
     start_facts,
 )
 from diloco.syncer.publish import Feeds, published
@@ -374,7 +374,7 @@ class Syncer:
                 "lease": self.leadership.status() if self.leadership is not None else None,
                 "backup": self.backups.status() if self.backups is not None else None,
                 "behind": self.api.behind or (self.backups.behind if self.backups is not None else ""),
-                "standstill": standstill_facts(machine, self.core.now_ns()),
+                "standstill": standstill(machine, self.core.now_ns()),
                 "staleness_max": machine.options.staleness_max,
                 **describe(machine, self.tally, self.core.now_ns()),
             },
@@ -529,7 +529,7 @@ class Syncer:
         said: tuple[object, ...] = ()
         while not stopping.wait(LOOK_EVERY_S):
             with suppress(CoreHeld, CoreStopped):
-                found = self.core.ask(lambda machine: standstill_facts(machine, self.core.now_ns())) or {}
+                found = self.core.ask(lambda machine: standstill(machine, self.core.now_ns())) or {}
                 told = (found.get("fragment"), found.get("waits_for"))
                 if found and told != said:
                     self.emit("standstill", found)

@@ -164,13 +164,14 @@ def describe(machine: OuterSync, tally: Tally, now_ns: int) -> dict[str, object]
     covered, each counted once per site. ``upstream``: the versions above that a region is based on, and where its
     sites' tokens are; None if there is no syncer above.
     """
-    state, known, now_s = machine.state, tally.sites(), time.monotonic()
+    state, here = machine.state, machine.attendance
+    known, now_s = tally.sites(), time.monotonic()
     versions = [fragment.version for fragment in state.fragments]
     units = upstream = None
     if state.units is not None:
         unit = machine.options.unit_sequences
         processed = sum(max(line.cursor for line in site.lines) // unit for site in state.sites.values())
-        units = {"processed": processed, **asdict(columns_of(machine.options, state)), "sequences": unit}
+        units = {"processed": processed, **asdict(columns_of(machine)), "sequences": unit}
     if state.upstream is not None and (above := standing(state)) is not None:
         tokens = {f"tokens_{name}": getattr(above.ledger, name) for name in above.ledger.__slots__}
         upstream = {"site": state.upstream.site, "base_versions": list(above.versions), **tokens}
@@ -187,8 +188,8 @@ def describe(machine: OuterSync, tally: Tally, now_ns: int) -> dict[str, object]
             {
                 "version": fragment.version,
                 "digest": fragment.digest,
-                "arrived": (arrived := state.arrived(index)),
-                "awaited": [name for name in state.awaited(index) if name not in arrived],
+                "arrived": sorted(here.arrived[index]),
+                "awaited": sorted(here.awaited(index) - here.arrived[index]),
                 "members": list(fragment.round.members) if fragment.round else [],
                 **_times(fragment.round, now_ns),
                 "merging": fragment.merging_since_ns is not None,

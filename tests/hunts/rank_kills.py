@@ -131,7 +131,7 @@ class RankKills:
 
 def _counted_once(machine: OuterSync) -> dict[str, int]:
     """Return where the units of text are; raise AssertionError where one is missing or was merged twice."""
-    found = columns_of(machine.options, machine.state)
+    found = columns_of(machine)
     assert found.balanced(), f"the units do not add up: {found}"
     assert found.merged > 0, "no unit was ever merged whole"
     assert found.repeated == 0, f"{found.repeated} units were merged twice"

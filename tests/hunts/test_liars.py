@@ -29,8 +29,8 @@ def weighed_as_said(turn: rounds.Turn, index: int, merged: set[str]) -> dict[str
 
 full_round = rounds._full_round
 WRONG: dict[str, tuple[int, dict[str, object]]] = {
-    "hid a norm": (76, {"admission.believed_steps": lambda state, options, event: event.steps}),
-    "the run has ended": (61, {"rounds.implausible": lambda state, options, event: ""}),
+    "hid a norm": (76, {"admission.believed_steps": lambda machine, event: event.steps}),
+    "the run has ended": (61, {"rounds.implausible": lambda machine, event: ""}),
     "made a round wait": (
         71,
         {"rounds.period_ns": lambda site, index: site.lines[index].usual_steps * site.step_ns},

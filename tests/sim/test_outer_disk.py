@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.sim import world
+from diloco.sim import outer_process, world
 from diloco.sim.outer_disk import VERSIONS_KEPT, ZERO, Kept, OuterDisk, Replayer, journal_name, restored
 from diloco.sim.outer_process import OuterProcess
 from diloco.sim.plan import draw_plan
@@ -22,7 +22,6 @@ from diloco.sync import (
     fates,
     learner,
     rounds,
-    syncer,
     updates,
 )
 from diloco.sync.data_units import Holder, whole_units
@@ -32,7 +31,7 @@ from diloco.sync.journal import JournalError, Record, canonical, encode_mark
 from diloco.sync.leadership import Leadership, Place, Replication
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
-from diloco.sync.state import FragmentState, Line, OuterState
+from diloco.sync.state import FragmentState, Line
 from diloco.sync.syncer import OuterSync
 from tests.hunts.swarm import run_seed
 from tests.sim.small import Small
@@ -111,7 +110,7 @@ def instead_of(*places: tuple[Any, str]) -> Callable[..., Callable[[Patch], None
 
 
 @noticed_by("exactly_once", 3)
-@instead_of((syncer, "admit"), (rounds, "admit"))
+@instead_of((outer_process, "admit"), (rounds, "admit"))
 def admit_again(right: Any, *header: Any) -> Any:
     verdict = right(*header)
     return replace(verdict, outcome=Outcome.ACCEPTED) if verdict.outcome == "duplicate" else verdict
@@ -225,8 +224,8 @@ def merge_what_is_held(right: Any, line: Line) -> Any:
 def believe_what_is_usual_alone(patch: Patch) -> None:
     """A site that could not send goes on training."""
 
-    def believed(state: OuterState, options: OuterOptions, event: UpdateArrived) -> int:
-        return min(event.steps, state.sites[event.site].lines[event.fragment].usual_steps or event.steps)
+    def believed(machine: OuterSync, event: UpdateArrived) -> int:
+        return min(event.steps, machine.state.sites[event.site].lines[event.fragment].usual_steps or event.steps)
 
     patch.setattr(admission, "believed_steps", believed)
     patch.setattr(admission, "STEPS_RATIO_MAX", 2)
@@ -244,9 +243,11 @@ def seal_without_a_window(right: Any, turn: Any, part: Any) -> bool:
 
 
 @noticed_by("ledger", 0)
-@instead_of((updates, "give_back"))
+@instead_of((updates, "unsend"), (learner, "unsend"))
 def lose_refused_tokens(right: Any, options: Any, part: Any, sent: Any) -> None:
-    part.in_flight.remove(sent)
+    before = part.unsent_tokens, part.unsent_steps
+    right(options, part, sent)
+    part.unsent_tokens, part.unsent_steps = before
 
 
 @noticed_by("carried", 0)

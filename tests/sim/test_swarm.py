@@ -102,7 +102,7 @@ def test_sites_of_a_calm_run_draw_and_merge_each_unit_once() -> None:
     learner = {"unit_sequences": 2, "sequence_tokens": 10, "units_ahead": 64}
     small = Small(sites=3, learner=learner, unit_sequences=2)
     small.run(10)
-    found = columns_of(small.outer.plan.options, small.outer.machine.state)
+    found = columns_of(small.outer.machine)
     assert found.merged > 50
     assert (found.partly, found.given_back, found.reissued, found.repeated) == (0, 0, 0, 0)
     assert found.balanced()

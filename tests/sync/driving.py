@@ -15,7 +15,7 @@ from diloco.sync import events as ev
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import SECOND_NS, OuterOptions
 from diloco.sync.state import OuterState, Phase
-from diloco.sync.syncer import OuterSync, decide_again
+from diloco.sync.syncer import OuterSync, Replay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +33,9 @@ def only(kind: type[E], effects: Sequence[object]) -> E:
 
 def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[fx.OuterEffect]]]:
     """Let ``machine`` decide ``records`` again; each with its effects."""
-    for number, record in enumerate(records):
-        yield record, decide_again(machine, record, number)
+    again = Replay(machine)
+    for record in records:
+        yield record, again.apply(record)
 
 
 def of(kind: type[E], effects: Sequence[object]) -> list[E]:
@@ -65,8 +66,9 @@ def check_outer(state: OuterState) -> None:
         takes = state.upstream is not None and state.upstream.parts[index].taking is not None
         assert not (merging and takes), f"fragment {index}"
         assert (merging or takes) == (fragment.merging_since_ns is not None), f"fragment {index}"
-        assert fragment.round is None or state.arrived(index), f"fragment {index} has a round without an update"
-        assert state.phase is not Phase.ENDED or not (merging or state.arrived(index)), f"fragment {index}"
+        arrived = any(site.lines[index].waiting() for site in state.sites.values())
+        assert fragment.round is None or arrived, f"fragment {index} has a round without an update"
+        assert state.phase is not Phase.ENDED or not (merging or arrived), f"fragment {index}"
 
 
 def check_attendance(machine: OuterSync) -> None:
@@ -76,13 +78,16 @@ def check_attendance(machine: OuterSync) -> None:
     assert attendance.run_tokens() == state.run_tokens()
     for index, fragment in enumerate(state.fragments):
         lines = [(name, site.lines[index]) for name, site in sorted(state.sites.items())]
-        assert sorted(attendance.arrived[index]) == state.arrived(index)
-        assert sorted(attendance.awaited(index)) == state.awaited(index)
+        arrived = [name for name, line in lines if line.waiting()]
+        awaited = [name for name, line in lines if name in state.live() and not line.holding()]
+        assert sorted(attendance.arrived[index]) == arrived
+        assert sorted(attendance.awaited(index)) == awaited
         assert sorted(attendance.undecided[index]) == [name for name, line in lines if line.undecided]
         assert sorted(attendance.holding[index]) == [name for name, line in lines if line.holding()]
-        assert [pending for _, pending in attendance.waiting(index)] == state.waiting(index)
+        waiting = [(name, pending) for name, line in lines for pending in line.waiting()]
+        assert attendance.waiting(index) == sorted(waiting, key=lambda pair: pair[1].arrival)
         members = fragment.round.members if fragment.round is not None else []
-        gone = {*members} - {*state.awaited(index), *state.arrived(index)}
+        gone = {*members} - {*awaited, *arrived}
         assert attendance.missed[index] or not gone, f"{gone} are waited for still"
 
 

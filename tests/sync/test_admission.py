@@ -68,7 +68,8 @@ def test_invariant_15_an_update_is_judged_by_its_header_which_changes_nothing(
     known = a_state(**state)
     before = to_plain(known)
     header = {"site": "a", "incarnation": 2, "fragment": 0, "sequence": 6, "base_version": 10, "digest": "six"}
-    assert admit(known, OuterOptions(staleness_max=3), **(header | given)) == verdict  # type: ignore[arg-type]
+    machine = OuterSync(OuterOptions(staleness_max=3), known)
+    assert admit(machine, **(header | given)) == verdict  # type: ignore[arg-type]
     assert to_plain(known) == before
 
 
@@ -294,7 +295,8 @@ def test_an_outlier_is_refused_in_words_and_counted_and_is_refused_again_whateve
     assert {vital.norm for vital in line.vitals} == {1.0}, "it is no part of what is usual"
     syncer.machine = OuterSync.restore(syncer.options, through_json(syncer.machine.snapshot()))
     syncer.handle(ev.SyncerStarted(3, HealthOptions(policy="admit")))
-    verdict = syncer.machine.admit("a", 1, 0, 7, 6, syncer.update("a", 7).digest)
+    header = ("a", 1, 0, 7, 6, syncer.update("a", 7).digest)
+    verdict = admit(syncer.machine, *header)
     assert (verdict.outcome, verdict.reason) == (REFUSED, Reason.OUTLIER), "before a byte is read"
     before = syncer.machine.snapshot()
     effects = push(syncer, after_s=0, **FAR)

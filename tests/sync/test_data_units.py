@@ -108,7 +108,7 @@ def merge(syncer: Syncer, site: str, sequence: int, *spans: tuple[int, int], **g
 
 
 def counts(syncer: Syncer) -> Columns:
-    found = columns_of(syncer.options, syncer.machine.state)
+    found = columns_of(syncer.machine)
     assert found.balanced(), found
     return found
 
@@ -116,13 +116,13 @@ def counts(syncer: Syncer) -> Columns:
 def test_units_are_leased_in_order_and_an_ask_that_changes_nothing_is_answered_without_the_machine() -> None:
     syncer = leasing("a", "b")
     event = ev.UnitsAsked(7, "a", 1, 0, 0, 4, 0, 0)
-    assert known_already(syncer.options, syncer.machine.state, event) is None
+    assert known_already(syncer.machine, event) is None
     told = only(fx.AnswerUnits, syncer.handle(event))
     assert told.pieces == ((0, 4),)
-    assert known_already(syncer.options, syncer.machine.state, event) == told
+    assert known_already(syncer.machine, event) == told
     for more in ({"upto": 5}, {"begin": 6}, {"floor": 10}):
         changed = ev.UnitsAsked(7, "a", 1, **{"known": 4, "begin": 4, "upto": 4, "floor": 0, "again": 0, **more})
-        assert known_already(syncer.options, syncer.machine.state, changed) is None, more
+        assert known_already(syncer.machine, changed) is None, more
     assert ask(syncer, "b", 2) == ((4, 2),)
     assert ask(syncer, "a", 4) == ((0, 4),), "the same ask, the same answer"
     assert ask(syncer, "a", 6, known=4) == ((6, 2),)
@@ -183,7 +183,7 @@ def test_a_silent_site_has_its_units_until_its_lease_runs_out_and_one_that_asks_
     assert notes(syncer.deadline(60)) == ["units_given_back"]
     assert (counts(syncer).given_back, syncer.machine.next_deadline_ns()) == (3, None)
     asks = ev.UnitsAsked(1, "a", 1, begin=0, known=0, upto=3, floor=0, again=0)
-    assert known_already(syncer.options, syncer.machine.state, asks) is None, "it has nothing of its list at the moment"
+    assert known_already(syncer.machine, asks) is None, "it has nothing of its list at the moment"
     assert ask(syncer, "a", 5) == ((0, 5),)
     assert (counts(syncer).in_hand, counts(syncer).given_back, counts(syncer).reissued) == (5, 0, 0)
     assert syncer.machine.state.sites["a"].status is Status.LIVE
@@ -245,7 +245,7 @@ def test_an_ask_for_a_site_by_another_or_where_nothing_is_leased_changes_nothing
     before = syncer.machine.snapshot()
     for site, incarnation, reason in (("a", 2, Reason.FENCED), ("z", 1, Reason.NOT_JOINED)):
         event = ev.UnitsAsked(1, site, incarnation, 0, 0, 4, 0, 0)
-        told = known_already(syncer.options, syncer.machine.state, event)
+        told = known_already(syncer.machine, event)
         assert told == fx.AnswerUnits(1, 0, (), reason)
         assert syncer.handle(event) == [told]
     assert syncer.machine.snapshot() == before

@@ -11,10 +11,8 @@ from diloco.sync import events as ev
 from diloco.sync.options import SECOND_NS, OuterOptions, smoothed
 from diloco.sync.rounds import (
     Selection,
-    Standstill,
     grace_ns,
     of_its_age,
-    outer_step,
     parse_selection,
     raw_weight,
     share,
@@ -61,8 +59,8 @@ def test_the_first_round_waits_no_longer_than_since_its_site_joined(step_s: floa
     assert syncer.machine.next_deadline_ns() == round((2 + grace_s) * SECOND_NS)
 
 
-def stands(syncer: Syncer, at_s: float) -> Standstill | None:
-    return standstill(syncer.options, syncer.machine.state, round(at_s * SECOND_NS))
+def stands(syncer: Syncer, at_s: float) -> dict[str, object] | None:
+    return standstill(syncer.machine, round(at_s * SECOND_NS))
 
 
 def test_a_round_that_waits_for_sites_for_several_periods_says_for_which() -> None:
@@ -70,7 +68,7 @@ def test_a_round_that_waits_for_sites_for_several_periods_says_for_which() -> No
     syncer.push("a", at_s=1)
     syncer.push("c", at_s=2)
     assert stands(syncer, 15.9) is None, "a site that is gone is waited for as long"
-    found = Standstill(0, SECOND_NS, ("b",), "waiting for b of all 3 members")
+    found = {"fragment": 0, "seconds": 15.0, "waits_for": ["b"], "why": "waiting for b of all 3 members"}
     assert stands(syncer, 16) == found
     syncer.push("b", at_s=20)
     assert stands(syncer, 90) is None, "it is merged now"
@@ -95,11 +93,11 @@ def test_a_quorum_that_is_not_there_is_said_and_the_last_round_is_none_that_wait
     syncer.push("a", at_s=0)
     found = stands(syncer, 60)
     assert found is not None
-    assert (found.waits_for, found.why) == (("b",), "1 of quorum=3 sites arrived; waiting for b")
+    assert (found["waits_for"], found["why"]) == (["b"], "1 of quorum=3 sites arrived; waiting for b")
     syncer.push("b", at_s=60)
     found = stands(syncer, 61)
     assert found is not None
-    assert (found.waits_for, found.why) == ((), "2 of quorum=3 sites arrived; no other site is live")
+    assert (found["waits_for"], found["why"]) == ([], "2 of quorum=3 sites arrived; no other site is live")
     syncer.handle(ev.DrainRequested(1), 62)
     assert stands(syncer, 63) is None
 
@@ -213,16 +211,16 @@ def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_i
                 if (site, sequence) not in gone:
                     syncer.push(site, tokens=count, steps=7, sequence=sequence)
         (step,) = of(fx.StartOuterStep, syncer.deadline())
-        assert outer_step(syncer.options, syncer.machine.state, 0) == step
+        assert syncer.machine.under_way(0) == step
         return syncer
 
     whole = merge(set())
     for gone in ({("b", 1)}, {("a", 2)}, {("b", 1), ("c", 1)}):
-        wanted = outer_step(whole.options, merge(gone).machine.state, 0)
-        assert outer_step(whole.options, whole.machine.state, 0, gone) == wanted
+        wanted = merge(gone).machine.under_way(0)
+        assert whole.machine.under_way(0, gone) == wanted
         assert abs(sum(part.weight for part in wanted.contributions) - 1) < 1e-12
     everything = {(site, sequence) for site, each in tokens.items() for sequence in range(1, len(each) + 1)}
-    assert outer_step(whole.options, whole.machine.state, 0, everything).contributions == ()
+    assert whole.machine.under_way(0, everything).contributions == ()
 
 
 def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
@@ -230,7 +228,7 @@ def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
     syncer.push("a")
     syncer.push("a", 2)
     syncer.push("b")
-    found = outer_step(syncer.options, syncer.machine.state, 0, {("a", 1)}).contributions
+    found = syncer.machine.under_way(0, {("a", 1)}).contributions
     assert [(part.site, part.updates[0].sequence, part.weight) for part in found] == [("a", 2, 0.5), ("b", 1, 0.5)]
 
 
@@ -286,7 +284,7 @@ def test_19_a_share_is_one_without_the_setting_never_nothing_and_less_by_what_is
     syncer.push("a", 2)
     assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5, "of a buffer it is that of its sites"
     left_out = [{("b", 1)}, {("a", 1)}, {("a", 1), ("a", 2), ("b", 1)}]
-    found = [outer_step(syncer.options, syncer.machine.state, 0, gone).share for gone in left_out]
+    found = [syncer.machine.under_way(0, gone).share for gone in left_out]
     assert found == [0.25, 0.5, 1.0]
 
 

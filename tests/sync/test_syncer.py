@@ -13,6 +13,7 @@ import pytest
 from diloco.sim.checkers import ExactlyOnce, Staleness, Versions, Weights
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.admission import admit
 from diloco.sync.events import Ending, Outcome, Reason
 from diloco.sync.journal import read_records
 from diloco.sync.options import SECOND_NS, OuterOptions
@@ -52,7 +53,7 @@ def test_a_snapshot_of_other_fragments_is_refused() -> None:
         OuterSync.restore(OuterOptions(num_fragments=2), running("a").machine.snapshot())
 
 
-@pytest.mark.parametrize("forgets", ["site_changed", "line_changed"])
+@pytest.mark.parametrize("forgets", ["set_status", "line_changed"])
 def test_a_count_that_is_not_kept_along_is_found(forgets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Attendance, forgets, lambda *_: None)
     with pytest.raises(AssertionError):
@@ -185,7 +186,8 @@ class Book:
     def is_admitted(self, event: ev.UpdateArrived) -> bool:
         header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
         late = self.syncer.machine.state.final_deadline_ns is not None  # It may have passed since the last event.
-        return not late and event.finite and self.syncer.machine.admit(*header).outcome is Outcome.ACCEPTED
+        verdict = admit(self.syncer.machine, *header)
+        return not late and event.finite and verdict.outcome is Outcome.ACCEPTED
 
     def balance(self) -> None:
         """Invariants 9 and 10, the part that is here: accepted = merged + refused + undecided, update for update."""

@@ -202,7 +202,8 @@ def memory_of_syncer(machine: OuterSync) -> list[str]:
     for index, fragment in enumerate(state.fragments):
         line = f"fragment {index}: v{fragment.version}"
         if fragment.round:
-            line += f", round of [{' '.join(fragment.round.members)}], arrived [{' '.join(state.arrived(index))}]"
+            arrived = sorted(machine.attendance.arrived[index])
+            line += f", round of [{' '.join(fragment.round.members)}], arrived [{' '.join(arrived)}]"
         lines.append(line + (", merging" if fragment.merging_since_ns is not None else ""))
     for name in sorted(state.sites):
         site = state.sites[name]

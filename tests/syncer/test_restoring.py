@@ -211,7 +211,7 @@ def test_a_run_from_a_site_goes_on_and_leases_no_unit_again_that_the_site_knows_
     rules = replace(RULES, outer=replace(RULES.outer, unit_sequences=8))
     values, restored = from_a_site(tmp_path, rules, units_begun=70)
     machine = Kept(tmp_path / "run").replay(rules).machine
-    assert columns_of(rules.outer, machine.state) == Columns(70, 0, 70, 0, 0, 0, 0), "what was merged is not known"
+    assert columns_of(machine) == Columns(70, 0, 70, 0, 0, 0, 0), "what was merged is not known"
     machine.handle(JoinRequested(1, "a", "p", ticket=None), machine.state.now_ns)
     (told,) = machine.handle(UnitsAsked(2, "a", machine.state.sites["a"].incarnation, 0, 0, 3, 0, 0), 0)
     assert told.pieces == ((70, 3),)
