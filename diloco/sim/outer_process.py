@@ -302,7 +302,7 @@ class OuterProcess(Process):
     def _book(self, turn: Turn) -> None:
         """Report a turn that is on the disk to the checkers."""
         for record, effects in turn.decided:
-            self.checkers.outer(record.at_ns, record.event, effects, self.machine)
+            self.checkers.journalled(record.at_ns, record.event, effects)
 
     # --- turns -------------------------------------------------------------------------------------------------
 
@@ -354,7 +354,6 @@ class OuterProcess(Process):
         """Give ``event`` to the machine and add the record and its effects to the turn."""
         assert self._turn is not None
         effects = self.machine.handle(event, self.now_ns())
-        self.checkers.handled(effects, self.machine)
         if isinstance(event, UpdateArrived) and not any(
             isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED for effect in effects
         ):

@@ -28,7 +28,6 @@ from diloco.sim.checkers import (
     Weights,
     accepted,
     ids_of,
-    values_in,
 )
 from diloco.sync.admission import judge
 from diloco.sync.data_units import SKIPPED, common, size
@@ -50,8 +49,6 @@ from diloco.sync.events import (
     Ending,
     FinalAnnounced,
     JoinAnswered,
-    OuterStepDone,
-    OuterStepFailed,
     PushAnswered,
     Reason,
     Sealed,
@@ -516,7 +513,6 @@ class Conservation(Checker):
 
     name = "conservation"
     mutation = "an adopt forgets that the version contains an update of the site's own"
-    of_the_disk = ("under_way",)
 
     def __init__(self, plan: OuterPlan) -> None:
         super().__init__(plan)
@@ -524,7 +520,6 @@ class Conservation(Checker):
         self.learned = [world.ZERO] * plan.options.num_fragments
         self.merged = [world.ZERO] * plan.options.num_fragments
         self.value: dict[tuple[int, str], Value] = {}
-        self.under_way: dict[int, StartOuterStep] = {}
 
     def carry(self, site: SiteState, index: int) -> Value:
         """Return r, the unsent progress: the site's values minus its base, plus the pseudo-gradients that it holds."""
@@ -583,16 +578,9 @@ class Conservation(Checker):
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Add up the merged updates, in full."""
-        if isinstance(event, OuterStepFailed):
-            self.under_way.pop(event.fragment)
-        elif isinstance(event, OuterStepDone):
-            step = self.under_way.pop(event.fragment)
-            parts = values_in(step, self.value)
-            whole = world.total(each for _, updates in parts for each in updates)
-            self.merged[step.fragment] = world.minus(self.merged[step.fragment], whole)
-        for effect in effects:
-            if isinstance(effect, StartOuterStep):
-                self.under_way[effect.fragment] = effect
+        for fate in (effect.fate for effect in effects if isinstance(effect, TellFate) and effect.fate.merged):
+            value = self.value[fate.fragment, fate.digest]
+            self.merged[fate.fragment] = world.minus(self.merged[fate.fragment], value)
 
     def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
         """All progress ever made equals what is merged, in flight or unsent."""

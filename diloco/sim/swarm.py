@@ -101,11 +101,7 @@ class Run(Cluster):
         seed, ways = plan.seed, [f"/{at}" for at, _ in enumerate(outers)] if len(outers) > 1 else [""]
         self.plan, self.faults, self.random, self.outcome = plan, faults, Random(f"{seed}/faults"), Outcome(seed)
         self.calm = False
-        self.histories = [History(outer) for outer in outers]
-        checkers = [
-            Checkers([*(kind(outer) for kind in only), history])
-            for outer, history in zip(outers, self.histories, strict=True)
-        ]
+        checkers = [Checkers(outer, (*only, History)) for outer in outers]
         super().__init__(outers, checkers, [Random(f"{seed}/disk{way}") for way in ways])
         for name, plans, weather in zip("abcdefgh"[: len(sites)], sites, plan.weathers, strict=True):
             self.add_site(name, plans, weather, [Random(f"{seed}/{name}{way}") for way in ways])
@@ -123,13 +119,14 @@ class Run(Cluster):
             if isinstance(error, Violation):
                 outcome.failure, outcome.checker = str(error), error.checker
             outcome.failure += f" (at {self.heap.now_ns / 1e9:.3f} s)"
-        outcome.digest = "".join(history.digest.hexdigest() for history in self.histories)
         outcome.events, outcome.simulated_ns, outcome.restarts = self.heap.events, self.heap.now_ns, self.restarts
-        for syncers, history in zip(self.syncers, self.histories, strict=True):
+        for syncers in self.syncers:
             outcome.promotions += syncers.promotions
             outcome.versions += sum(syncers.versions())
-            outcome.fates.update(history.fates)
             for checker in syncers.checkers.all:
+                if isinstance(checker, History):
+                    outcome.digest += checker.digest.hexdigest()
+                    outcome.fates += checker.fates
                 if isinstance(checker, Staleness):
                     outcome.staleness_worst = max(outcome.staleness_worst, checker.worst)
         return outcome
