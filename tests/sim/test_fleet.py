@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from diloco.sim.fleet import COLLECT_EVERY, EndlessError, Fleet, RegionalSyncer, simulate
+from diloco.sim.fleet import COLLECT_EVERY, EndlessError, Fleet, RegionalSyncer, Site, simulate
+from diloco.sim.fleet_link import Arrivals, carry_ns, fetch_bytes, to_ns
 from diloco.sim.fleet_plan import FleetFault, FleetPlan, FleetResult, FleetSite, Region, RegionPlan
-from diloco.sim.fleet_site import Arrivals, Site, carry_ns, fetch_bytes, to_ns
 from diloco.sync import effects as fx
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 from diloco.sync.region import standing
