@@ -368,11 +368,11 @@ class Site(Member):
             self.heap.after(lasts_ns, self._heard)
 
     def _unheard(self) -> None:
-        if self.lives and self.heap.now_ns < self._cut_until_ns:
+        if self._is_known() and self.heap.now_ns < self._cut_until_ns:
             self.fleet.told(ev.SiteSilent(self.name))
 
     def _heard(self) -> None:
-        if self._is_there and self.name in self.fleet.machine.state.sites:
+        if self._is_there and self._is_known():
             self.fleet.told(ev.SiteHeard(self.name))
 
     def stop(self, away_ns: int | None) -> None:
@@ -395,8 +395,12 @@ class Site(Member):
             self.heap.after(away_ns, self.start)
 
     def _silent(self, life: int) -> None:
-        if self.lives == life and not self._is_there:
+        if self.lives == life and not self._is_there and self._is_known():
             self.fleet.told(ev.SiteSilent(self.name))
+
+    def _is_known(self) -> bool:
+        """Return whether the site's join has reached the syncer."""
+        return self.name in self.fleet.machine.state.sites
 
     def start(self) -> None:
         """Start a process: the first one, or the one after an absence."""

@@ -233,6 +233,12 @@ def test_behind_a_cut_link_a_site_trains_on_and_its_updates_come_late() -> None:
     assert found.sites[1].tokens_merged > 3500, "and nothing of it is lost"
 
 
+def test_a_site_whose_link_is_cut_before_its_join_crosses_it_joins_after_that() -> None:
+    found = simulate(with_fault(FleetFault(kind="cut", site=1, at_s=999.0, lasts_s=60.0), starts_s=1000.0))
+    assert found.sites[1].steps == pytest.approx(3600 - 1060, abs=3)
+    assert found.sites[1].waited_s == pytest.approx(59.5, abs=1)
+
+
 def test_a_syncer_that_does_nothing_holds_back_versions_and_nobody_who_trains() -> None:
     fault = FleetFault(kind="pause", site=None, at_s=1000.0, lasts_s=600.0)
     calm, plan = with_fault(replace(fault, at_s=10 * HOUR_S)), with_fault(fault)
