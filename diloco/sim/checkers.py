@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 class Violation(Exception):
-    """An invariant is broken; ``checker`` is the name of the checker that found it."""
+    """An invariant is broken, as ``parts`` say; ``checker`` is the name of the checker that found it."""
 
-    def __init__(self, checker: str, text: str) -> None:
-        super().__init__(f"{checker}: {text}")
+    def __init__(self, checker: str, *parts: object) -> None:
+        super().__init__(f"{checker}: {' '.join(str(part) for part in parts)}")
         self.checker = checker
 
 
@@ -52,7 +52,6 @@ class Violation(Exception):
 class Checker:
     """One invariant.  The simulator calls every hook; a checker overrides those that it needs."""
 
-    name: ClassVar[str]
     mutation: ClassVar[str]
     of_the_disk: ClassVar[tuple[str, ...]] = ()
     """The attributes that record what is on the syncer's disk: a restore of the disk restores them too."""
@@ -62,7 +61,7 @@ class Checker:
     def require(self, holds: bool, *parts: object) -> None:
         """Raise ``Violation`` with ``parts`` unless it ``holds``."""
         if not holds:
-            raise Violation(self.name, " ".join(str(part) for part in parts))
+            raise Violation(type(self).__name__, *parts)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """``event`` is in the journal and none of its ``effects`` is carried out yet.
@@ -182,7 +181,6 @@ def ids_of(step: StartOuterStep) -> set[Id]:
 class ExactlyOnce(Checker):
     """Invariant 9: an update is accepted once, merged at most once, and gets exactly one fate."""
 
-    name = "exactly_once"
     mutation = "an update that was accepted before is admitted again"
     of_the_disk = ("accepted", "fates", "under_way")
 
@@ -257,7 +255,6 @@ class ExactlyOnce(Checker):
 class Versions(Checker):
     """Invariant 9: versions rise by one, each is published once, and (lineage, version) never goes back."""
 
-    name = "versions"
     mutation = "a restarted syncer begins from the version before its newest"
     of_the_disk = ("version",)
 
@@ -301,7 +298,6 @@ class Versions(Checker):
 class Acknowledged(Checker):
     """Invariant 9: an acknowledged update survives any crash of the syncer."""
 
-    name = "acknowledged"
     mutation = "the syncer answers before the record is synced"
     of_the_disk = ("acked",)
 
@@ -330,7 +326,6 @@ class Acknowledged(Checker):
 class Recovery(Checker):
     """Invariant 11 (a): after recovery the state equals that of a machine that has applied the same journal."""
 
-    name = "recovery"
     mutation = "a recovered syncer does not know what was merging"
     of_the_disk = ("twin", "made")
 
@@ -370,7 +365,6 @@ class Weights(Checker):
     A step's share is the usual weight of its sites, divided by that of its sites and the others that it waited for.
     """
 
-    name = "weights"
     mutation = "weights are not divided by their sum, a site's updates are one, or a share counts absent sites"
     of_the_disk = ("usual",)
 
@@ -429,7 +423,6 @@ class Weights(Checker):
 class Staleness(Checker):
     """No update staler than the bound is merged; its staleness counts when the round closes."""
 
-    name = "staleness"
     mutation = "updates are judged by a laxer bound than the run's"
 
     base: dict[Id, int] = field(default_factory=dict)
@@ -452,7 +445,6 @@ class Staleness(Checker):
 class Grace(Checker):
     """Invariant 14: once its quorum is met, a round waits at most the grace, and not at all once all sites are in."""
 
-    name = "grace"
     mutation = "the grace is twice as long as allowed"
     of_the_disk = ("met_ns",)
 
@@ -497,7 +489,6 @@ class Grace(Checker):
 class Merging(Checker):
     """Each version is one outer step from the version before, with exactly its updates; all sites get equal values."""
 
-    name = "same_versions"
     mutation = "the syncer publishes a version without the rounding error of its codec"
     of_the_disk = ("theta", "newest")
 
@@ -550,7 +541,6 @@ class Merging(Checker):
 class Lineages(Checker):
     """No update that was measured before a restore is accepted after it."""
 
-    name = "lineages"
     mutation = "a site continues after a restore as if the syncer had only been away"
 
     sealing: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -575,7 +565,6 @@ class Lineages(Checker):
 class Bounds(Checker):
     """Every collection stays within its bound, at the syncer and at the sites."""
 
-    name = "bounds"
     mutation = "more updates may wait than the run allows"
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:

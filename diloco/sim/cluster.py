@@ -158,7 +158,7 @@ class Syncers(Machines):
             self.promotions += 1
             warm = standby.replayer.machine.snapshot()
             if self._lead(seat, term, promoted=True) != warm:
-                raise Violation("replicated", "a standby's folder and its memory are not the same")
+                raise Violation("Replicated", "a standby's folder and its memory are not the same")
 
         standby.deliver(standby.follow)
         standby.deliver(lambda: take_lease(standby, line, seat.folder(), taken))

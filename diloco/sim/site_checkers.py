@@ -82,7 +82,6 @@ class Admission(Checker):
     A refused update is never accepted later.  The checker trusts the figures that sites give of their updates.
     """
 
-    name = "admission"
     mutation = "a held update is merged with those that wait"
     of_the_disk = ("usual", "held", "refused")
 
@@ -152,7 +151,6 @@ class Admission(Checker):
 class OneLeader(Checker):
     """Epochs rise, a version has one digest, and no process tells anything after one with a larger (lineage, epoch)."""
 
-    name = "one_leader"
     mutation = "a process does not check its lease before it tells anything"
 
     started: tuple[int, int] = (1, 0)
@@ -181,7 +179,6 @@ class OneLeader(Checker):
 class Replicated(Checker):
     """Replication "sync": every turn that is told is in the standby's journal, unless an operator has detached it."""
 
-    name = "replicated"
     mutation = "the syncer tells effects of a turn that the standby lacks"
 
     def __init__(self, plan: OuterPlan) -> None:
@@ -242,7 +239,6 @@ class CountedOnce(Checker):
     The record comes from the data that each site really trained on, which no site reports to the syncer.
     """
 
-    name = "counted_once"
     mutation = "a unit counts as soon as one fragment has it"
     of_the_disk = ("times", "listed")
 
@@ -315,7 +311,6 @@ class CountedOnce(Checker):
 class Balanced(Checker):
     """Every unit that was ever leased is in exactly one place: merged, partly merged, in hand or given back."""
 
-    name = "balanced"
     mutation = "units that were given back stay so when their site comes back"
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
@@ -348,7 +343,6 @@ class Balanced(Checker):
 class Ledger(Checker):
     """Invariant 10: every token a site has read is in exactly one place, and none becomes "lost" without a cause."""
 
-    name = "ledger"
     mutation = "an update that is refused takes its tokens with it"
 
     processed: dict[str, int] = field(default_factory=dict)
@@ -392,7 +386,6 @@ class Ledger(Checker):
 class Carried(Checker):
     """Invariant 10: an update carries the progress of exactly the tokens that it declares."""
 
-    name = "carried"
     mutation = "an update is measured without the updates in flight"
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
@@ -404,7 +397,6 @@ class Carried(Checker):
 class Cold(Checker):
     """Invariant 16: the values that a site had before its first version are never part of an update."""
 
-    name = "cold"
     mutation = "a new site continues from its own initialisation instead of the version it took"
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
@@ -416,7 +408,6 @@ class Cold(Checker):
 class Independence(Checker):
     """Invariant 14: between two steps a site stands still only while it is frozen, or in lock-step."""
 
-    name = "independence"
     mutation = "a site waits after each update until its fate is known"
 
     ended_ns: dict[str, int] = field(default_factory=dict)
@@ -437,7 +428,6 @@ class Independence(Checker):
 class Farewell(Checker):
     """A site stops for a valid reason: no answer contradicts an earlier one, and a site leaves with nothing unsent."""
 
-    name = "farewell"
     mutation = "the last step before a leave is not sent"
 
     stopped: set[str] = field(default_factory=set)
@@ -466,7 +456,6 @@ class Farewell(Checker):
 class Final(Checker):
     """A site that ends with the final versions of a finished run holds exactly these."""
 
-    name = "final"
     mutation = "a site keeps at the end what the codec rounded off"
 
     def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
@@ -489,7 +478,6 @@ class Final(Checker):
 class Cursor(Checker):
     """No process of a site reads a batch again after the update with its progress was accepted."""
 
-    name = "cursor"
     mutation = "a restarted site does not skip the batches that its accepted updates have consumed"
 
     consumed: dict[str, int] = field(default_factory=dict)
@@ -511,7 +499,6 @@ class Conservation(Checker):
     Checked in runs that are drawn ``conserving``: no rebase then discards progress on purpose.
     """
 
-    name = "conservation"
     mutation = "an adopt forgets that the version contains an update of the site's own"
 
     def __init__(self, plan: OuterPlan) -> None:
@@ -604,7 +591,6 @@ class Conservation(Checker):
 class History(Checker):
     """Not an invariant: a digest over all events of a run, and the counts of fates."""
 
-    name = "history"
     mutation = "the network draws its delays from something else than the seed"
 
     fates: Counter[str] = field(default_factory=Counter)

@@ -134,7 +134,7 @@ class StandbyProcess(Process):
             try:
                 effects = self.replayer.apply(record)
             except JournalError as error:
-                raise Violation("replicated", f"the standby decides otherwise than the syncer: {error}") from error
+                raise Violation("Replicated", f"the standby decides otherwise than the syncer: {error}") from error
             for effect in effects:
                 if isinstance(effect, TellFate):
                     self.disk.decided(effect.site, effect.fate)

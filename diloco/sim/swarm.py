@@ -56,6 +56,11 @@ ERRORS = (Violation, ArithmeticError, AssertionError, AttributeError, LookupErro
 """The exceptions that end a run: a violation, or a bug in the product or in the simulator."""
 
 
+APART = ("pairs_cut", "partly_reached", "undone")
+"""How often a site was cut off from one syncer while it reached another; sites that reached only some syncers when they
+started; accepted updates that a restore from a backup undid."""
+
+
 @dataclass(slots=True)
 class Outcome:
     """The result of a seed.  ``failure`` is empty when no invariant broke; ``checker`` names the one that failed."""
@@ -64,24 +69,11 @@ class Outcome:
     failure: str = ""
     checker: str = ""
     digest: str = ""
-    events: int = 0
-    simulated_ns: int = 0
-    restarts: int = 0
-    promotions: int = 0
     staleness_worst: int = 0
-    versions: int = 0
-    pairs_cut: int = 0
-    """Runs of several syncers: how often a site was cut off from one while it reached another."""
-    partly_reached: int = 0
-    """Runs of several syncers: sites that reached only some of them when they started."""
-    undone: int = 0
-    """Runs of several syncers: accepted updates that a restore from a backup undid."""
+    ran: Counter[str] = field(default_factory=Counter)
+    """Events, restarts, versions, promotions and simulated seconds.  In runs of several syncers also ``APART``."""
     faults: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
-
-    def apart(self) -> Counter[str]:
-        """Return the figures that only runs of several syncers have."""
-        return Counter(pairs_cut=self.pairs_cut, partly_reached=self.partly_reached, undone=self.undone)
 
 
 class Run(Cluster):
@@ -119,10 +111,11 @@ class Run(Cluster):
             if isinstance(error, Violation):
                 outcome.failure, outcome.checker = str(error), error.checker
             outcome.failure += f" (at {self.heap.now_ns / 1e9:.3f} s)"
-        outcome.events, outcome.simulated_ns, outcome.restarts = self.heap.events, self.heap.now_ns, self.restarts
+        outcome.ran += Counter(
+            events=self.heap.events, restarts=self.restarts, simulated_seconds=self.heap.now_ns // SECOND_NS
+        )
         for syncers in self.syncers:
-            outcome.promotions += syncers.promotions
-            outcome.versions += sum(syncers.versions())
+            outcome.ran += Counter(promotions=syncers.promotions, versions=sum(syncers.versions()))
             for checker in syncers.checkers.all:
                 if isinstance(checker, History):
                     outcome.digest += checker.digest.hexdigest()
@@ -458,7 +451,7 @@ class Several(Run):
         """By site, syncer and fragment: tokens merged after the backup from which the syncer was restored."""
         super().__init__(plan.whole, plan.outers, plan.sites, plan.faults, only)
         for site, reached_ns in zip(self.sites.values(), plan.reached_ns, strict=True):
-            self.outcome.partly_reached += any(reached_ns)
+            self.outcome.ran["partly_reached"] += any(reached_ns)
             for side, instant_ns in zip(site.sides, reached_ns, strict=True):
                 if instant_ns:
                     side.link.cut(*Direction)
@@ -504,7 +497,7 @@ class Several(Run):
         for site in sites:
             away = self.random.randrange(len(self.syncers))
             site.sides[away].link.cut(*Direction)
-            self.outcome.pairs_cut += 1
+            self.outcome.ran["pairs_cut"] += 1
             if site not in needs_all:
                 reach.update(at for at, _ in enumerate(self.syncers) if at != away)
         enough = [syncers for at, syncers in enumerate(self.syncers) if reach[at] >= needed(options)]
@@ -530,7 +523,7 @@ class Several(Run):
     def require(self, holds: bool, *parts: object) -> None:
         """Raise ``Violation`` with ``parts`` unless it ``holds``."""
         if not holds:
-            raise Violation("across", " ".join(str(part) for part in parts))
+            raise Violation("across", *parts)
 
     def stepped(self, parts: Sequence[SiteProcess]) -> None:
         """All training parts of a site, and their machines, have made the same steps, whichever syncers they reach."""
@@ -580,7 +573,7 @@ class Several(Run):
                 for far in self.syncers:
                     if far is not near and self.random.random() < 0.6:
                         super().inject("partition", far, each)
-                        self.outcome.pairs_cut += 1
+                        self.outcome.ran["pairs_cut"] += 1
             return True
         if kind == "restore":  # Copy a syncer's disk, and restore the copy later, when the sites are ahead of it.
             if syncers.outer is not None and syncers.lineage <= LINEAGES_MAX:
@@ -602,7 +595,7 @@ class Several(Run):
                 kept = now.sites[name].lines[index].tokens_merged if name in now.sites else 0
                 self.tokens_undone[name, at, index] += line.tokens_merged - kept
         self.outcome.faults["restore"] += 1
-        self.outcome.undone += acknowledged(was.machine.state) - acknowledged(now)
+        self.outcome.ran["undone"] += acknowledged(was.machine.state) - acknowledged(now)
 
 
 def acknowledged(state: OuterState) -> int:

@@ -21,8 +21,6 @@ HOOKS = [name for name in vars(Checker) if not name.startswith("_") and name not
 
 
 class Noting(Checker):
-    name = "noting"
-
     def __init__(self, plan: OuterPlan) -> None:
         super().__init__(plan)
         self.seen: list[object] = []
