@@ -366,10 +366,11 @@ class Weights(Checker):
     """
 
     mutation = "weights are not divided by their sum, a site's updates are one, or a share counts absent sites"
-    of_the_disk = ("usual",)
+    of_the_disk = ("usual", "checked")
 
     work: dict[Id, tuple[int, int]] = field(default_factory=dict)
     usual: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    checked: dict[int, StartOuterStep] = field(default_factory=dict)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Compute every contribution's weight again."""
@@ -386,8 +387,9 @@ class Weights(Checker):
                 self._check(effect, machine.state)
 
     def _check(self, step: StartOuterStep, state: OuterState) -> None:
-        if state.fragments[step.fragment].merging_since_ns != state.now_ns:
-            return  # A restarted process issues it again: it was checked when its round closed.
+        if self.checked.get(step.fragment) == step:
+            return  # A restarted process issues it again, when other sites may be live.
+        self.checked[step.fragment] = step
         by_update = self.plan.options.merge_by == "update"
         terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in step.contributions]
         whole = not by_update or all(len(part.updates) == 1 for part in step.contributions)

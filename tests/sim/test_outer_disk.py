@@ -110,7 +110,7 @@ def instead_of(*places: tuple[Any, str]) -> Callable[..., Callable[[Patch], None
     return mutant_of
 
 
-@noticed_by("exactly_once", 3)
+@noticed_by("ExactlyOnce", 3)
 @instead_of((syncer, "admit"), (rounds, "admit"))
 def admit_again(right: Any, *header: Any) -> Any:
     verdict = right(*header)
