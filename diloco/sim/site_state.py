@@ -96,8 +96,8 @@ class SiteState(Process):
     """One life of a learner, as its checkers see it."""
 
     def __init__(self, site: str, name: str, heap: Heap, side: Side) -> None:
-        super().__init__(lambda: None)
-        self.site, self.name, self.heap = site, name, heap
+        super().__init__(heap, lambda: None)
+        self.site, self.name = site, name
         self.plan, self.link, self.random, self.disk = side.plan, side.link, side.random, side.disk
         parts = range(self.plan.options.num_fragments)
         self.machine = LearnerSync(self.plan.options)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from diloco.sim.cluster import Syncers
     from diloco.sim.outer_process import OuterProcess
     from diloco.sim.site_process import SiteProcess
-    from diloco.sim.world import Process
     from diloco.sync.options import OuterOptions
     from diloco.sync.progress import Ledger
     from diloco.sync.state import OuterState
@@ -151,10 +150,12 @@ class Run(Cluster):
                 syncers.outer.machine, [site.parts[at] for site in self.sites.values() if site.parts]
             )
 
-    def wait_for(self, what: Callable[[], bool], for_ns: int, wrong: str) -> None:
-        """Run until ``what()`` is true; raise ``Violation`` with ``wrong`` when it is not within ``for_ns``."""
+    def wait_for(
+        self, what: Callable[[], bool], for_ns: int, wrong: str, must: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Run until ``what()`` is true; raise ``Violation`` with ``wrong`` if it is not in ``for_ns``, and ``must``."""
         self.heap.run_until(self.heap.now_ns + for_ns, lambda: self.too_much() or what())
-        if not what():
+        if not what() and must():
             raise Violation("liveness", f"{wrong}: {self.why()}")
 
     def rise(self, which: Sequence[Syncers], when: str, for_ns: int = RISE_NS) -> None:
@@ -162,17 +163,12 @@ class Run(Cluster):
         before = [syncers.versions() for syncers in which]
 
         def rose() -> bool:
-            pairs = [
-                pair
+            return all(
+                syncers.ended() or all(version > old for version, old in zip(syncers.versions(), was, strict=True))
                 for syncers, was in zip(which, before, strict=True)
-                for pair in zip(syncers.versions(), was, strict=True)
-                if not syncers.ended()
-            ]
-            return all(version > was for version, was in pairs)
+            )
 
-        self.heap.run_until(self.heap.now_ns + for_ns, lambda: self.too_much() or rose())
-        if not rose() and self.can_rise():
-            raise Violation("liveness", f"versions stand at {before} {when}: {self.why()}")
+        self.wait_for(rose, for_ns, f"versions stand at {before} {when}", self.can_rise)
 
     def can_rise(self) -> bool:
         """Return whether there are enough sites for a round; in a run of several syncers no site leaves early."""
@@ -244,9 +240,11 @@ class Run(Cluster):
             case "outer_freeze":
                 if syncers.outer is None:
                     return False
-                self._freeze_for_a_while([syncers.outer])
+                syncers.outer.freeze(self._down_ns())
             case "freeze":  # All parts of a site together: they stand for one process of its machine.
-                self._freeze_for_a_while(list(site.parts))
+                for_ns = self._down_ns()
+                for part in site.parts:
+                    part.freeze(for_ns)
             case "partition" | "half_partition":
                 half = kind == "half_partition"
                 link.cut(*((self.random.choice(tuple(Direction)),) if half else Direction))
@@ -257,7 +255,7 @@ class Run(Cluster):
 
                 def clear() -> None:
                     if not self.calm:
-                        link.weather = dataclasses.replace(usual)
+                        link.weather = usual
 
                 self.heap.after(self._down_ns(), clear)
             case "kill":
@@ -265,16 +263,6 @@ class Run(Cluster):
             case _:
                 raise LookupError(kind)
         return True
-
-    def _freeze_for_a_while(self, processes: Sequence[Process]) -> None:
-        for process in processes:
-            process.frozen = True
-
-        def thaw() -> None:
-            for process in processes:
-                process.thaw()
-
-        self.heap.after(self._down_ns(), thaw)
 
 
 class Swarm(Run):
