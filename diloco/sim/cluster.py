@@ -265,7 +265,7 @@ class Site:
 
     name: str
     sides: list[Side]
-    trouble: Trouble = field(default_factory=Trouble)
+    trouble: Trouble = field(default_factory=lambda: Trouble(float))
     parts: list[SiteProcess] = field(default_factory=list)
     twins: list[SiteProcess] = field(default_factory=list)
     lives: int = 0
@@ -370,7 +370,7 @@ class Cluster:
         for site in self.sites.values():
             for side in site.sides:
                 side.link.calm()
-            site.trouble.poisoned = site.trouble.ruined = site.trouble.outlying = 0.0
+            site.trouble.clear()
             for process in (*site.parts, *site.twins):
                 process.thaw()
         for syncers in self.syncers:

@@ -74,7 +74,6 @@ from diloco.sync.journal import (
     FRAME,
     MARK,
     Record,
-    canonical,
     decode_records,
     digest_effects,
     encode_frame,
@@ -468,7 +467,7 @@ class OuterProcess(Process):
         """The whole payload has arrived: spool it, then let the machine decide."""
         payload = payload_name(update.site, update.fragment, update.sequence, update.digest)
         call = self._expect(lambda answer: self._answer_push(answer, payload, reply))
-        self.disk.keep_payload(payload, sealed(canonical(value)))
+        self.disk.keep_payload(payload, sealed(value))
         self._heard(update.site, update.incarnation)
         self._apply(replace(update, call=call, payload=payload))
 

@@ -346,8 +346,8 @@ class Ledger(Checker):
     mutation = "an update that is refused takes its tokens with it"
 
     processed: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, list[int]] = field(default_factory=dict)
-    orphans: dict[str, list[int]] = field(default_factory=dict)
+    before: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """By process and fragment: the tokens lost, and the number of orphans, before the event."""
 
     def process_started(self, site: SiteState) -> None:
         """A new process begins with the counts of its odometer and checkpoint."""
@@ -355,8 +355,7 @@ class Ledger(Checker):
         self._remember(site)
 
     def _remember(self, site: SiteState) -> None:
-        self.lost[site.name] = [part.tokens_lost for part in site.machine.state.fragments]
-        self.orphans[site.name] = [len(part.orphans) for part in site.machine.state.fragments]
+        self.before[site.name] = [(part.tokens_lost, len(part.orphans)) for part in site.machine.state.fragments]
 
     def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
         """Check the sums of every fragment and of the site."""
@@ -374,9 +373,9 @@ class Ledger(Checker):
             ledger = ledger_of(state, index)
             counts = (ledger.merged, ledger.refused, ledger.in_flight, ledger.unsent, ledger.overwritten, ledger.lost)
             self.require(ledger.balanced() and min(counts) >= 0, site.name, f"fragment {index} after", event, ledger)
-            before = self.lost[site.name][index]
-            explained = isinstance(event, JoinAnswered) or len(part.orphans) < self.orphans[site.name][index]
-            self.require(part.tokens_lost == before or explained, site.name, "lost tokens at", event, ledger)
+            lost, orphans = self.before[site.name][index]
+            explained = isinstance(event, JoinAnswered) or len(part.orphans) < orphans
+            self.require(part.tokens_lost == lost or explained, site.name, "lost tokens at", event, ledger)
         if isinstance(event, StepDone | JoinAnswered):  # Derived from the fragments' ledgers: rare checks suffice.
             whole = site_ledger(state)
             self.require(whole.balanced(), site.name, whole)

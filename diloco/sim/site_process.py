@@ -405,7 +405,7 @@ class SiteProcess(SiteState):
         self.cursor += 1
         learned = [int(random.random() * 2000) - 900 for _ in self.theta]
         self.theta = [world.plus(theta, (gain, tokens, 0)) for theta, gain in zip(self.theta, learned, strict=True)]
-        if self.trouble.poisoned and random.random() < self.trouble.poisoned:
+        if self.trouble["poison"] and random.random() < self.trouble["poison"]:
             self.poisoned.add(int(random.random() * len(self.theta)))
         self.checkers.stepped(self, step_ns, learned)
         if self.step % self.plan.checkpoint_steps == 0:
@@ -471,10 +471,10 @@ class SiteProcess(SiteState):
             self.handle(SealFailed(*key))
             return
         decoded = world.quantised(gradient, self.plan.quantum)
-        ruined = self.trouble.ruined > 0 and self.random.random() < self.trouble.ruined
+        ruined = self.trouble["ruin"] > 0 and self.random.random() < self.trouble["ruin"]
         content = f"{self.name}:{self.step}:{decoded[0]}:{decoded[1]}:{ruined}"
         norm, cosine = 0.8 + 0.4 * self.random.random(), 0.4 + 0.2 * self.random.random()
-        if self.trouble.outlying and self.random.random() < self.trouble.outlying:
+        if self.trouble["outlier"] and self.random.random() < self.trouble["outlier"]:
             if self.random.random() < 0.5:
                 norm *= 1e6
             else:

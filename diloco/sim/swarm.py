@@ -50,6 +50,8 @@ END_NS = 60 * SECOND_NS
 """The run must end and every site must leave within this time after the operator's drain."""
 EVENTS_MAX = 60_000
 DOWNS_MS = (50, 400, 2000, 6000)
+TROUBLES = {"poison": (0.0, 0.02, 0.2), "outlier": (0.0, 0.3, 0.6), "ruin": (0.0, 0.1, 0.5)}
+"""The shares of a site's steps or updates that are drawn for ``Site.trouble``."""
 LINEAGES_MAX = 4
 ERRORS = (Violation, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """The exceptions that end a run: a violation, or a bug in the product or in the simulator."""
@@ -310,12 +312,8 @@ class Swarm(Run):
                     syncers.back_up()
                     return False
                 syncers.restore()
-            case "poison":
-                site.trouble.poisoned = random.choice((0.0, 0.02, 0.2))
-            case "outlier":
-                site.trouble.outlying = random.choice((0.0, 0.3, 0.6))
-            case "ruin":
-                site.trouble.ruined = random.choice((0.0, 0.1, 0.5))
+            case "poison" | "outlier" | "ruin":
+                site.trouble[kind] = random.choice(TROUBLES[kind])
             case "word":
                 return outer is not None and self._decide_for_an_operator(outer)
             case "drain":  # Drain in mid-run; once all sites have left, restart the syncer and the sites.

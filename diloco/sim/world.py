@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.sync.events import Fate, JoinAnswered, UpdateArrived
-from diloco.sync.journal import JournalError
+from diloco.sync.journal import JournalError, canonical
 from diloco.sync.leadership import Claim, Place, Standing, next_standing, refusal
 from diloco.sync.options import HealthOptions, OuterOptions
 
@@ -449,16 +450,17 @@ class Storage:
         self.rotten = []
 
 
-def sealed(data: bytes) -> bytes:
-    """Return ``data`` with its digest in front."""
+def sealed(value: object) -> bytes:
+    """Return ``value`` as JSON with its digest in front."""
+    data = canonical(value)
     return hashlib.sha256(data).digest()[:SEAL_BYTES] + data
 
 
-def unsealed(name: str, data: bytes) -> bytes:
-    """Return the data that ``sealed`` was given; raise ``Damaged`` with the file's name when the digest differs."""
+def unsealed(name: str, data: bytes) -> Any:
+    """Return the value that ``sealed`` was given; raise ``Damaged`` with the file's name when the digest differs."""
     if hashlib.sha256(data[SEAL_BYTES:]).digest()[:SEAL_BYTES] != data[:SEAL_BYTES]:
         raise Damaged(f"{name} is damaged")
-    return data[SEAL_BYTES:]
+    return json.loads(data[SEAL_BYTES:])
 
 
 class Died(Exception):

@@ -28,7 +28,7 @@ from diloco.sync import (
 from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Contribution, Leave, Seal, SkipData, StartOuterStep, UpdateRef
 from diloco.sync.events import JoinAnswered, Outcome, Reason, SyncerStarted, UpdateArrived
-from diloco.sync.journal import JournalError, Record, canonical, encode_mark
+from diloco.sync.journal import JournalError, Record, encode_mark
 from diloco.sync.leadership import Leadership, Place, Replication
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
@@ -193,18 +193,17 @@ def double_the_grace(right: Any, options: OuterOptions, *times: int) -> int:
 
 
 @noticed_by("Merging", 0)
-@instead_of((Replayer, "made"))
+@instead_of((Replayer, "made_again"))
 def publish_unrounded(right: Any, *given: Any) -> Kept:
     kept = right(*given)
     return replace(kept, published=kept.theta)
 
 
 @noticed_by("Merging", 16)
-@instead_of((Replayer, "made"))
-def merge_only_the_first_update_of_a_site(
-    right: Any, replayer: Replayer, before: Kept, contributions: Any, share: float = 1
-) -> Kept:
-    return right(replayer, before, [(weight, each[:1]) for weight, each in contributions], share)
+@instead_of((Replayer, "made_again"))
+def merge_only_the_first_update_of_a_site(right: Any, replayer: Replayer, command: StartOuterStep) -> Kept:
+    firsts = tuple(replace(part, updates=part.updates[:1]) for part in command.contributions)
+    return right(replayer, replace(command, contributions=firsts))
 
 
 @noticed_by("Lineages", 0)
@@ -398,7 +397,7 @@ STEP = StartOuterStep(0, 1, (Contribution("a", 1.0, 0, (UpdateRef(1, "p", "exact
 
 def a_replayer(rule: OuterRule | None = None) -> Replayer:
     disk = OuterDisk(OuterPlan(OuterOptions(num_fragments=1), rule or OuterRule()))
-    disk.keep_payload("p", sealed(canonical((-30, -7, 0))))
+    disk.keep_payload("p", sealed((-30, -7, 0)))
     return Replayer(OuterSync(disk.plan.options), [{0: ZERO}], disk)
 
 
