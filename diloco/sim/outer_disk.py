@@ -137,8 +137,6 @@ class OuterDisk:
         self.storage = Storage()
         self.chain = CHAIN_START
         self.segment = 0
-        self.notes: list[str] = []
-        """The damage that the last recovery found and could recover from."""
         self.released: deque[tuple[int, str]] = deque()
         """The payloads of decided updates, each with the segment at which it was marked by ``release``."""
 
@@ -278,7 +276,6 @@ class OuterDisk:
             for record in self._records(facts["segment"]):
                 replayer.apply(record)
             self._sweep(machine)
-            self.notes = list(damaged.values())
             for each in damaged:
                 self.storage.remove(each)
             return replayer

@@ -77,27 +77,33 @@ class Outcome:
     fates: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a seed decides: a run of one syncer, and how its fragments are divided where there are several."""
+
+    whole: SwarmPlan
+    faults: tuple[str, ...]
+    outers: tuple[OuterPlan, ...]
+    sites: tuple[tuple[SitePlan, ...], ...]
+    """For each site, its plan towards each syncer."""
+    reached_ns: tuple[tuple[int, ...], ...] = ()
+    """For several syncers: when each site first reaches each of them; 0: from its start.  Each site reaches one of them
+    from its start."""
+
+
 class Run(Cluster):
     """A simulated run with faults; the base of ``Swarm`` and ``Several``."""
 
     events_max = EVENTS_MAX
 
-    def __init__(
-        self,
-        plan: SwarmPlan,
-        outers: Sequence[OuterPlan],
-        sites: Sequence[Sequence[SitePlan]],
-        faults: Sequence[str],
-        only: Sequence[type[Checker]],
-    ) -> None:
-        """``sites`` has for each site its plan towards each of ``outers``."""
-        seed, ways = plan.seed, [f"/{at}" for at, _ in enumerate(outers)] if len(outers) > 1 else [""]
-        self.plan, self.faults, self.random, self.outcome = plan, faults, Random(f"{seed}/faults"), Outcome(seed)
-        self.calm = False
-        checkers = [Checkers(outer, (*only, History)) for outer in outers]
-        super().__init__(outers, checkers, [Random(f"{seed}/disk{way}") for way in ways])
-        for name, plans, weather in zip("abcdefgh"[: len(sites)], sites, plan.weathers, strict=True):
-            self.add_site(name, plans, weather, [Random(f"{seed}/{name}{way}") for way in ways])
+    def __init__(self, plan: RunPlan, only: Sequence[type[Checker]]) -> None:
+        self.plan, self.faults, seed = plan.whole, plan.faults, plan.whole.seed
+        ways = [f"/{at}" for at, _ in enumerate(plan.outers)] if len(plan.outers) > 1 else [""]
+        self.random, self.outcome, self.calm = Random(f"{seed}/faults"), Outcome(seed), False
+        checkers = [Checkers(outer, (*only, History)) for outer in plan.outers]
+        super().__init__(plan.outers, checkers, [Random(f"{seed}/disk{way}") for way in ways])
+        for name, site, weather in zip("abcdefgh"[: len(plan.sites)], plan.sites, self.plan.weathers, strict=True):
+            self.add_site(name, site, weather, [Random(f"{seed}/{name}{way}") for way in ways])
 
     def run(self) -> Outcome:
         """Run all phases, up to the first violation, and return the outcome."""
@@ -271,7 +277,7 @@ class Swarm(Run):
     """A run of one syncer, perhaps with a standby."""
 
     def __init__(self, plan: SwarmPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
-        super().__init__(plan, [plan.outer], [[site] for site in plan.sites], plan.faults, only)
+        super().__init__(RunPlan(plan, plan.faults, (plan.outer,), tuple((site,) for site in plan.sites)), only)
 
     def liveness(self) -> None:
         """Check that versions rise and that the standby catches up."""
@@ -364,20 +370,7 @@ AGES_MS = (400, 2000, 6000, 12_000)
 """The possible ages of a backup when a syncer is restored from it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeveralPlan:
-    """What a seed decides: a run of one syncer, and how its fragments are divided among several."""
-
-    whole: SwarmPlan
-    outers: tuple[OuterPlan, ...]
-    sites: tuple[tuple[SitePlan, ...], ...]
-    """For each site, its plan towards each syncer."""
-    reached_ns: tuple[tuple[int, ...], ...]
-    """When each site first reaches each syncer; 0: from its start.  Each site reaches one of them from its start."""
-    faults: tuple[str, ...]
-
-
-def draw_several(seed: int) -> SeveralPlan:
+def draw_several(seed: int) -> RunPlan:
     """Draw the plan of ``seed``, deterministically; never in lock-step, and without standbys."""
     whole, random = draw_plan(seed), Random(f"{seed}/several")
     sizes = [random.randint(1, 2) for _ in range(random.choice((2, 2, 3)))]
@@ -389,12 +382,12 @@ def draw_several(seed: int) -> SeveralPlan:
     options = dataclasses.replace(whole.outer.options, run_ns=0, token_budget=budget)
     outers = [_outer(whole.outer, options, size, leases=index == 0) for index, size in enumerate(sizes)]
     split = ("split",) if apart.random() < 0.6 else ()
-    return SeveralPlan(
+    return RunPlan(
         whole,
+        tuple(kind for kind in whole.faults if kind in FAULTS) + split or ("outer_crash",),
         tuple(outers),
         tuple(_site(site, sizes, total) for site in whole.sites),
         tuple(_reached_ns(apart, start_ns, len(sizes)) for start_ns in whole.starts_ns),
-        tuple(kind for kind in whole.faults if kind in FAULTS) + split or ("outer_crash",),
     )
 
 
@@ -432,10 +425,10 @@ class Several(Run):
 
     events_max = 2 * EVENTS_MAX
 
-    def __init__(self, plan: SeveralPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
+    def __init__(self, plan: RunPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
         self.tokens_undone: Counter[tuple[str, int, int]] = Counter()
         """By site, syncer and fragment: tokens merged after the backup from which the syncer was restored."""
-        super().__init__(plan.whole, plan.outers, plan.sites, plan.faults, only)
+        super().__init__(plan, only)
         for site, reached_ns in zip(self.sites.values(), plan.reached_ns, strict=True):
             self.outcome.ran["partly_reached"] += any(reached_ns)
             for side, instant_ns in zip(site.sides, reached_ns, strict=True):
