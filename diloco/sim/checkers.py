@@ -483,8 +483,8 @@ class Grace(Checker):
         for site in (state.sites[name] for name in state.live()):
             line = site.lines[index]
             steps = line.usual_steps or sum([first.steps for first in line.undecided[:1]])
-            periods_ns += [steps * site.step_ns] if steps * site.step_ns else []
-        share_ns = min(periods_ns, default=0) * options.grace_period_percent // 100
+            periods_ns.append(steps * site.step_ns)
+        share_ns = min(filter(None, periods_ns), default=0) * options.grace_period_percent // 100
         return 0 if options.round_updates else max(options.grace_ns, share_ns * (options.grace == "adaptive"))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.sim.checkers import Checkers
+from diloco.sim.checkers import Checkers, accepted
 from diloco.sim.outer_disk import CrashPoint, OuterDisk, digest, journal_name, payload_name, payloads_in, restored
 from diloco.sim.world import (
     MILLISECOND_NS,
@@ -356,9 +356,7 @@ class OuterProcess(Process):
         """Give ``event`` to the machine and add the record and its effects to the turn."""
         assert self._turn is not None
         effects = self.machine.handle(event, self.now_ns())
-        if isinstance(event, UpdateArrived) and not any(
-            isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED for effect in effects
-        ):
+        if isinstance(event, UpdateArrived) and accepted(event, effects) is None:
             event = replace(event, payload="")  # Not kept; the same update may still be accepted another time.
         self._turn.decided.append((Record(self.now_ns(), event, digest_effects(effects)), effects))
 

@@ -424,11 +424,8 @@ class Storage:
             file = new if old is new or random.random() < 0.5 else old
             if file is not None:
                 found[name] = file
-        lost: list[File] = []
-        for file in found.values():
-            if not any(file is each for each in lost):
-                file.lose(random)
-                lost.append(file)
+        for file in {id(file): file for file in found.values()}.values():  # Once, whatever names it has.
+            file.lose(random)
         self._names, self._synced = found, dict(found)
 
     def rot(self, random: Random) -> bool:
