@@ -32,7 +32,7 @@ from diloco.sync.progress import combined, ledger_of
 from diloco.sync.state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from diloco.sim.checkers import Checker
     from diloco.sim.cluster import Syncers
@@ -50,7 +50,11 @@ END_NS = 60 * SECOND_NS
 """The run must end and every site must leave within this time after the operator's drain."""
 EVENTS_MAX = 60_000
 DOWNS_MS = (50, 400, 2000, 6000)
-TROUBLES = {"poison": (0.0, 0.02, 0.2), "outlier": (0.0, 0.3, 0.6), "ruin": (0.0, 0.1, 0.5)}
+TROUBLES: Mapping[str, tuple[float, ...]] = {
+    "poison": (0.0, 0.02, 0.2),
+    "outlier": (0.0, 0.3, 0.6),
+    "ruin": (0.0, 0.1, 0.5),
+}
 """The shares of a site's steps or updates that are drawn for ``Site.trouble``."""
 LINEAGES_MAX = 4
 ERRORS = (Violation, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
