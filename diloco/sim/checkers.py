@@ -31,21 +31,22 @@ from diloco.sync.state import Attendance
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from diloco.sim.outer_disk import Kept
     from diloco.sim.site_state import SiteState
     from diloco.sim.world import Storage, Unit, Value
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
     from diloco.sync.events import LearnerEvent, OuterEvent
-    from diloco.sync.state import OuterState, Round
+    from diloco.sync.state import OuterState
 
 
 class Violation(Exception):
-    """An invariant is broken; ``checker`` is the name of the checker that found it."""
+    """An invariant is broken, as ``parts`` say; ``checker`` is the name of the checker that found it."""
 
-    def __init__(self, checker: str, text: str) -> None:
-        super().__init__(f"{checker}: {text}")
+    def __init__(self, checker: str, *parts: object) -> None:
+        super().__init__(f"{checker}: {' '.join(str(part) for part in parts)}")
         self.checker = checker
 
 
@@ -53,7 +54,6 @@ class Violation(Exception):
 class Checker:
     """One invariant.  The simulator calls every hook; a checker overrides those that it needs."""
 
-    name: ClassVar[str]
     mutation: ClassVar[str]
     of_the_disk: ClassVar[tuple[str, ...]] = ()
     """The attributes that record what is on the syncer's disk: a restore of the disk restores them too."""
@@ -63,13 +63,16 @@ class Checker:
     def require(self, holds: bool, *parts: object) -> None:
         """Raise ``Violation`` with ``parts`` unless it ``holds``."""
         if not holds:
-            raise Violation(self.name, " ".join(str(part) for part in parts))
-
-    def handled(self, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """The machine has handled an event; the turn that it belongs to is not in the journal yet."""
+            raise Violation(type(self).__name__, *parts)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """``event`` is in the journal and none of its ``effects`` is carried out yet."""
+        """``event`` is in the journal and none of its ``effects`` is carried out yet.
+
+        ``machine`` is the twin, which never crashes: it has handled what is in the journal, up to this event.
+        """
+
+    def decided_again(self, event: OuterEvent, effects: Sequence[OuterEffect], again: Sequence[OuterEffect]) -> None:
+        """A process has decided ``effects`` on ``event``, and the twin ``again``."""
 
     def recovered(self, machine: OuterSync) -> None:
         """A new process of the syncer has read the disk."""
@@ -131,23 +134,31 @@ HOOKS = tuple(
 class Checkers(Checker):
     """All checkers of a run as one: each hook calls, in order, the checkers that override it."""
 
-    def __init__(self, checkers: Sequence[Checker]) -> None:
-        self.all = tuple(checkers)
-        self._backup: list[dict[str, object]] = []
+    def __init__(self, plan: OuterPlan, kinds: Sequence[type[Checker]]) -> None:
+        super().__init__(plan)
+        self.all = tuple(kind(plan) for kind in kinds)
+        self.twin = OuterSync(plan.options)
         for hook in HOOKS:
             having = [each for each in self.all if getattr(type(each), hook) is not getattr(Checker, hook)]
             hooks: list[Callable[..., None]] = [getattr(each, hook) for each in having]
             setattr(self, hook, lambda *what, hooks=hooks: [each(*what) for each in hooks])
 
+    def journalled(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect]) -> None:
+        """``event`` is in the journal: the twin handles it, then the checkers see it."""
+        self.decided_again(event, effects, self.twin.handle(event, now_ns))
+        self.outer(now_ns, event, effects, self.twin)
+
     def back_up(self) -> None:
         """The syncer's disk was copied: copy the checkers' records of it."""
-        self._backup = [{name: copy.deepcopy(getattr(each, name)) for name in each.of_the_disk} for each in self.all]
+        records = [{name: getattr(each, name) for name in each.of_the_disk} for each in self.all]
+        self._backup = copy.deepcopy((self.twin, records))
 
     def set_back(self) -> None:
         """The syncer's disk was restored from the copy, and no process has read it yet: restore the records."""
-        for each, books in zip(self.all, self._backup, strict=True):
+        self.twin, records = copy.deepcopy(self._backup)
+        for each, books in zip(self.all, records, strict=True):
             for name, book in books.items():
-                setattr(each, name, copy.deepcopy(book))
+                setattr(each, name, book)
 
 
 Id = tuple[str, int, int]
@@ -168,18 +179,10 @@ def ids_of(step: StartOuterStep) -> set[Id]:
     return {(part.site, step.fragment, update.sequence) for part in step.contributions for update in part.updates}
 
 
-def values_in(step: StartOuterStep, known: Mapping[tuple[int, str], Value]) -> list[tuple[float, list[Value]]]:
-    """Return each contribution of an outer step as (weight, values); ``known`` is by fragment and digest."""
-    return [
-        (part.weight, [known[step.fragment, update.digest] for update in part.updates]) for part in step.contributions
-    ]
-
-
 @dataclass(eq=False)
 class ExactlyOnce(Checker):
     """Invariant 9: an update is accepted once, merged at most once, and gets exactly one fate."""
 
-    name = "exactly_once"
     mutation = "an update that was accepted before is admitted again"
     of_the_disk = ("accepted", "fates", "under_way")
 
@@ -254,7 +257,6 @@ class ExactlyOnce(Checker):
 class Versions(Checker):
     """Invariant 9: versions rise by one, each is published once, and (lineage, version) never goes back."""
 
-    name = "versions"
     mutation = "a restarted syncer begins from the version before its newest"
     of_the_disk = ("version",)
 
@@ -298,7 +300,6 @@ class Versions(Checker):
 class Acknowledged(Checker):
     """Invariant 9: an acknowledged update survives any crash of the syncer."""
 
-    name = "acknowledged"
     mutation = "the syncer answers before the record is synced"
     of_the_disk = ("acked",)
 
@@ -327,7 +328,6 @@ class Acknowledged(Checker):
 class Recovery(Checker):
     """Invariant 11 (a): after recovery the state equals that of a machine that has applied the same journal."""
 
-    name = "recovery"
     mutation = "a recovered syncer does not know what was merging"
     of_the_disk = ("twin", "made")
 
@@ -336,10 +336,13 @@ class Recovery(Checker):
         self.twin = OuterSync(plan.options)
         self.made: dict[tuple[int, int], Kept] = {}
 
+    def decided_again(self, event: OuterEvent, effects: Sequence[OuterEffect], again: Sequence[OuterEffect]) -> None:
+        """The twin decides the same."""
+        self.require(again == effects, "after", event, "the twin says", again, "and the machine", effects)
+
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Feed the twin, which never crashes."""
-        found = self.twin.handle(event, now_ns)
-        self.require(found == effects, "after", event, "the twin says", found, "and the machine", effects)
+        """Keep the twin, to compare with."""
+        self.twin = machine
 
     def recovered(self, machine: OuterSync) -> None:
         """The recovered state equals the twin's."""
@@ -355,6 +358,7 @@ class Recovery(Checker):
         self.recovered(machine)
 
 
+@dataclass(eq=False)
 class Weights(Checker):
     """Invariant 10: the weights of a merge sum to 1 and are proportional to the rule's: of the updates' own tokens and
     steps or, with ``share_weighted``, of the site's usual ones.
@@ -363,91 +367,66 @@ class Weights(Checker):
     A step's share is the usual weight of its sites, divided by that of its sites and the others that it waited for.
     """
 
-    name = "weights"
     mutation = "weights are not divided by their sum, a site's updates are one, or a share counts absent sites"
-    of_the_disk = ("usual", "under_way")
+    of_the_disk = ("usual", "checked")
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.work: dict[Id, tuple[int, int]] = {}
-        self.usual: dict[tuple[str, int], tuple[int, int]] = {}
-        self.under_way: dict[int, tuple[set[Id], float, list[float]]] = {}
-        self.awaited: dict[tuple[int, int], set[tuple[str, ...]]] = {}
-
-    def handled(self, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Record for which sites a round waited when it was closed: its outer step may be told by a later process."""
-        for effect in effects:
-            if isinstance(effect, StartOuterStep):
-                awaited = tuple(sorted(Attendance(machine.state).awaited(effect.fragment)))
-                self.awaited.setdefault((effect.fragment, effect.version), set()).add(awaited)
+    work: dict[Id, tuple[int, int]] = field(default_factory=dict)
+    usual: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    checked: dict[int, StartOuterStep] = field(default_factory=dict)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Compute every contribution's weight again."""
-        if isinstance(event, OuterStepDone | OuterStepFailed):
-            ids, *_ = self.under_way.pop(event.fragment, (set(), 1.0, []))
-            for site, index, sequence in sorted(ids) if isinstance(event, OuterStepDone) else ():
-                now, before = self.work[site, index, sequence], self.usual.get((site, index), (0, 0))
-                tokens, steps = (min(new, 2 * old) if old else new for new, old in zip(now, before, strict=True))
-                self.usual[site, index] = (smoothed(before[0], tokens), smoothed(before[1], steps))
-        elif isinstance(event, LineageBegan):
-            self.under_way.clear()
         update = accepted(event, effects)
         if update is not None:
             self.work[update.site, update.fragment, update.sequence] = (update.tokens, update.steps)
         for effect in effects:
-            if isinstance(effect, StartOuterStep):
-                self._check(effect)
+            if isinstance(effect, TellFate) and effect.fate.merged:
+                line = (effect.site, effect.fate.fragment)
+                now, before = self.work[*line, effect.fate.sequence], self.usual.get(line, (0, 0))
+                tokens, steps = (min(new, 2 * old) if old else new for new, old in zip(now, before, strict=True))
+                self.usual[line] = (smoothed(before[0], tokens), smoothed(before[1], steps))
+            elif isinstance(effect, StartOuterStep):
+                self._check(effect, machine.state)
 
-    def _check(self, step: StartOuterStep) -> None:
+    def _check(self, step: StartOuterStep, state: OuterState) -> None:
+        if self.checked.get(step.fragment) == step:
+            return  # A restarted process issues it again, when other sites may be live.
+        self.checked[step.fragment] = step
         by_update = self.plan.options.merge_by == "update"
         terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in step.contributions]
         whole = not by_update or all(len(part.updates) == 1 for part in step.contributions)
         self.require(whole and len(set(terms)) == len(terms), "the contributions are", step.contributions)
         found = [part.weight for part in step.contributions]
         self.require(abs(sum(found) - 1) < 1e-12, "weights", found, "sum to", sum(found))
-        told, before = (ids_of(step), step.share, found), self.under_way.get(step.fragment)
-        if before is not None:  # A restarted process issues it again, when other sites may be live.
-            self.require(told == before, "the outer step is issued again as", told, "and was", before)
-            return
-        self.under_way[step.fragment] = told
-        wanted = list(self._wanted(step))
-        near = any(
-            abs(share - step.share) < 1e-12
-            and all(abs(weight - each / sum(raw)) < 1e-12 for weight, each in zip(found, raw, strict=True))
-            for raw, share in wanted
-        )
-        self.require(near, "weights are", found, "and the share is", step.share, "and should be one of", wanted)
+        raw, share = self._wanted(step, Attendance(state).awaited(step.fragment))
+        wanted = [weight / sum(raw) for weight in raw]
+        near = all(abs(a - b) < 1e-12 for a, b in zip([step.share, *found], [share, *wanted], strict=True))
+        self.require(near, "weights are", found, "and not", wanted, "and the share is", step.share, "of", share)
         self.require(0 < step.share <= 1, "the share is", step.share)
 
-    def _wanted(self, step: StartOuterStep) -> Iterator[tuple[list[float], float]]:
-        """Yield every possible pair of unnormalised weights and share.
-
-        There may be several: a turn that did not reach the journal may have closed the same round for other sites.
-        """
+    def _wanted(self, step: StartOuterStep, awaited: AbstractSet[str]) -> tuple[list[float], float]:
+        """Return the weights before normalising, and the share, of a round that waited for the sites ``awaited``."""
         options, index, parts = self.plan.options, step.fragment, step.contributions
         aged = [of_its_age(step.version - 1 - part.base_version, options.staleness_power) for part in parts]
         work = [[self.work[part.site, index, each.sequence] for each in part.updates] for part in parts]
         if not options.share_weighted:
             raw = [raw_weight(options.weights, sum(t for t, _ in each), sum(s for _, s in each)) for each in work]
-            yield [weight * age for weight, age in zip(raw, aged, strict=True)], 1.0
-            return
-        usual = {site: raw_weight(options.weights, *work) for (site, of), work in self.usual.items() if of == index}
+            return [weight * age for weight, age in zip(raw, aged, strict=True)], 1.0
         firsts = {part.site: raw_weight(options.weights, *each[0]) for part, each in zip(parts, work, strict=True)}
-        for some in (set(awaited) - {*firsts} for awaited in sorted(self.awaited[index, step.version])):
-            known = {name: usual[name] for name in (*firsts, *some) if name in usual}
-            most = max(known.values(), default=inf)
-            known = {name: min(first, most) for name, first in firsts.items()} | known
-            mean, merged = sum(known.values()) / len(known), [known[name] for name in firsts]
-            others = sum(known.get(name, mean) for name in some)
-            raw = [weight * age for weight, age in zip(merged, aged, strict=True)]
-            yield raw, sum(merged) / (sum(merged) + others)
+        others = awaited - firsts.keys()
+        lines = [(name, (name, index)) for name in (*firsts, *others)]
+        usual = {name: raw_weight(options.weights, *self.usual[line]) for name, line in lines if line in self.usual}
+        most = max(usual.values(), default=inf)
+        known = {name: min(first, most) for name, first in firsts.items()} | usual
+        mean, merged = sum(known.values()) / len(known), [known[name] for name in firsts]
+        raw = [weight * age for weight, age in zip(merged, aged, strict=True)]
+        return raw, sum(merged) / (sum(merged) + sum(known.get(name, mean) for name in others))
 
 
 @dataclass(eq=False)
 class Staleness(Checker):
     """No update staler than the bound is merged; its staleness counts when the round closes."""
 
-    name = "staleness"
     mutation = "updates are judged by a laxer bound than the run's"
 
     base: dict[Id, int] = field(default_factory=dict)
@@ -466,95 +445,54 @@ class Staleness(Checker):
                     self.require(staleness <= self.plan.options.staleness_max, key, "is merged at staleness", staleness)
 
 
+@dataclass(eq=False)
 class Grace(Checker):
     """Invariant 14: once its quorum is met, a round waits at most the grace, and not at all once all sites are in."""
 
-    name = "grace"
     mutation = "the grace is twice as long as allowed"
-    of_the_disk = ("met_ns", "waiting")
+    of_the_disk = ("met_ns",)
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.met_ns: dict[int, tuple[int, int, int]] = {}
-        """By fragment: when its round opened, when its quorum was met, and the grace that began then, in ns."""
-        self.periods_ns: list[dict[str, int]] = [{} for _ in range(plan.options.num_fragments)]
-        """By fragment: the periods of the live sites at the event before."""
-        self.longest_ns: list[dict[str, int]] = [{} for _ in range(plan.options.num_fragments)]
-        """By fragment: the longest period that each live site has had since then."""
-        self.waiting: list[dict[str, set[int]]] = [{} for _ in range(plan.options.num_fragments)]
-        """By fragment: the updates of each site that waited at the event before, by their arrival."""
-
-    def handled(self, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Record the periods between two events of a turn: the quorum may have been met there."""
-        for index, longest in enumerate(self.longest_ns):
-            for name, period_ns in self._live_periods_ns(machine.state, index).items():
-                longest[name] = max(longest.get(name, 0), period_ns)
+    met_ns: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """By fragment: when its round opened, when its quorum was met, and the grace that began then, in ns."""
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """A round must not stay open longer than the grace after its quorum was met.
-
-        Only the state after a turn's last event is visible.  Where an update has left in a turn and those that stayed
-        are no quorum, another update may have met the quorum again.
-        """
+        """A round must not stay open longer than the grace after its quorum was met."""
         state, present = machine.state, Attendance(machine.state)
         for index, fragment in enumerate(state.fragments):
-            before, lines = self.waiting[index], [(name, site.lines[index]) for name, site in state.sites.items()]
-            here = {name: {each.arrival for each in found} for name, line in lines if (found := line.waiting())}
-            stayed = {name for name, each in before.items() if each & here.get(name, set())}
-            self.waiting[index], arrived = here, set(here)
-            if not self._is_met(present, index, fragment.round, stayed):
+            arrived = {name for name, _ in present.waiting(index)}
+            if fragment.round is None or not self._is_met(present, index, fragment.round.members, arrived):
                 self.met_ns.pop(index, None)
-            if not self._is_met(present, index, fragment.round, arrived):
                 continue
-            opened_ns = fragment.round.opened_ns if fragment.round else 0
-            if self.met_ns.get(index, (-1, 0, 0))[0] != opened_ns:
-                self.met_ns[index] = (opened_ns, now_ns, self._bound_ns(machine, index))
+            if self.met_ns.get(index, (-1, 0, 0))[0] != fragment.round.opened_ns:
+                self.met_ns[index] = (fragment.round.opened_ns, now_ns, self._bound_ns(state, index))
             waited_ns, grace_ns = now_ns - self.met_ns[index][1], self.met_ns[index][2]
             if fragment.merging_since_ns is None:
                 self.require(waited_ns < grace_ns, f"fragment {index} has waited {waited_ns} ns with", sorted(arrived))
                 self.require(not arrived >= present.awaited(index), f"fragment {index} waits although all arrived")
-        self.periods_ns = [self._live_periods_ns(state, index) for index in range(len(state.fragments))]
-        self.longest_ns = [dict(each) for each in self.periods_ns]
 
-    def _is_met(self, present: Attendance, index: int, collecting: Round | None, arrived: set[str]) -> bool:
+    def _is_met(self, present: Attendance, index: int, members: Sequence[str], arrived: set[str]) -> bool:
         """Return whether updates of the sites in ``arrived`` are the quorum of the fragment's round."""
         options = self.plan.options
-        if collecting is None:
-            return False
         if options.round_updates:
             most = max(1, len(present.awaited(index))) * options.updates_in_flight_max
             return len(present.waiting(index)) >= min(options.round_updates, most)
         wanted = max(options.quorum_min, options.quorum if isinstance(options.quorum, int) else 0)
-        return len(arrived) >= wanted and (options.quorum != "all" or arrived >= set(collecting.members))
+        return len(arrived) >= wanted and (options.quorum != "all" or arrived >= set(members))
 
-    def _bound_ns(self, machine: OuterSync, index: int) -> int:
-        """Return the longest grace that may begin now: the configured one, or its share of the fastest site's period.
-
-        The state is that after all events of a turn, and the quorum may have been met between any two of them: only
-        the sites that had a period before the turn and have one after it are sure to have had one then.
-        """
-        options, before, longest = self.plan.options, self.periods_ns[index], self.longest_ns[index]
-        now = self._live_periods_ns(machine.state, index)
-        sure = [max(longest[name], each) for name, each in now.items() if name in before]
-        fastest_ns = min(sure) if sure else max([*longest.values(), *now.values()], default=0)
-        share_ns = fastest_ns * options.grace_period_percent // 100
-        return 0 if options.round_updates else max(options.grace_ns, share_ns * (options.grace == "adaptive"))
-
-    @staticmethod
-    def _live_periods_ns(state: OuterState, index: int) -> dict[str, int]:
-        """Return the period of each live site that has one."""
-        periods_ns = {}
-        for name in state.live():
-            line = state.sites[name].lines[index]
+    def _bound_ns(self, state: OuterState, index: int) -> int:
+        """Return the longest grace that may begin now: the configured one or a share of the fastest site's period."""
+        options, periods_ns = self.plan.options, []
+        for site in (state.sites[name] for name in state.live()):
+            line = site.lines[index]
             steps = line.usual_steps or sum([first.steps for first in line.undecided[:1]])
-            periods_ns[name] = steps * state.sites[name].step_ns
-        return {name: each for name, each in periods_ns.items() if each}
+            periods_ns.append(steps * site.step_ns)
+        share_ns = min(filter(None, periods_ns), default=0) * options.grace_period_percent // 100
+        return 0 if options.round_updates else max(options.grace_ns, share_ns * (options.grace == "adaptive"))
 
 
 class Merging(Checker):
     """Each version is one outer step from the version before, with exactly its updates; all sites get equal values."""
 
-    name = "same_versions"
     mutation = "the syncer publishes a version without the rounding error of its codec"
     of_the_disk = ("theta", "newest")
 
@@ -588,7 +526,8 @@ class Merging(Checker):
         """Compute the version again from the sites' own updates."""
         index, version = effect.fragment, effect.version
         theta, momentum = self.theta[index, version - 1]
-        merged = world.merged(values_in(effect, self.value))
+        parts = effect.contributions
+        merged = world.merged([(part.weight, [self.value[index, u.digest] for u in part.updates]) for part in parts])
         expected = world.outer_step(theta, momentum, merged, self.plan.rule, effect.share)
         self.require((made.theta, made.momentum) == expected, effect, "made", made, "and not", expected)
         self.theta[index, version] = expected
@@ -606,7 +545,6 @@ class Merging(Checker):
 class Lineages(Checker):
     """No update that was measured before a restore is accepted after it."""
 
-    name = "lineages"
     mutation = "a site continues after a restore as if the syncer had only been away"
 
     sealing: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -631,7 +569,6 @@ class Lineages(Checker):
 class Bounds(Checker):
     """Every collection stays within its bound, at the syncer and at the sites."""
 
-    name = "bounds"
     mutation = "more updates may wait than the run allows"
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:

@@ -40,10 +40,10 @@ class Syncers(Machines):
         self.lease: Lease | None = None
         if plan.replication is not None:
             self.lease = Lease(heap, plan.replication.ttl_ns)
-            self.between = Link(heap, random, copy.copy(plan.replication.between))
+            self.between = Link(heap, random, plan.replication.between)
             self.seats.append(Seat("q", OuterDisk(plan), leads=False))
             for seat in self.seats:
-                seat.line = LeaseLine(self.lease, Link(heap, random, copy.copy(plan.replication.to_lease)))
+                seat.line = LeaseLine(self.lease, Link(heap, random, plan.replication.to_lease))
         self.backup: OuterDisk | None = None
         self.lineage = 1
         self.restarts = self.damage_found = self.power_cuts = self.promotions = 0
@@ -133,7 +133,7 @@ class Syncers(Machines):
         return found
 
     def _run_for_lead(self, seat: Seat, line: LeaseLine) -> None:
-        candidate = seat.process = Process(lambda: self.died(seat, candidate))
+        candidate = seat.process = Process(self.heap, lambda: self.died(seat, candidate))
 
         def taken(term: Term) -> None:
             candidate.kill()
@@ -158,7 +158,7 @@ class Syncers(Machines):
             self.promotions += 1
             warm = standby.replayer.machine.snapshot()
             if self._lead(seat, term, promoted=True) != warm:
-                raise Violation("replicated", "a standby's folder and its memory are not the same")
+                raise Violation("Replicated", "a standby's folder and its memory are not the same")
 
         standby.deliver(standby.follow)
         standby.deliver(lambda: take_lease(standby, line, seat.folder(), taken))
@@ -265,7 +265,7 @@ class Site:
 
     name: str
     sides: list[Side]
-    trouble: Trouble = field(default_factory=Trouble)
+    trouble: Trouble = field(default_factory=lambda: Trouble(float))
     parts: list[SiteProcess] = field(default_factory=list)
     twins: list[SiteProcess] = field(default_factory=list)
     lives: int = 0
@@ -296,7 +296,7 @@ class Cluster:
 
     def add_site(self, name: str, plans: Sequence[SitePlan], weather: Weather, randoms: Sequence[Random]) -> Site:
         """Add a site without a process; ``plans`` and ``randoms`` have one item for each syncer."""
-        links = [Link(self.heap, random, copy.copy(weather)) for random in randoms]
+        links = [Link(self.heap, random, weather) for random in randoms]
         site = self.sites[name] = Site(name, [Side(*each) for each in zip(plans, links, randoms, strict=True)])
         return site
 
@@ -370,7 +370,7 @@ class Cluster:
         for site in self.sites.values():
             for side in site.sides:
                 side.link.calm()
-            site.trouble.poisoned = site.trouble.ruined = site.trouble.outlying = 0.0
+            site.trouble.clear()
             for process in (*site.parts, *site.twins):
                 process.thaw()
         for syncers in self.syncers:

@@ -8,7 +8,6 @@ spool.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +23,6 @@ from diloco.sync.journal import (
     MARK,
     JournalError,
     Record,
-    canonical,
     decode_records,
     encode_header,
     encode_mark,
@@ -83,12 +81,8 @@ class Replayer(Replay):
             for part in command.contributions
         ]
         before = self.versions[command.fragment][command.version - 1]
-        return self.made(before, contributions, command.share)
-
-    def made(self, before: Kept, contributions: list[tuple[float, list[Value]]], share: float = 1) -> Kept:
-        """Return the version after ``before``."""
         rule, merged = self._disk.plan.rule, world.merged(contributions)
-        theta, momentum = world.outer_step(before.theta, before.momentum, merged, rule, share)
+        theta, momentum = world.outer_step(before.theta, before.momentum, merged, rule, command.share)
         if rule.published_quantum == 1:
             return Kept(theta, momentum, theta, world.minus(theta, before.published))
         link = world.quantised(world.minus(theta, before.published), rule.published_quantum)
@@ -143,8 +137,6 @@ class OuterDisk:
         self.storage = Storage()
         self.chain = CHAIN_START
         self.segment = 0
-        self.notes: list[str] = []
-        """The damage that the last recovery found and could recover from."""
         self.released: deque[tuple[int, str]] = deque()
         """The payloads of decided updates, each with the segment at which it was marked by ``release``."""
 
@@ -223,7 +215,7 @@ class OuterDisk:
             "segment": self.segment,
         }
         number = 1 + max((_number(name) for name in self.storage.names("snapshot-")), default=0)
-        self._put(f"snapshot-{number:06d}", sealed(canonical(facts)), "snapshot")
+        self._put(f"snapshot-{number:06d}", sealed(facts), "snapshot")
         self.reached("snapshot kept")
         self._prune()
 
@@ -261,12 +253,12 @@ class OuterDisk:
     def payload(self, payload: str) -> Value:
         """Read an update's payload; raise ``Damaged`` when it does not verify."""
         name = f"spool/{payload}"
-        first, second, third = json.loads(unsealed(name, self.storage.read(name)))
+        first, second, third = unsealed(name, self.storage.read(name))
         return (first, second, third)
 
     def facts(self, name: str) -> dict[str, Any]:
         """Read a snapshot; raise ``Damaged`` when it does not verify."""
-        return dict(json.loads(unsealed(name, self.storage.read(name))))
+        return dict(unsealed(name, self.storage.read(name)))
 
     def recover(self) -> Replayer:
         """Recover the last process's machine and versions; ``Damaged`` says why when that is impossible."""
@@ -284,7 +276,6 @@ class OuterDisk:
             for record in self._records(facts["segment"]):
                 replayer.apply(record)
             self._sweep(machine)
-            self.notes = list(damaged.values())
             for each in damaged:
                 self.storage.remove(each)
             return replayer

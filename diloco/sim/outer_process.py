@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from diloco.sim.checkers import Checkers, accepted
 from diloco.sim.outer_disk import CrashPoint, OuterDisk, digest, journal_name, payload_name, payloads_in, restored
 from diloco.sim.world import (
     MILLISECOND_NS,
@@ -23,9 +24,13 @@ from diloco.sim.world import (
     Damaged,
     Died,
     GoAway,
+    Heap,
     LeaseLine,
+    Link,
+    OuterPlan,
     Process,
     Pulled,
+    Reply,
     Stream,
     Unit,
     join_answered,
@@ -70,7 +75,6 @@ from diloco.sync.journal import (
     FRAME,
     MARK,
     Record,
-    canonical,
     decode_records,
     digest_effects,
     encode_frame,
@@ -82,8 +86,7 @@ from diloco.sync.members import Leases
 from diloco.sync.state import Phase, Status
 
 if TYPE_CHECKING:
-    from diloco.sim.checkers import Checkers
-    from diloco.sim.world import Heap, Link, OuterPlan, Part, ReplicationPlan, Value
+    from diloco.sim.world import Part, ReplicationPlan, Value
     from diloco.sync.events import LearnerEvent
     from diloco.sync.progress import UnitAsk
 
@@ -92,7 +95,6 @@ HELD_AFTER_NS = 500 * MILLISECOND_NS
 RETRY_NS = 100 * MILLISECOND_NS
 RESTART_NS = 300 * MILLISECOND_NS
 INBOX_MAX = 256
-Reply = Callable[[object], None]
 Tell = Callable[["LearnerEvent | DropSite"], None]
 """Sends a small event down a site's stream; a lost message breaks the stream."""
 
@@ -183,8 +185,7 @@ def take_lease(
     refused: Callable[[], None] | None = None,
 ) -> None:
     """Request the lease until it is granted; a standby, which gives no ``refused``, requests it by itself."""
-    heap, ttl_ns = line.lease.heap, line.lease.ttl_ns
-    sent_ns, claim = heap.now_ns, Claim(name, 0, 1, anew=True, by_itself=refused is None)
+    sent_ns, claim = process.heap.now_ns, Claim(name, 0, 1, anew=True, by_itself=refused is None)
 
     def answered(answer: object) -> None:
         if isinstance(answer, int):
@@ -193,7 +194,7 @@ def take_lease(
             refused()
         else:
             again = partial(take_lease, process, line, name, taken, refused)
-            heap.after(int(ttl_ns * RETRY_SHARE), lambda: process.deliver(again))
+            process.after(int(line.lease.ttl_ns * RETRY_SHARE), again)
 
     line.ask(process, lambda lease: lease.acquire(claim), answered)
 
@@ -219,16 +220,18 @@ class Seat:
         return f"{self.name}{self.folders}"
 
 
+@dataclass(eq=False)
 class Machines:
     """The machines of one syncer, and what the processes on them and the sites share."""
 
-    def __init__(self, heap: Heap, plan: OuterPlan, checkers: Checkers) -> None:
-        self.heap, self.plan, self.checkers = heap, plan, checkers
-        self.seats: list[Seat] = []
-        self.between: Link | None = None
-        self.untold: dict[bytes, Turn] = {}
-        """By chain, turns that a dead process may have made durable but did not tell; the next recovery finds out which
-        are on the disk."""
+    heap: Heap
+    plan: OuterPlan
+    checkers: Checkers
+    seats: list[Seat] = field(default_factory=list)
+    between: Link | None = None
+    untold: dict[bytes, Turn] = field(default_factory=dict)
+    """By chain, turns that a dead process may have made durable but did not tell; the next recovery finds out which
+    are on the disk."""
 
     def died(self, seat: Seat, process: Process) -> None:
         """Handle the death of a process on ``seat``."""
@@ -243,9 +246,8 @@ class OuterProcess(Process):
 
     def __init__(self, machines: Machines, seat: Seat, term: Term | None, *, promoted: bool) -> None:
         """``term``: that of its lease.  ``promoted``: it was a standby until now, and has no standby itself."""
-        super().__init__(lambda: machines.died(seat, self))
-        heap, disk, plan, checkers = machines.heap, seat.disk, machines.plan, machines.checkers
-        self.heap, self.disk, self.plan, self.checkers = heap, disk, plan, checkers
+        super().__init__(machines.heap, lambda: machines.died(seat, self))
+        self.disk, self.plan, self.checkers = seat.disk, machines.plan, machines.checkers
         self.final: MarkFinal | None = None
         self._turn: Turn | None = None
         self._inbox: list[Callable[[], None]] = []
@@ -257,26 +259,26 @@ class OuterProcess(Process):
         self._armed_ns: int | None = None
         self._records = 0
         self._untold = machines.untold
-        disk.doom = None
-        self.replayer = disk.recover()
+        self.disk.doom = None
+        self.replayer = self.disk.recover()
         self.machine = self.replayer.machine
         self.leadership = LeaseHolder(self, seat.line, term) if seat.line is not None and term is not None else None
-        written = self._untold.pop(disk.chain, None)
+        written = self._untold.pop(self.disk.chain, None)
         if written is not None:  # The last process wrote this turn and did not tell it.
             self._book(written)
-        checkers.recovered(self.machine)
+        self.checkers.recovered(self.machine)
         if promoted:
-            checkers.stands_alone()
-        self._offset_ns = self.machine.state.now_ns - heap.now_ns
-        self.leases = Leases(plan.options.site_timeout_ns)
+            self.checkers.stands_alone()
+        self._offset_ns = self.machine.state.now_ns - self.heap.now_ns
+        self.leases = Leases(self.plan.options.site_timeout_ns)
         for name, site in sorted(self.machine.state.sites.items()):
             if site.status in (Status.LIVE, Status.SILENT):
                 self.leases.watch(name, self.now_ns(), silent=site.status is Status.SILENT)
         self._promoted = promoted
         self.replicator: Replicator | None = None
-        if plan.replication is not None:
+        if self.plan.replication is not None:
             alone = promoted or self.machine.state.detached
-            self.replicator = Replicator(self, plan.replication, detached=alone)
+            self.replicator = Replicator(self, self.plan.replication, detached=alone)
 
     def start(self, lineage: int = 0) -> None:
         """Begin to lead; the machine issues again the work that was under way.
@@ -303,7 +305,7 @@ class OuterProcess(Process):
     def _book(self, turn: Turn) -> None:
         """Report a turn that is on the disk to the checkers."""
         for record, effects in turn.decided:
-            self.checkers.outer(record.at_ns, record.event, effects, self.machine)
+            self.checkers.journalled(record.at_ns, record.event, effects)
 
     # --- turns -------------------------------------------------------------------------------------------------
 
@@ -355,10 +357,7 @@ class OuterProcess(Process):
         """Give ``event`` to the machine and add the record and its effects to the turn."""
         assert self._turn is not None
         effects = self.machine.handle(event, self.now_ns())
-        self.checkers.handled(effects, self.machine)
-        if isinstance(event, UpdateArrived) and not any(
-            isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED for effect in effects
-        ):
+        if isinstance(event, UpdateArrived) and accepted(event, effects) is None:
             event = replace(event, payload="")  # Not kept; the same update may still be accepted another time.
         self._turn.decided.append((Record(self.now_ns(), event, digest_effects(effects)), effects))
 
@@ -372,7 +371,7 @@ class OuterProcess(Process):
         if self._must_wait(turn):
             if not self._retrying:
                 self._retrying = True
-                self.heap.after(RETRY_NS, lambda: self.deliver(self._retry))
+                self.after(RETRY_NS, self._retry)
             return
         self._untold.pop(turn.chain or b"", None)
         self._book(turn)
@@ -466,7 +465,7 @@ class OuterProcess(Process):
         """The whole payload has arrived: spool it, then let the machine decide."""
         payload = payload_name(update.site, update.fragment, update.sequence, update.digest)
         call = self._expect(lambda answer: self._answer_push(answer, payload, reply))
-        self.disk.keep_payload(payload, sealed(canonical(value)))
+        self.disk.keep_payload(payload, sealed(value))
         self._heard(update.site, update.incarnation)
         self._apply(replace(update, call=call, payload=payload))
 
@@ -692,7 +691,7 @@ class Replicator:
                 self._send(stream, None)
                 self._keep_alive(stream)
 
-        self.process.heap.after(self.plan.alive_ns, lambda: self.process.deliver(again))
+        self.process.after(self.plan.alive_ns, again)
 
     def _send(self, stream: Stream, part: Part) -> None:
         stream.send(part, lambda: self.process.deliver(lambda: self.gone(stream)))

@@ -275,8 +275,7 @@ def inject_pair_fault(syncers: Syncers, random: Random, kind: str) -> bool:
             process = standby.process
             if not isinstance(process, StandbyProcess):
                 return False
-            process.frozen = True
-            heap.after(_down_ns(random), process.thaw)
+            process.freeze(_down_ns(random))
         case "detach":
             return _detach(syncers)
         case "deserted":
@@ -293,8 +292,7 @@ def _freeze_primary(syncers: Syncers, random: Random) -> None:
     process, lease = syncers.outer, syncers.lease
     assert process is not None
     assert lease is not None
-    process.frozen = True
-    syncers.heap.after(int(lease.ttl_ns * (0.5 + 2 * random.random())), process.thaw)
+    process.freeze(int(lease.ttl_ns * (0.5 + 2 * random.random())))
 
 
 def _detach(syncers: Syncers) -> bool:

@@ -28,7 +28,6 @@ from diloco.sim.checkers import (
     Weights,
     accepted,
     ids_of,
-    values_in,
 )
 from diloco.sync.admission import judge
 from diloco.sync.data_units import SKIPPED, common, size
@@ -50,8 +49,6 @@ from diloco.sync.events import (
     Ending,
     FinalAnnounced,
     JoinAnswered,
-    OuterStepDone,
-    OuterStepFailed,
     PushAnswered,
     Reason,
     Sealed,
@@ -85,7 +82,6 @@ class Admission(Checker):
     A refused update is never accepted later.  The checker trusts the figures that sites give of their updates.
     """
 
-    name = "admission"
     mutation = "a held update is merged with those that wait"
     of_the_disk = ("usual", "held", "refused")
 
@@ -155,7 +151,6 @@ class Admission(Checker):
 class OneLeader(Checker):
     """Epochs rise, a version has one digest, and no process tells anything after one with a larger (lineage, epoch)."""
 
-    name = "one_leader"
     mutation = "a process does not check its lease before it tells anything"
 
     started: tuple[int, int] = (1, 0)
@@ -184,7 +179,6 @@ class OneLeader(Checker):
 class Replicated(Checker):
     """Replication "sync": every turn that is told is in the standby's journal, unless an operator has detached it."""
 
-    name = "replicated"
     mutation = "the syncer tells effects of a turn that the standby lacks"
 
     def __init__(self, plan: OuterPlan) -> None:
@@ -245,7 +239,6 @@ class CountedOnce(Checker):
     The record comes from the data that each site really trained on, which no site reports to the syncer.
     """
 
-    name = "counted_once"
     mutation = "a unit counts as soon as one fragment has it"
     of_the_disk = ("times", "listed")
 
@@ -318,7 +311,6 @@ class CountedOnce(Checker):
 class Balanced(Checker):
     """Every unit that was ever leased is in exactly one place: merged, partly merged, in hand or given back."""
 
-    name = "balanced"
     mutation = "units that were given back stay so when their site comes back"
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
@@ -351,12 +343,11 @@ class Balanced(Checker):
 class Ledger(Checker):
     """Invariant 10: every token a site has read is in exactly one place, and none becomes "lost" without a cause."""
 
-    name = "ledger"
     mutation = "an update that is refused takes its tokens with it"
 
     processed: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, list[int]] = field(default_factory=dict)
-    orphans: dict[str, list[int]] = field(default_factory=dict)
+    before: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """By process and fragment: the tokens lost, and the number of orphans, before the event."""
 
     def process_started(self, site: SiteState) -> None:
         """A new process begins with the counts of its odometer and checkpoint."""
@@ -364,8 +355,7 @@ class Ledger(Checker):
         self._remember(site)
 
     def _remember(self, site: SiteState) -> None:
-        self.lost[site.name] = [part.tokens_lost for part in site.machine.state.fragments]
-        self.orphans[site.name] = [len(part.orphans) for part in site.machine.state.fragments]
+        self.before[site.name] = [(part.tokens_lost, len(part.orphans)) for part in site.machine.state.fragments]
 
     def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
         """Check the sums of every fragment and of the site."""
@@ -383,9 +373,9 @@ class Ledger(Checker):
             ledger = ledger_of(state, index)
             counts = (ledger.merged, ledger.refused, ledger.in_flight, ledger.unsent, ledger.overwritten, ledger.lost)
             self.require(ledger.balanced() and min(counts) >= 0, site.name, f"fragment {index} after", event, ledger)
-            before = self.lost[site.name][index]
-            explained = isinstance(event, JoinAnswered) or len(part.orphans) < self.orphans[site.name][index]
-            self.require(part.tokens_lost == before or explained, site.name, "lost tokens at", event, ledger)
+            lost, orphans = self.before[site.name][index]
+            explained = isinstance(event, JoinAnswered) or len(part.orphans) < orphans
+            self.require(part.tokens_lost == lost or explained, site.name, "lost tokens at", event, ledger)
         if isinstance(event, StepDone | JoinAnswered):  # Derived from the fragments' ledgers: rare checks suffice.
             whole = site_ledger(state)
             self.require(whole.balanced(), site.name, whole)
@@ -395,7 +385,6 @@ class Ledger(Checker):
 class Carried(Checker):
     """Invariant 10: an update carries the progress of exactly the tokens that it declares."""
 
-    name = "carried"
     mutation = "an update is measured without the updates in flight"
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
@@ -407,7 +396,6 @@ class Carried(Checker):
 class Cold(Checker):
     """Invariant 16: the values that a site had before its first version are never part of an update."""
 
-    name = "cold"
     mutation = "a new site continues from its own initialisation instead of the version it took"
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
@@ -419,7 +407,6 @@ class Cold(Checker):
 class Independence(Checker):
     """Invariant 14: between two steps a site stands still only while it is frozen, or in lock-step."""
 
-    name = "independence"
     mutation = "a site waits after each update until its fate is known"
 
     ended_ns: dict[str, int] = field(default_factory=dict)
@@ -440,7 +427,6 @@ class Independence(Checker):
 class Farewell(Checker):
     """A site stops for a valid reason: no answer contradicts an earlier one, and a site leaves with nothing unsent."""
 
-    name = "farewell"
     mutation = "the last step before a leave is not sent"
 
     stopped: set[str] = field(default_factory=set)
@@ -469,7 +455,6 @@ class Farewell(Checker):
 class Final(Checker):
     """A site that ends with the final versions of a finished run holds exactly these."""
 
-    name = "final"
     mutation = "a site keeps at the end what the codec rounded off"
 
     def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
@@ -492,7 +477,6 @@ class Final(Checker):
 class Cursor(Checker):
     """No process of a site reads a batch again after the update with its progress was accepted."""
 
-    name = "cursor"
     mutation = "a restarted site does not skip the batches that its accepted updates have consumed"
 
     consumed: dict[str, int] = field(default_factory=dict)
@@ -514,9 +498,7 @@ class Conservation(Checker):
     Checked in runs that are drawn ``conserving``: no rebase then discards progress on purpose.
     """
 
-    name = "conservation"
     mutation = "an adopt forgets that the version contains an update of the site's own"
-    of_the_disk = ("under_way",)
 
     def __init__(self, plan: OuterPlan) -> None:
         super().__init__(plan)
@@ -524,7 +506,6 @@ class Conservation(Checker):
         self.learned = [world.ZERO] * plan.options.num_fragments
         self.merged = [world.ZERO] * plan.options.num_fragments
         self.value: dict[tuple[int, str], Value] = {}
-        self.under_way: dict[int, StartOuterStep] = {}
 
     def carry(self, site: SiteState, index: int) -> Value:
         """Return r, the unsent progress: the site's values minus its base, plus the pseudo-gradients that it holds."""
@@ -583,16 +564,9 @@ class Conservation(Checker):
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Add up the merged updates, in full."""
-        if isinstance(event, OuterStepFailed):
-            self.under_way.pop(event.fragment)
-        elif isinstance(event, OuterStepDone):
-            step = self.under_way.pop(event.fragment)
-            parts = values_in(step, self.value)
-            whole = world.total(each for _, updates in parts for each in updates)
-            self.merged[step.fragment] = world.minus(self.merged[step.fragment], whole)
-        for effect in effects:
-            if isinstance(effect, StartOuterStep):
-                self.under_way[effect.fragment] = effect
+        for fate in (effect.fate for effect in effects if isinstance(effect, TellFate) and effect.fate.merged):
+            value = self.value[fate.fragment, fate.digest]
+            self.merged[fate.fragment] = world.minus(self.merged[fate.fragment], value)
 
     def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
         """All progress ever made equals what is merged, in flight or unsent."""
@@ -616,7 +590,6 @@ class Conservation(Checker):
 class History(Checker):
     """Not an invariant: a digest over all events of a run, and the counts of fates."""
 
-    name = "history"
     mutation = "the network draws its delays from something else than the seed"
 
     fates: Counter[str] = field(default_factory=Counter)

@@ -67,9 +67,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from random import Random
 
-    from diloco.sim.outer_process import Machines, Reply, Seat
+    from diloco.sim.outer_process import Machines, Seat
     from diloco.sim.site_state import Key, Side, Trouble
-    from diloco.sim.world import Value
+    from diloco.sim.world import Reply, Value
 
 CALL_DEADLINE_NS = 1500 * MILLISECOND_NS
 BACKOFF_FIRST_NS = 100 * MILLISECOND_NS
@@ -103,19 +103,15 @@ class Courier:
         self._missed = 0
 
     def _ask(
-        self,
-        outer: OuterProcess,
-        request: Callable[[Reply], None],
-        answered: Reply,
-        deadline_ns: int = CALL_DEADLINE_NS,
+        self, outer: OuterProcess, request: Callable[[Reply], None], answered: Reply, transfer_ns: int = 0
     ) -> None:
-        """As ``world.ask``: run ``request`` in ``outer``, over the site's link."""
+        """As ``world.ask``: run ``request`` in ``outer``, over the site's link; a payload takes ``transfer_ns``."""
+        deadline_ns = CALL_DEADLINE_NS + transfer_ns
         ask(self.process.link, self.process, lambda reply: outer.ask(lambda: request(reply)), answered, deadline_ns)
 
     def later(self, delay_ns: int, action: Callable[[], None]) -> None:
         """Run ``action`` after a random delay of half to all of ``delay_ns``."""
-        jittered = int(delay_ns * (0.5 + self.process.random.random() / 2))
-        self.process.heap.after(jittered, lambda: self.process.deliver(action))
+        self.process.after(int(delay_ns * (0.5 + self.process.random.random() / 2)), action)
 
     def join(self, backoff_ns: int, ticket: int = 0) -> None:
         """Ask one machine after the other to accept this process; ``ticket`` comes from an ``AskToConfirm``."""
@@ -207,9 +203,7 @@ class Courier:
             ask = ask_of(options, self.process.machine.state) if options.unit_sequences else None
             site, incarnation = self.process.site, session.incarnation
             self._ask(outer, lambda reply: outer.report(site, incarnation, ask, reply), answered)
-            self.process.heap.after(
-                self.process.plan.report_ns, lambda: self.process.deliver(lambda: self._report(session))
-            )
+            self.process.after(self.process.plan.report_ns, lambda: self._report(session))
 
     def send(self, key: Key) -> None:
         """Send an update until there is a definite answer; after a new join the machine asks for it again."""
@@ -235,8 +229,7 @@ class Courier:
                 if answer.fate is not None and self.process.alive:
                     self.process.handle(FateTold(answer.fate))
 
-        deadline_ns = CALL_DEADLINE_NS + transfer_ns
-        self._ask(outer, lambda reply: outer.push(update, value, transfer_ns, reply), answered, deadline_ns)
+        self._ask(outer, lambda reply: outer.push(update, value, transfer_ns, reply), answered, transfer_ns)
 
     def fetch(self, effect: Fetch) -> None:
         """Pull a newer version once: its down-links since the newest version here, or the whole values."""
@@ -412,13 +405,13 @@ class SiteProcess(SiteState):
         self.cursor += 1
         learned = [int(random.random() * 2000) - 900 for _ in self.theta]
         self.theta = [world.plus(theta, (gain, tokens, 0)) for theta, gain in zip(self.theta, learned, strict=True)]
-        if self.trouble.poisoned and random.random() < self.trouble.poisoned:
+        if self.trouble["poison"] and random.random() < self.trouble["poison"]:
             self.poisoned.add(int(random.random() * len(self.theta)))
         self.checkers.stepped(self, step_ns, learned)
         if self.step % self.plan.checkpoint_steps == 0:
             values = {name: copy.copy(getattr(self, name)) for name in KEPT}
             kept = Checkpoint(canonical(self.machine.snapshot()), values, tokens, step_ns)
-            self.heap.after(self.plan.checkpoint_ns, lambda: self.deliver(lambda: self._keep(kept)))
+            self.after(self.plan.checkpoint_ns, lambda: self._keep(kept))
         passes = self.passes
         self.at_rest = self.stopping and not passes  # An order to stop came during this step: it was the last.
         self.handle(StepDone(self.step, tokens, step_ns, self.cursor, passes=passes))
@@ -470,9 +463,7 @@ class SiteProcess(SiteState):
         poisoned = seal.fragment in self.poisoned
         self.sealing[seal.fragment, seal.sequence] = gradient
         self.checkers.sealed(self, seal, gradient)
-        self.heap.after(
-            self.plan.encode_ns, lambda: self.deliver(lambda: self._encoded(seal, gradient, poisoned=poisoned))
-        )
+        self.after(self.plan.encode_ns, lambda: self._encoded(seal, gradient, poisoned=poisoned))
 
     def _encoded(self, seal: Seal, gradient: Value, *, poisoned: bool) -> None:
         key = (seal.fragment, seal.sequence)
@@ -480,10 +471,10 @@ class SiteProcess(SiteState):
             self.handle(SealFailed(*key))
             return
         decoded = world.quantised(gradient, self.plan.quantum)
-        ruined = self.trouble.ruined > 0 and self.random.random() < self.trouble.ruined
+        ruined = self.trouble["ruin"] > 0 and self.random.random() < self.trouble["ruin"]
         content = f"{self.name}:{self.step}:{decoded[0]}:{decoded[1]}:{ruined}"
         norm, cosine = 0.8 + 0.4 * self.random.random(), 0.4 + 0.2 * self.random.random()
-        if self.trouble.outlying and self.random.random() < self.trouble.outlying:
+        if self.trouble["outlier"] and self.random.random() < self.trouble["outlier"]:
             if self.random.random() < 0.5:
                 norm *= 1e6
             else:

@@ -5,6 +5,7 @@ Also a site's arithmetic on them: measuring an update, and adopting a version.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 Key = tuple[int, int]
 Drawn = tuple[int, bool]
 """The unit of a sequence, and whether it was drawn again because the site had no new unit."""
+Trouble = defaultdict[str, float]
+"""The shares of steps that ruin the values ("poison"), of updates that arrive not finite ("ruin"), and of outlier
+updates ("outlier"); all end with the safety phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,6 @@ class SitePlan:
     """Whether the site is to end a finished run with its final versions."""
     ranks: bool = False
     """Whether the site has several ranks, which decide before a step ends whether to seal or adopt after it."""
-
-
-@dataclass(slots=True)
-class Trouble:
-    """The shares of steps that ruin the values, of updates that arrive not finite, and of outlier updates; all end with
-    the safety phase."""
-
-    poisoned: float = 0.0
-    ruined: float = 0.0
-    outlying: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +90,8 @@ class SiteState(Process):
     """One life of a learner, as its checkers see it."""
 
     def __init__(self, site: str, name: str, heap: Heap, side: Side) -> None:
-        super().__init__(lambda: None)
-        self.site, self.name, self.heap = site, name, heap
+        super().__init__(heap, lambda: None)
+        self.site, self.name = site, name
         self.plan, self.link, self.random, self.disk = side.plan, side.link, side.random, side.disk
         parts = range(self.plan.options.num_fragments)
         self.machine = LearnerSync(self.plan.options)

@@ -17,7 +17,7 @@ from diloco.sync.journal import HEADER, JournalError, chain_after, decode_record
 
 if TYPE_CHECKING:
     from diloco.sim.outer_disk import Replayer
-    from diloco.sim.outer_process import Machines, Seat
+    from diloco.sim.outer_process import Machines, Replicator, Seat
     from diloco.sim.world import Part
     from diloco.sync.leadership import Place
 
@@ -31,8 +31,8 @@ class StandbyProcess(Process):
     def __init__(self, machines: Machines, seat: Seat) -> None:
         assert machines.between is not None
         assert machines.plan.replication is not None
-        super().__init__(lambda: machines.died(seat, self))
-        self.heap, self.disk, self.checkers = machines.heap, seat.disk, machines.checkers
+        super().__init__(machines.heap, lambda: machines.died(seat, self))
+        self.disk, self.checkers = seat.disk, machines.checkers
         self.useless = False
         """Whether this folder can no longer follow: the standby then restarts on an empty one."""
         self._name, self._link, self._timeout_ns = seat.folder(), machines.between, machines.plan.replication.timeout_ns
@@ -55,8 +55,7 @@ class StandbyProcess(Process):
             self.checkers.resumed(self.disk.storage, journal_name(segment), self.disk.chain)
 
         def receive() -> None:
-            primary = self._other.process
-            replicator = primary.replicator if isinstance(primary, OuterProcess) else None
+            replicator = self._replicator()
             if replicator is not None:
                 replicator.process.deliver(lambda: replicator.follow(stream, chain, segment))
             else:
@@ -64,6 +63,11 @@ class StandbyProcess(Process):
 
         self._link.send(Direction.UP, receive, stream.broken)
         self._watch(stream)
+
+    def _replicator(self) -> Replicator | None:
+        """Return the other end of replication, if a syncer runs there."""
+        primary = self._other.process
+        return primary.replicator if isinstance(primary, OuterProcess) else None
 
     def _watch(self, stream: Stream) -> None:
         def look() -> None:
@@ -73,13 +77,13 @@ class StandbyProcess(Process):
                 else:
                     self._watch(stream)
 
-        self.heap.after(self._timeout_ns // 2, lambda: self.deliver(look))
+        self.after(self._timeout_ns // 2, look)
 
     def lost(self, stream: Stream) -> None:
         """The stream broke or the syncer fell silent: follow again after ``PAUSE_NS``."""
         if self._stream is stream:
             self._stream = None
-            self.heap.after(PAUSE_NS, lambda: self.deliver(self.follow))
+            self.after(PAUSE_NS, self.follow)
 
     def take(self, stream: Stream, part: Part) -> None:
         """Handle the stream's next part."""
@@ -101,8 +105,7 @@ class StandbyProcess(Process):
         place = self._place
 
         def receive() -> None:
-            primary = self._other.process
-            replicator = primary.replicator if isinstance(primary, OuterProcess) else None
+            replicator = self._replicator()
             if replicator is not None:
                 replicator.process.deliver(lambda: replicator.heard(stream, place))
 
@@ -134,7 +137,7 @@ class StandbyProcess(Process):
             try:
                 effects = self.replayer.apply(record)
             except JournalError as error:
-                raise Violation("replicated", f"the standby decides otherwise than the syncer: {error}") from error
+                raise Violation("Replicated", f"the standby decides otherwise than the syncer: {error}") from error
             for effect in effects:
                 if isinstance(effect, TellFate):
                     self.disk.decided(effect.site, effect.fate)

@@ -32,13 +32,12 @@ from diloco.sync.progress import combined, ledger_of
 from diloco.sync.state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from diloco.sim.checkers import Checker
     from diloco.sim.cluster import Syncers
     from diloco.sim.outer_process import OuterProcess
     from diloco.sim.site_process import SiteProcess
-    from diloco.sim.world import Process
     from diloco.sync.options import OuterOptions
     from diloco.sync.progress import Ledger
     from diloco.sync.state import OuterState
@@ -51,9 +50,20 @@ END_NS = 60 * SECOND_NS
 """The run must end and every site must leave within this time after the operator's drain."""
 EVENTS_MAX = 60_000
 DOWNS_MS = (50, 400, 2000, 6000)
+TROUBLES: Mapping[str, tuple[float, ...]] = {
+    "poison": (0.0, 0.02, 0.2),
+    "outlier": (0.0, 0.3, 0.6),
+    "ruin": (0.0, 0.1, 0.5),
+}
+"""The shares of a site's steps or updates that are drawn for ``Site.trouble``."""
 LINEAGES_MAX = 4
 ERRORS = (Violation, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """The exceptions that end a run: a violation, or a bug in the product or in the simulator."""
+
+
+APART = ("pairs_cut", "partly_reached", "undone")
+"""How often a site was cut off from one syncer while it reached another; sites that reached only some syncers when they
+started; accepted updates that a restore from a backup undid."""
 
 
 @dataclass(slots=True)
@@ -64,24 +74,25 @@ class Outcome:
     failure: str = ""
     checker: str = ""
     digest: str = ""
-    events: int = 0
-    simulated_ns: int = 0
-    restarts: int = 0
-    promotions: int = 0
     staleness_worst: int = 0
-    versions: int = 0
-    pairs_cut: int = 0
-    """Runs of several syncers: how often a site was cut off from one while it reached another."""
-    partly_reached: int = 0
-    """Runs of several syncers: sites that reached only some of them when they started."""
-    undone: int = 0
-    """Runs of several syncers: accepted updates that a restore from a backup undid."""
+    ran: Counter[str] = field(default_factory=Counter)
+    """Events, restarts, versions, promotions and simulated seconds.  In runs of several syncers also ``APART``."""
     faults: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
 
-    def apart(self) -> Counter[str]:
-        """Return the figures that only runs of several syncers have."""
-        return Counter(pairs_cut=self.pairs_cut, partly_reached=self.partly_reached, undone=self.undone)
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a seed decides: a run of one syncer, and how its fragments are divided where there are several."""
+
+    whole: SwarmPlan
+    faults: tuple[str, ...]
+    outers: tuple[OuterPlan, ...]
+    sites: tuple[tuple[SitePlan, ...], ...]
+    """For each site, its plan towards each syncer."""
+    reached_ns: tuple[tuple[int, ...], ...] = ()
+    """For several syncers: when each site first reaches each of them; 0: from its start.  Each site reaches one of them
+    from its start."""
 
 
 class Run(Cluster):
@@ -89,26 +100,14 @@ class Run(Cluster):
 
     events_max = EVENTS_MAX
 
-    def __init__(
-        self,
-        plan: SwarmPlan,
-        outers: Sequence[OuterPlan],
-        sites: Sequence[Sequence[SitePlan]],
-        faults: Sequence[str],
-        only: Sequence[type[Checker]],
-    ) -> None:
-        """``sites`` has for each site its plan towards each of ``outers``."""
-        seed, ways = plan.seed, [f"/{at}" for at, _ in enumerate(outers)] if len(outers) > 1 else [""]
-        self.plan, self.faults, self.random, self.outcome = plan, faults, Random(f"{seed}/faults"), Outcome(seed)
-        self.calm = False
-        self.histories = [History(outer) for outer in outers]
-        checkers = [
-            Checkers([*(kind(outer) for kind in only), history])
-            for outer, history in zip(outers, self.histories, strict=True)
-        ]
-        super().__init__(outers, checkers, [Random(f"{seed}/disk{way}") for way in ways])
-        for name, plans, weather in zip("abcdefgh"[: len(sites)], sites, plan.weathers, strict=True):
-            self.add_site(name, plans, weather, [Random(f"{seed}/{name}{way}") for way in ways])
+    def __init__(self, plan: RunPlan, only: Sequence[type[Checker]]) -> None:
+        self.plan, self.faults, seed = plan.whole, plan.faults, plan.whole.seed
+        ways = [f"/{at}" for at, _ in enumerate(plan.outers)] if len(plan.outers) > 1 else [""]
+        self.random, self.outcome, self.calm = Random(f"{seed}/faults"), Outcome(seed), False
+        checkers = [Checkers(outer, (*only, History)) for outer in plan.outers]
+        super().__init__(plan.outers, checkers, [Random(f"{seed}/disk{way}") for way in ways])
+        for name, site, weather in zip("abcdefgh"[: len(plan.sites)], plan.sites, self.plan.weathers, strict=True):
+            self.add_site(name, site, weather, [Random(f"{seed}/{name}{way}") for way in ways])
 
     def run(self) -> Outcome:
         """Run all phases, up to the first violation, and return the outcome."""
@@ -123,13 +122,15 @@ class Run(Cluster):
             if isinstance(error, Violation):
                 outcome.failure, outcome.checker = str(error), error.checker
             outcome.failure += f" (at {self.heap.now_ns / 1e9:.3f} s)"
-        outcome.digest = "".join(history.digest.hexdigest() for history in self.histories)
-        outcome.events, outcome.simulated_ns, outcome.restarts = self.heap.events, self.heap.now_ns, self.restarts
-        for syncers, history in zip(self.syncers, self.histories, strict=True):
-            outcome.promotions += syncers.promotions
-            outcome.versions += sum(syncers.versions())
-            outcome.fates.update(history.fates)
+        outcome.ran += Counter(
+            events=self.heap.events, restarts=self.restarts, simulated_seconds=self.heap.now_ns // SECOND_NS
+        )
+        for syncers in self.syncers:
+            outcome.ran += Counter(promotions=syncers.promotions, versions=sum(syncers.versions()))
             for checker in syncers.checkers.all:
+                if isinstance(checker, History):
+                    outcome.digest += checker.digest.hexdigest()
+                    outcome.fates += checker.fates
                 if isinstance(checker, Staleness):
                     outcome.staleness_worst = max(outcome.staleness_worst, checker.worst)
         return outcome
@@ -161,10 +162,12 @@ class Run(Cluster):
                 syncers.outer.machine, [site.parts[at] for site in self.sites.values() if site.parts]
             )
 
-    def wait_for(self, what: Callable[[], bool], for_ns: int, wrong: str) -> None:
-        """Run until ``what()`` is true; raise ``Violation`` with ``wrong`` when it is not within ``for_ns``."""
+    def wait_for(
+        self, what: Callable[[], bool], for_ns: int, wrong: str, must: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Run until ``what()`` is true; raise ``Violation`` with ``wrong`` if it is not in ``for_ns``, and ``must``."""
         self.heap.run_until(self.heap.now_ns + for_ns, lambda: self.too_much() or what())
-        if not what():
+        if not what() and must():
             raise Violation("liveness", f"{wrong}: {self.why()}")
 
     def rise(self, which: Sequence[Syncers], when: str, for_ns: int = RISE_NS) -> None:
@@ -172,17 +175,12 @@ class Run(Cluster):
         before = [syncers.versions() for syncers in which]
 
         def rose() -> bool:
-            pairs = [
-                pair
+            return all(
+                syncers.ended() or all(version > old for version, old in zip(syncers.versions(), was, strict=True))
                 for syncers, was in zip(which, before, strict=True)
-                for pair in zip(syncers.versions(), was, strict=True)
-                if not syncers.ended()
-            ]
-            return all(version > was for version, was in pairs)
+            )
 
-        self.heap.run_until(self.heap.now_ns + for_ns, lambda: self.too_much() or rose())
-        if not rose() and self.can_rise():
-            raise Violation("liveness", f"versions stand at {before} {when}: {self.why()}")
+        self.wait_for(rose, for_ns, f"versions stand at {before} {when}", self.can_rise)
 
     def can_rise(self) -> bool:
         """Return whether there are enough sites for a round; in a run of several syncers no site leaves early."""
@@ -254,9 +252,11 @@ class Run(Cluster):
             case "outer_freeze":
                 if syncers.outer is None:
                     return False
-                self._freeze_for_a_while([syncers.outer])
+                syncers.outer.freeze(self._down_ns())
             case "freeze":  # All parts of a site together: they stand for one process of its machine.
-                self._freeze_for_a_while(list(site.parts))
+                for_ns = self._down_ns()
+                for part in site.parts:
+                    part.freeze(for_ns)
             case "partition" | "half_partition":
                 half = kind == "half_partition"
                 link.cut(*((self.random.choice(tuple(Direction)),) if half else Direction))
@@ -267,7 +267,7 @@ class Run(Cluster):
 
                 def clear() -> None:
                     if not self.calm:
-                        link.weather = dataclasses.replace(usual)
+                        link.weather = usual
 
                 self.heap.after(self._down_ns(), clear)
             case "kill":
@@ -276,22 +276,12 @@ class Run(Cluster):
                 raise LookupError(kind)
         return True
 
-    def _freeze_for_a_while(self, processes: Sequence[Process]) -> None:
-        for process in processes:
-            process.frozen = True
-
-        def thaw() -> None:
-            for process in processes:
-                process.thaw()
-
-        self.heap.after(self._down_ns(), thaw)
-
 
 class Swarm(Run):
     """A run of one syncer, perhaps with a standby."""
 
     def __init__(self, plan: SwarmPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
-        super().__init__(plan, [plan.outer], [[site] for site in plan.sites], plan.faults, only)
+        super().__init__(RunPlan(plan, plan.faults, (plan.outer,), tuple((site,) for site in plan.sites)), only)
 
     def liveness(self) -> None:
         """Check that versions rise and that the standby catches up."""
@@ -332,12 +322,8 @@ class Swarm(Run):
                     syncers.back_up()
                     return False
                 syncers.restore()
-            case "poison":
-                site.trouble.poisoned = random.choice((0.0, 0.02, 0.2))
-            case "outlier":
-                site.trouble.outlying = random.choice((0.0, 0.3, 0.6))
-            case "ruin":
-                site.trouble.ruined = random.choice((0.0, 0.1, 0.5))
+            case "poison" | "outlier" | "ruin":
+                site.trouble[kind] = random.choice(TROUBLES[kind])
             case "word":
                 return outer is not None and self._decide_for_an_operator(outer)
             case "drain":  # Drain in mid-run; once all sites have left, restart the syncer and the sites.
@@ -388,20 +374,7 @@ AGES_MS = (400, 2000, 6000, 12_000)
 """The possible ages of a backup when a syncer is restored from it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeveralPlan:
-    """What a seed decides: a run of one syncer, and how its fragments are divided among several."""
-
-    whole: SwarmPlan
-    outers: tuple[OuterPlan, ...]
-    sites: tuple[tuple[SitePlan, ...], ...]
-    """For each site, its plan towards each syncer."""
-    reached_ns: tuple[tuple[int, ...], ...]
-    """When each site first reaches each syncer; 0: from its start.  Each site reaches one of them from its start."""
-    faults: tuple[str, ...]
-
-
-def draw_several(seed: int) -> SeveralPlan:
+def draw_several(seed: int) -> RunPlan:
     """Draw the plan of ``seed``, deterministically; never in lock-step, and without standbys."""
     whole, random = draw_plan(seed), Random(f"{seed}/several")
     sizes = [random.randint(1, 2) for _ in range(random.choice((2, 2, 3)))]
@@ -413,12 +386,12 @@ def draw_several(seed: int) -> SeveralPlan:
     options = dataclasses.replace(whole.outer.options, run_ns=0, token_budget=budget)
     outers = [_outer(whole.outer, options, size, leases=index == 0) for index, size in enumerate(sizes)]
     split = ("split",) if apart.random() < 0.6 else ()
-    return SeveralPlan(
+    return RunPlan(
         whole,
+        tuple(kind for kind in whole.faults if kind in FAULTS) + split or ("outer_crash",),
         tuple(outers),
         tuple(_site(site, sizes, total) for site in whole.sites),
         tuple(_reached_ns(apart, start_ns, len(sizes)) for start_ns in whole.starts_ns),
-        tuple(kind for kind in whole.faults if kind in FAULTS) + split or ("outer_crash",),
     )
 
 
@@ -456,12 +429,12 @@ class Several(Run):
 
     events_max = 2 * EVENTS_MAX
 
-    def __init__(self, plan: SeveralPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
+    def __init__(self, plan: RunPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
         self.tokens_undone: Counter[tuple[str, int, int]] = Counter()
         """By site, syncer and fragment: tokens merged after the backup from which the syncer was restored."""
-        super().__init__(plan.whole, plan.outers, plan.sites, plan.faults, only)
+        super().__init__(plan, only)
         for site, reached_ns in zip(self.sites.values(), plan.reached_ns, strict=True):
-            self.outcome.partly_reached += any(reached_ns)
+            self.outcome.ran["partly_reached"] += any(reached_ns)
             for side, instant_ns in zip(site.sides, reached_ns, strict=True):
                 if instant_ns:
                     side.link.cut(*Direction)
@@ -507,7 +480,7 @@ class Several(Run):
         for site in sites:
             away = self.random.randrange(len(self.syncers))
             site.sides[away].link.cut(*Direction)
-            self.outcome.pairs_cut += 1
+            self.outcome.ran["pairs_cut"] += 1
             if site not in needs_all:
                 reach.update(at for at, _ in enumerate(self.syncers) if at != away)
         enough = [syncers for at, syncers in enumerate(self.syncers) if reach[at] >= needed(options)]
@@ -533,7 +506,7 @@ class Several(Run):
     def require(self, holds: bool, *parts: object) -> None:
         """Raise ``Violation`` with ``parts`` unless it ``holds``."""
         if not holds:
-            raise Violation("across", " ".join(str(part) for part in parts))
+            raise Violation("across", *parts)
 
     def stepped(self, parts: Sequence[SiteProcess]) -> None:
         """All training parts of a site, and their machines, have made the same steps, whichever syncers they reach."""
@@ -583,7 +556,7 @@ class Several(Run):
                 for far in self.syncers:
                     if far is not near and self.random.random() < 0.6:
                         super().inject("partition", far, each)
-                        self.outcome.pairs_cut += 1
+                        self.outcome.ran["pairs_cut"] += 1
             return True
         if kind == "restore":  # Copy a syncer's disk, and restore the copy later, when the sites are ahead of it.
             if syncers.outer is not None and syncers.lineage <= LINEAGES_MAX:
@@ -605,7 +578,7 @@ class Several(Run):
                 kept = now.sites[name].lines[index].tokens_merged if name in now.sites else 0
                 self.tokens_undone[name, at, index] += line.tokens_merged - kept
         self.outcome.faults["restore"] += 1
-        self.outcome.undone += acknowledged(was.machine.state) - acknowledged(now)
+        self.outcome.ran["undone"] += acknowledged(was.machine.state) - acknowledged(now)
 
 
 def acknowledged(state: OuterState) -> int:

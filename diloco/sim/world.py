@@ -23,17 +23,19 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.sync.events import Fate, JoinAnswered, UpdateArrived
-from diloco.sync.journal import JournalError
+from diloco.sync.journal import JournalError, canonical
 from diloco.sync.leadership import Claim, Place, Standing, next_standing, refusal
 from diloco.sync.options import HealthOptions, OuterOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from random import Random
 
     from diloco.sync.effects import AnswerJoin, Seal
@@ -121,7 +123,8 @@ HELD_MAX = 64
 """How many messages one direction of a cut link holds; later ones are lost, as in a full socket buffer."""
 
 
-Message = tuple["Callable[[], None]", "Callable[[], None] | None"]
+Message = tuple[Callable[[], None], Callable[[], None] | None]
+Reply = Callable[[object], None]
 
 
 class Heap:
@@ -161,7 +164,7 @@ class Direction(Enum):
     DOWN = "down"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Weather:
     """How a link behaves while it is not cut.
 
@@ -421,11 +424,8 @@ class Storage:
             file = new if old is new or random.random() < 0.5 else old
             if file is not None:
                 found[name] = file
-        lost: list[File] = []
-        for file in found.values():
-            if not any(file is each for each in lost):
-                file.lose(random)
-                lost.append(file)
+        for file in {id(file): file for file in found.values()}.values():  # Once, whatever names it has.
+            file.lose(random)
         self._names, self._synced = found, dict(found)
 
     def rot(self, random: Random) -> bool:
@@ -447,16 +447,17 @@ class Storage:
         self.rotten = []
 
 
-def sealed(data: bytes) -> bytes:
-    """Return ``data`` with its digest in front."""
+def sealed(value: object) -> bytes:
+    """Return ``value`` as JSON with its digest in front."""
+    data = canonical(value)
     return hashlib.sha256(data).digest()[:SEAL_BYTES] + data
 
 
-def unsealed(name: str, data: bytes) -> bytes:
-    """Return the data that ``sealed`` was given; raise ``Damaged`` with the file's name when the digest differs."""
+def unsealed(name: str, data: bytes) -> Any:
+    """Return the value that ``sealed`` was given; raise ``Damaged`` with the file's name when the digest differs."""
     if hashlib.sha256(data[SEAL_BYTES:]).digest()[:SEAL_BYTES] != data[:SEAL_BYTES]:
         raise Damaged(f"{name} is damaged")
-    return data[SEAL_BYTES:]
+    return json.loads(data[SEAL_BYTES:])
 
 
 class Died(Exception):
@@ -466,7 +467,8 @@ class Died(Exception):
 class Process:
     """A simulated process; ``deliver`` is the only way to run an action in it."""
 
-    def __init__(self, on_death: Callable[[], None]) -> None:
+    def __init__(self, heap: Heap, on_death: Callable[[], None]) -> None:
+        self.heap = heap
         self.alive = True
         self.frozen = False
         """Whether it is stopped as by SIGSTOP: actions are queued until ``thaw``, and none is lost."""
@@ -495,6 +497,15 @@ class Process:
             self._on_death()
         finally:
             self._inside = False
+
+    def after(self, delay_ns: int, action: Callable[[], None]) -> None:
+        """Run ``action`` in this process in ``delay_ns``."""
+        self.heap.after(delay_ns, lambda: self.deliver(action))
+
+    def freeze(self, for_ns: int) -> None:
+        """Stop for ``for_ns``."""
+        self.frozen = True
+        self.heap.after(for_ns, self.thaw)
 
     def thaw(self) -> None:
         """Continue, running the queued actions first."""
@@ -542,13 +553,7 @@ class Lease:
         return epoch == self.standing.epoch
 
 
-def ask(
-    link: Link,
-    process: Process,
-    request: Callable[[Callable[[object], None]], None],
-    answered: Callable[[object], None],
-    deadline_ns: int,
-) -> None:
+def ask(link: Link, process: Process, request: Callable[[Reply], None], answered: Reply, deadline_ns: int) -> None:
     """Run ``request`` at the other end of ``link``; it may reply through its argument.
 
     Runs ``answered`` once, with the reply or, after ``deadline_ns``, with None, unless ``process`` dies.
@@ -564,7 +569,7 @@ def ask(
         link.send(Direction.DOWN, lambda: process.deliver(lambda: settle(answer)))
 
     link.send(Direction.UP, lambda: request(reply))
-    link.heap.after(deadline_ns, lambda: process.deliver(lambda: settle(None)))
+    process.after(deadline_ns, lambda: settle(None))
 
 
 class LeaseLine:
@@ -575,11 +580,11 @@ class LeaseLine:
         self.machine = 1
         """Changes when the machine is lost: messages that the old machine sent are dropped."""
 
-    def ask(self, process: Process, request: Callable[[Lease], object], answered: Callable[[object], None]) -> None:
+    def ask(self, process: Process, request: Callable[[Lease], object], answered: Reply) -> None:
         """As the function ``ask``, with the lease; the request is dropped if this machine is lost before it arrives."""
         machine = self.machine
 
-        def receive(reply: Callable[[object], None]) -> None:
+        def receive(reply: Reply) -> None:
             if machine == self.machine:
                 reply(request(self.lease))
 

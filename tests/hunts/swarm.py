@@ -51,15 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     fates: Counter[str] = Counter()
     staleness_worst = 0
     for outcome in outcomes(wanted, asked.jobs, asked.syncers):
-        totals += Counter(
-            seeds=1,
-            events=outcome.events,
-            restarts=outcome.restarts,
-            versions=outcome.versions,
-            promotions=outcome.promotions,
-            simulated_seconds=outcome.simulated_ns // 1_000_000_000,
-        )
-        totals += outcome.apart()
+        totals["seeds"] += 1
+        totals += outcome.ran
         faults += outcome.faults
         fates += outcome.fates
         staleness_worst = max(staleness_worst, outcome.staleness_worst)

@@ -33,7 +33,7 @@ class Small:
     ) -> None:
         options = OuterOptions(num_fragments=2, grace_ns=0, grace="fixed", **outer)
         plan = OuterPlan(options, OuterRule(), merge_ns=5 * MILLISECOND_NS, replication=replication)
-        self.cluster = Cluster([plan], [Checkers([kind(plan) for kind in CHECKERS])], [Random("disk")])
+        self.cluster = Cluster([plan], [Checkers(plan, CHECKERS)], [Random("disk")])
         (self.syncers,) = self.cluster.syncers
         self.syncers.start()
         given = {"num_fragments": 2, "inner_steps": 4} | (learner or {})

@@ -21,10 +21,8 @@ HOOKS = [name for name in vars(Checker) if not name.startswith("_") and name not
 
 
 class Noting(Checker):
-    name = "noting"
-
-    def __init__(self) -> None:
-        super().__init__(PLAN)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.seen: list[object] = []
 
     def recovered(self, machine: OuterSync) -> None:
@@ -35,14 +33,13 @@ def test_every_hook_reaches_the_checkers_that_have_it() -> None:
     for hook in HOOKS:
         seen: list[tuple[object, ...]] = []
         having = type("Having", (Checker,), {hook: lambda self, *what, seen=seen: seen.append(what)})
-        getattr(Checkers([Checker(PLAN), having(PLAN)]), hook)("this", 1)
+        getattr(Checkers(PLAN, [Checker, having]), hook)("this", 1)
         assert seen == [("this", 1)], f"no checker would ever hear of {hook}"
 
 
 def test_a_restore_sets_the_books_of_the_disk_back() -> None:
-    one, other = Noting(), Noting()
-    one.of_the_disk = ("seen",)  # type: ignore[misc]
-    checkers = Checkers([one, other])
+    checkers = Checkers(PLAN, [type("OfTheDisk", (Noting,), {"of_the_disk": ("seen",)}), Noting])
+    one, other = (each for each in checkers.all if isinstance(each, Noting))
     checkers.recovered(OuterSync(OPTIONS))
     checkers.back_up()
     one.seen.append("later")

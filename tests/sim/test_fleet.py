@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from diloco.sim.fleet import COLLECT_EVERY, EndlessError, Fleet, RegionalSyncer, simulate
+from diloco.sim.fleet import COLLECT_EVERY, EndlessError, Fleet, RegionalSyncer, Site, simulate
+from diloco.sim.fleet_link import Arrivals, carry_ns, fetch_bytes, to_ns
 from diloco.sim.fleet_plan import FleetFault, FleetPlan, FleetResult, FleetSite, Region, RegionPlan
-from diloco.sim.fleet_site import Arrivals, Site, carry_ns, fetch_bytes, to_ns
 from diloco.sync import effects as fx
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 from diloco.sync.region import standing
@@ -231,6 +231,12 @@ def test_behind_a_cut_link_a_site_trains_on_and_its_updates_come_late() -> None:
     assert found.sites[0].rounds == pytest.approx(150, abs=3)
     assert found.sites[1].rounds == pytest.approx((3600 - 1000) / 24, abs=4)
     assert found.sites[1].tokens_merged > 3500, "and nothing of it is lost"
+
+
+def test_a_site_whose_link_is_cut_before_its_join_crosses_it_joins_after_that() -> None:
+    found = simulate(with_fault(FleetFault(kind="cut", site=1, at_s=999.0, lasts_s=60.0), starts_s=1000.0))
+    assert found.sites[1].steps == pytest.approx(3600 - 1060, abs=3)
+    assert found.sites[1].waited_s == pytest.approx(59.5, abs=1)
 
 
 def test_a_syncer_that_does_nothing_holds_back_versions_and_nobody_who_trains() -> None:

@@ -69,10 +69,10 @@ def check_that_it_counts(outcomes: list[Outcome]) -> None:
     fates: Counter[str] = sum((each.fates for each in outcomes), Counter())
     wanted = {*GENTLE, *HARSH, *PAIR}
     assert set(faults) == wanted, f"never injected: {sorted(wanted - set(faults))}"
-    assert sum(each.promotions for each in outcomes) > len(outcomes) // 20
+    assert sum(each.ran["promotions"] for each in outcomes) > len(outcomes) // 20
     assert fates["merged"] > 20 * len(outcomes), fates
     assert {"merged", "stale", "non_finite", "evicted"} <= set(fates), fates
-    assert sum(each.restarts for each in outcomes) > len(outcomes)
+    assert sum(each.ran["restarts"] for each in outcomes) > len(outcomes)
     assert max(each.staleness_worst for each in outcomes) >= 4
 
 

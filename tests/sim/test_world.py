@@ -61,7 +61,7 @@ def test_an_answer_or_a_change_that_comes_late_or_from_a_lost_machine_is_thrown_
     heap, lease = a_lease()
     line = LeaseLine(lease, Link(heap, Random(0), Weather(10 * MILLISECOND_NS)))
     seen: list[object] = []
-    process = Process(lambda: None)
+    process = Process(heap, lambda: None)
 
     def ask_for_the_last() -> None:
         line.ask(process, lambda lease: lease.last, seen.append)
@@ -132,7 +132,7 @@ def test_a_cut_link_delivers_some_of_a_bounded_number_after_the_heal_and_a_loss_
 
 def test_a_frozen_process_does_everything_after_the_thaw_in_order_and_a_dead_one_nothing() -> None:
     seen: list[int] = []
-    process = Process(lambda: seen.append(-1))
+    process = Process(Heap(), lambda: seen.append(-1))
     process.frozen = True
     process.deliver(lambda: seen.append(1))
     process.deliver(lambda: seen.append(2))
@@ -149,7 +149,7 @@ def test_a_frozen_process_does_everything_after_the_thaw_in_order_and_a_dead_one
     def die() -> None:
         raise Died("here")
 
-    process = Process(lambda: seen.append(-1))
+    process = Process(Heap(), lambda: seen.append(-1))
     process.deliver(die)
     process.deliver(lambda: seen.append(5))
     assert (seen, process.alive) == ([1, 2, -1], False), "one that dies in the middle says so"
@@ -205,8 +205,8 @@ def test_rot_is_one_bit_until_it_is_mended() -> None:
 
 
 def test_a_seal_shows_every_flip_and_a_missing_file_is_damage() -> None:
-    whole = sealed(b"data")
-    assert unsealed("a", whole) == b"data"
+    whole = sealed("data")
+    assert unsealed("a", whole) == "data"
     for place in range(8 * len(whole)):
         broken = bytearray(whole)
         broken[place // 8] ^= 1 << place % 8

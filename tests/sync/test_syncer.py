@@ -170,7 +170,6 @@ class Book:
         deadline_ns = syncer.machine.next_deadline_ns()
         effects = syncer.handle(event)
         for checker in self.checkers:
-            checker.handled(effects, syncer.machine)
             checker.outer(syncer.now_ns, event, effects, syncer.machine)
         if isinstance(event, ev.UpdateArrived) and of(fx.AnswerPush, effects)[0].outcome is not Outcome.ACCEPTED:
             assert isinstance(before, dict), "the header alone was admitted"
