@@ -26,9 +26,9 @@ from diloco.observe.view import Facts, PlainView
 from diloco.runs.process import SAME_REQUEST_S, Child, Interrupts, child_environment
 from diloco.runs.scenario import Step
 from diloco.runs.up import (
+    OneSyncer,
     Outcome,
     StatusWatch,
-    StatusWatches,
     Up,
     UpOptions,
     check_syncers,
@@ -79,6 +79,7 @@ class Stage:
         self.history = RunHistory()
         self.log = EventLog(self.run_dir.events, "up")
         self.watch = Watch()
+        self.watches: list[Any] = [self.watch]
         self.out = io.StringIO()
         self.relay: RelayProcess | None = None
         self.over = threading.Event()
@@ -89,7 +90,7 @@ class Stage:
         self.options = UpOptions(
             sites={name: [] for name, child in self.children.items() if child.is_site},
             links={},
-            address="127.0.0.1:1",
+            syncers=[OneSyncer("syncer", "127.0.0.1:1", self.run_dir, "diloco restore")],
             steps=list(steps),
             layout=[100],
             references={"xz": 1.7},
@@ -111,7 +112,7 @@ class Stage:
             with Interrupts() as interrupts, view:
                 user.start()
                 try:
-                    return up.run(view, self.watch, interrupts)  # type: ignore[arg-type]
+                    return up.run(view, self.watches, interrupts)
                 finally:
                     self.over.set()
                     user.join()
@@ -194,15 +195,16 @@ def test_who_cannot_start_ends_it_all_with_its_code_and_words(tmp_path: Path) ->
 def test_a_run_whose_syncer_lost_its_data_can_be_stopped(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
     stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "loses_after": 0.3})
-    stage.options.restore = "diloco restore runs/x --from vault"
+    how = "diloco restore runs/x --from vault"
+    stage.options.syncers = [OneSyncer("syncer", "127.0.0.1:1", stage.run_dir, how)]
     outcome = stage.play(lambda: stage.seen("lost"))
-    assert outcome.wrong == [f"the syncer's data are gone: {stage.options.restore}, then the same command"]
+    assert outcome.wrong == [f"the syncer's data are gone: {how}, then the same command"]
     (death,) = stage.seen("process", unasked=True)
     assert death["why"] == "diloco syncer: runs/x/syncer is gone"
     assert len(stage.seen("process", name="syncer", state="started")) == 1, "it was not started in vain"
     said = stage.out.getvalue()
     assert f"the syncer's data in {stage.run_dir.syncer} are gone; the sites train on without it" in said
-    assert f"type:  {stage.options.restore}" in said
+    assert f"type:  {how}" in said
     assert stage.left == []
 
 
@@ -229,7 +231,11 @@ def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
 
 def test_one_interrupt_drains_and_everybody_ends_in_order(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
+    other = Mock(latest=None, drain_accepted=True, drain_refused="")
+    stage.watches.append(other)
     stage.play(stage.has_begun)
+    other.drain.assert_called_once_with()
+    other.hurry.assert_called()
     assert stage.history.ending == "drained"
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
     assert stage.left == []
@@ -410,7 +416,7 @@ def test_what_two_syncers_say_is_what_one_would() -> None:
     first = {"fragments": [{}] * 3, "sites": {"a": {**site, "updates_refused": {"stale": 1}}}}
     late = {**site, "tokens_merged": 60, "tokens_processed": None, "updates_refused": {"stale": 2}}
     other = {"fragments": [{}], "sites": {"a": late, "b": site}}
-    told = together([first, other])
+    told = together([first, None, other])
     assert told is not None
     sites: Any = told["sites"]
     assert sites["a"] == {
@@ -422,22 +428,5 @@ def test_what_two_syncers_say_is_what_one_would() -> None:
         "updates_refused": {"stale": 3},
     }
     assert sites["b"]["tokens_merged"] == 25, "one that the other syncer does not know has merged nothing there"
-    assert together([]) is None
-
-
-def test_all_syncers_are_drained() -> None:
-    pair = [Mock(latest=None, drain_accepted=False, drain_refused="") for _ in range(2)]
-    watches = StatusWatches(pair)  # type: ignore[arg-type]
-    assert watches.latest is None
-    for told in ("drain", "hurry", "close"):
-        getattr(watches, told)()
-        for each in pair:
-            getattr(each, told).assert_called_once_with()
-    pair[0].drain_accepted = True
-    assert not watches.drain_accepted
-    pair[1].drain_accepted = True
-    assert watches.drain_accepted
-    pair[1].drain_refused = "an admin's token, please"
-    assert watches.drain_refused == "an admin's token, please"
-    watches.drain_refused = ""
-    assert not watches.drain_refused
+    assert together([None, None]) is None
+    assert together([first]) is first
