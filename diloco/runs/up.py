@@ -23,7 +23,7 @@ from diloco.config.schema import SyncerSection
 from diloco.observe.eventlog import EventLog, event_blocks, new_events
 from diloco.runs.process import Child, end_all, verb
 from diloco.runs.scenario import Faults, Schedule, Step, late_sites, not_yet_played, site_of
-from diloco.wan.process import RelayDiedError
+from diloco.wan.process import ChildDiedError
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused, Unreachable
 
@@ -145,7 +145,7 @@ class Up:
             while not self._over():
                 self._turn(view, watches, interrupts)
                 time.sleep(TICK_S)
-        except RelayDiedError as error:
+        except ChildDiedError as error:
             raise VerbError(ExitCode.FAILED, str(error)) from error
         finally:
             for name in sorted(self._lost):
