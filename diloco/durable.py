@@ -329,16 +329,6 @@ class KillingDisk(Disk):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def armed_disk(text: str) -> Disk:
-    """Return the disk for ``text``: ``"journal.sync:7"`` kills at that passage, ``""`` is the plain disk."""
-    if not text:
-        return PLAIN_DISK
-    name, _, passage = text.partition(":")
-    if name not in set(Step) or not passage.isascii() or not passage.isdigit() or int(passage) < 1:
-        raise ValueError(f"{text!r} is no place to be killed at: a step and a passage, like journal.sync:7")
-    return KillingDisk(Step(name), int(passage))
-
-
 def write_file(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None:
     """Replace a file that no acknowledgement depends on, atomically and never with more permissions than ``mode``."""
 

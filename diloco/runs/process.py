@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.durable import armed_disk
+from diloco.durable import PLAIN_DISK, KillingDisk, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -90,7 +90,7 @@ class Child:
 
     def ended(self) -> bool:
         """Return whether it has ended since the last call; sets ``code`` to its exit code (negative for a signal)."""
-        if self._process is None or self.code is not None:
+        if self._process is None or not self.running:
             return False
         self.code = self._process.poll()
         return self.code is not None
@@ -289,10 +289,13 @@ def disk_from_environment() -> Disk:
     ``DILOCO_KILL_AT=journal.sync:7 diloco syncer ...`` ends that process by SIGKILL at the seventh passage of the step
     ``journal.sync`` (``diloco.durable.Step`` lists them).  Every operation counts twice, before and after it.
     """
-    try:
-        return armed_disk(os.environ.get(KILL_VARIABLE, ""))
-    except ValueError as error:
-        raise ConfigError(f"{KILL_VARIABLE}: {error}") from error
+    if not (text := os.environ.get(KILL_VARIABLE, "")):
+        return PLAIN_DISK
+    name, _, passage = text.partition(":")
+    if name not in set(Step) or not passage.isascii() or not passage.isdigit() or int(passage) < 1:
+        told = f"{text!r} is no place to be killed at: a step and a passage, like journal.sync:7"
+        raise ConfigError(f"{KILL_VARIABLE}: {told}")
+    return KillingDisk(Step(name), int(passage))
 
 
 SAME_REQUEST_S = 0.2

@@ -26,7 +26,7 @@ from multiprocessing import AuthenticationError
 from typing import TYPE_CHECKING, Any
 
 from diloco.config import compose as configs
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.durable import write_file
 from diloco.learner.ranks import NEAR, Door, knock
 from diloco.runs.process import descendants
@@ -173,19 +173,16 @@ class Another(Machine):
     def run(self) -> tuple[ExitCode, str]:
         """Return how the site ended, as machine 0 reports it; VerbError where it failed, or machine 0 stays away."""
         site, why = self._config.site, ""
-        try:
-            while True:
-                line = self._reach(why)
-                try:
-                    end = self._obey(line)
-                    break
-                except Gone as gone:
-                    why = f"machine 0 went away ({gone})"
-                finally:
-                    self._ranks.kill()
-                    line.close()
-        finally:
-            self._ranks.kill()
+        while True:
+            line = self._reach(why)
+            try:
+                end = self._obey(line)
+                break
+            except Gone as gone:
+                why = f"machine 0 went away ({gone})"
+            finally:
+                self._ranks.kill()
+                line.close()
         code = ExitCode(end.code)
         if code in (ExitCode.OK, ExitCode.DRAINED):
             return code, end.text
@@ -447,14 +444,10 @@ def differs(first: Mapping[str, str], other: Mapping[str, str]) -> str:
 def check_machines(config: RunConfig) -> None:
     """Raise ConfigError for settings of this site's machines that are impossible."""
     site = config.site
-    if site.nodes < 1:
-        raise ConfigError(f"site.nodes is {site.nodes}: at least 1")
-    if not 0 <= site.node_rank < site.nodes:
-        raise ConfigError(
-            f"site.node_rank is {site.node_rank}: from 0 to {site.nodes - 1}, with site.nodes={site.nodes}"
-        )
-    if not 0 < site.nodes_wait_s < 1e9:
-        raise ConfigError(f"site.nodes_wait_s is {site.nodes_wait_s!r}: seconds, more than 0")
+    require(site.nodes >= 1, "site.nodes", site.nodes, "at least 1")
+    ranks = f"from 0 to {site.nodes - 1}, with site.nodes={site.nodes}"
+    require(0 <= site.node_rank < site.nodes, "site.node_rank", site.node_rank, ranks)
+    require(0 < site.nodes_wait_s < 1e9, "site.nodes_wait_s", site.nodes_wait_s, "seconds, more than 0")
     if site.nodes > 1:
         rendezvous_of(config)
 
@@ -462,9 +455,9 @@ def check_machines(config: RunConfig) -> None:
 def rendezvous_of(config: RunConfig) -> tuple[str, int]:
     """Return host and port at which the machines meet; ConfigError for an invalid ``site.rendezvous``."""
     host, colon, port = config.site.rendezvous.rpartition(":")
-    if not host or not colon or not port.isdecimal() or int(port) >= 1 << 16:
-        told = "HOST:PORT of machine 0, as the others reach it (port 0: the system chooses)"
-        raise ConfigError(f"site.rendezvous is {config.site.rendezvous!r}: {told}, with site.nodes={config.site.nodes}")
+    told = "HOST:PORT of machine 0, as the others reach it (port 0: the system chooses)"
+    good = bool(host and colon) and port.isdecimal() and int(port) < 1 << 16
+    require(good, "site.rendezvous", config.site.rendezvous, f"{told}, with site.nodes={config.site.nodes}")
     return host.strip("[]"), int(port)
 
 

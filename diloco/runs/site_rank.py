@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,7 +196,7 @@ def _lead(
     from diloco.learner.transfer import JoinFailed
     from diloco.runs.site_agent import join_text
 
-    try:
+    with closing(agent):
         try:
             cursor = agent.start()
         except JoinFailed as error:
@@ -210,22 +210,18 @@ def _lead(
         trainer.run(after_step=agent.after_step, extra_state=agent.state)
         _compare_ranks(holding, emit)
         finished = agent.finish()
-    finally:
-        agent.close()
     return ending(config.site.id, finished, resumed.step if resumed else None)
 
 
 def _follow(trainer: Trainer, follower: Follower, holding: Holding, stopping: Stopping) -> None:
     """Run any other rank; only rank 0 acts on a request to stop."""
     stopping.ask(lambda: None)
-    try:
+    with closing(follower):
         follower.follow()
         trainer.skip_data(trainer.group.broadcast_small([])[0])
         trainer.run(after_step=follower.after_step, extra_state=follower.state)
         _compare_ranks(holding, silent)
         follower.finish()
-    finally:
-        follower.close()
 
 
 def _compare_ranks(holding: Holding, emit: Emit) -> None:
