@@ -91,16 +91,6 @@ class Warm:
         return cls(told["step"], parts["values"], parts["inner"], told["plain"], told["optimizer"])
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The global model at one time: nats per token on a fixed part of the validation text."""
-
-    progress: float
-    seconds: float
-    bytes_up: int
-    loss: float
-
-
 class _Training:
     """A trainer and its model, whose learning rate follows a ``progress`` that is set from outside."""
 
@@ -200,7 +190,8 @@ class TrainedFleet:
         self._encoding = config.codec.up
         self._points_wanted = points
         self.bytes_up, self.last_merge_s = 0, 0.0
-        self.points: list[Point] = []
+        self.points: list[list[float]] = []
+        """The ``Found.points`` so far."""
 
     def values(self) -> Mapping[str, Tensor]:
         """Return the newest versions by name, as the rule evaluates them: the parameters of one reused model."""
@@ -260,7 +251,7 @@ class TrainedFleet:
         self._sites_in[command.fragment] = len({part.site for part in command.contributions})
         self.last_merge_s, share = now_s, progress_ppm / 1e6
         if share * self._points_wanted >= len(self.points) + 1 and share < 1:
-            self.points.append(Point(share, now_s, self.bytes_up, self.score()))
+            self.points.append([share, now_s, self.bytes_up, self.score()])
 
 
 @torch.no_grad()
@@ -298,7 +289,6 @@ def run_cell(cell: Cell, folder: Path) -> Found:
     plan = _plan(cell, names)
     fleet = TrainedFleet(config, names, text, warm, cell.points)
     found = simulate(plan, fleet)
-    points = [[each.progress, each.seconds, each.bytes_up, each.loss] for each in fleet.points]
     trained = sum(site.steps for site in found.sites) * tokens_per_step(config)
     if trained < tokens:
         raise ConfigError(
@@ -311,7 +301,7 @@ def run_cell(cell: Cell, folder: Path) -> Found:
         row=cell.name,
         seed=cell.seed,
         loss=fleet.score(),
-        points=points,
+        points=fleet.points,
         tokens=trained,
         seconds=ended_s,
         bytes_up=fleet.bytes_up,

@@ -84,14 +84,7 @@ def place_from_environment() -> Place | None:
 def among_machines(place: Place, told: str) -> Place:
     """Return ``place`` among the ranks of all machines, from ``told``, the JSON of ``site_machines.place_of``."""
     words = json.loads(told)
-    return replace(
-        place,
-        rank=words["first"] + place.rank,
-        world=words["world"],
-        master_addr=words["host"],
-        master_port=words["port"],
-        restarts=words["start"],
-    )
+    return replace(place, rank=words.pop("first") + place.rank, **words)
 
 
 @contextmanager

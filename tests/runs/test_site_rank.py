@@ -52,7 +52,7 @@ def test_a_rank_knows_its_place_from_torchruns_variables(monkeypatch: pytest.Mon
 
 
 def test_among_several_machines_a_rank_has_the_place_that_diloco_site_says() -> None:
-    told = {"first": 8, "world": 16, "host": "node-a", "port": 4711, "start": 3}
+    told = {"first": 8, "world": 16, "master_addr": "node-a", "master_port": 4711, "restarts": 3}
     local = Place(rank=2, local_rank=2, world=8, master_addr="localhost", master_port=1)
     assert among_machines(local, json.dumps(told)) == Place(10, 2, 16, "node-a", 4711, restarts=3)
 
