@@ -101,7 +101,7 @@ class First(Machine):
             self._say(f"site {site.id}: {why}; all ranks are started again")
         while True:
             self._machines.attend(Order())
-            missing = [node for node in range(1, site.nodes) if node not in self._machines.lives]
+            missing = [node for node in range(1, site.nodes) if node not in self._machines.lines]
             reports = self._machines.reports.values()
             if not missing and all(report.running == NONE for report in reports):
                 return
@@ -124,7 +124,7 @@ class First(Machine):
         forget_ending(self._folder)
         # For this start alone: a rank of an earlier start that is still alive does not find it.
         store = OpenStore()
-        order, lives = Order(start, store.port), dict(self._machines.lives)
+        order, lines = Order(start, store.port), dict(self._machines.lines)
         self._ranks.start(0, place_of(self._config, NEAR, order))
         until, why = math.inf, ""
         while (code := self._ranks.code()) is None:
@@ -132,7 +132,7 @@ class First(Machine):
             if self._leaves():
                 # Repeatedly: rank 0 may not have written its process id yet when the request came.
                 self._told = tell_speaker(self._folder, self._told)
-            why = why or self._loss(start, lives)
+            why = why or self._loss(start, lines)
             if until == math.inf and (why or has_ended(self._folder)):
                 until = time.monotonic() + RANKS_END_S
             if time.monotonic() > until:
@@ -140,10 +140,10 @@ class First(Machine):
             time.sleep(PAUSE_S)
         return why or f"the ranks of machine 0 ended with code {code}, see {self._ranks.log}"
 
-    def _loss(self, start: int, lives: dict[int, int]) -> str:
+    def _loss(self, start: int, lines: dict[int, Line]) -> str:
         """Return why this start must end, from the other machines' reports; empty where it can continue."""
-        for node, life in lives.items():
-            if self._machines.lives.get(node) != life:
+        for node, line in lines.items():
+            if self._machines.lines.get(node) is not line:
                 return f"machine {node} went away"
             report = self._machines.reports[node]
             if report.ended == start and report.code:
@@ -162,7 +162,7 @@ class First(Machine):
         until = time.monotonic() + DISMISS_S
         while time.monotonic() < until:
             self._machines.attend(order)
-            if not self._machines.lives:
+            if not self._machines.lines:
                 return
             time.sleep(PAUSE_S)
 
@@ -336,14 +336,12 @@ class Machines:
     """The other machines, as machine 0 sees them.  A context."""
 
     def __init__(self, config: RunConfig, folder: SiteDir) -> None:
-        self.lives: dict[int, int] = {}
-        """For each machine that is there, the number of its connection: one that came back has a new number."""
+        self.lines: dict[int, Line] = {}
+        """The connection of each machine that is there: one that came back has another."""
         self.reports: dict[int, Report] = {}
         self._config, self._folder = config, folder
         self._settings = configs.as_text(config)
-        self._lines: dict[int, Line] = {}
         self._new: list[Line] = []
-        self._came = 0
 
     def __enter__(self) -> Machines:
         from diloco.wire.options import is_loopback
@@ -362,7 +360,7 @@ class Machines:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._folder.meeting.unlink(missing_ok=True)
-        for line in [*self._lines.values(), *self._new]:
+        for line in [*self.lines.values(), *self._new]:
             line.close()
         self._door.__exit__(kind, error, at)
 
@@ -380,7 +378,7 @@ class Machines:
                     self._take_in(line, words)
             except Gone:
                 line.close()
-        for node, line in list(self._lines.items()):
+        for node, line in list(self.lines.items()):
             try:
                 for words in line.heard():
                     self.reports[node] = Report(**words)
@@ -397,14 +395,13 @@ class Machines:
             line.close()
             return
         assert isinstance(node, int)
-        if node in self._lines:
+        if node in self.lines:
             self._drop(node)  # The same machine, started again.
-        self._came += 1
-        self._lines[node], self.lives[node], self.reports[node] = line, self._came, Report()
+        self.lines[node], self.reports[node] = line, Report()
 
     def _drop(self, node: int) -> None:
-        self._lines.pop(node).close()
-        del self.lives[node], self.reports[node]
+        self.lines.pop(node).close()
+        del self.reports[node]
 
 
 def reached(config: RunConfig, folder: SiteDir) -> Line:

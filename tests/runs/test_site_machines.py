@@ -387,11 +387,11 @@ def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 def come(meeting: Machines, folder: Path, node: int) -> Line:
     line = reached(three(f"site.node_rank={node}"), SiteDir(folder))
-    before = meeting.lives.get(node)
+    before = meeting.lines.get(node)
 
     def taken_in() -> bool:
         meeting.attend(Order())
-        return meeting.lives.get(node) not in (None, before)
+        return meeting.lines.get(node) not in (None, before)
 
     wait(taken_in, "the machine to be taken in")
     return line
@@ -399,9 +399,9 @@ def come(meeting: Machines, folder: Path, node: int) -> Line:
 
 def test_a_machine_that_has_come_back_is_another_and_its_line_of_before_ends(meeting: Machines, tmp_path: Path) -> None:
     before = come(meeting, tmp_path, 1)
-    life = meeting.lives[1]
+    life = meeting.lines[1]
     again = come(meeting, tmp_path, 1)  # The first does not know yet that the one before is no more.
-    assert meeting.lives[1] != life
+    assert meeting.lines[1] != life
     with pytest.raises(Gone):
         wait(lambda: bool(list(before.heard()) and False), "the end")
     for line in (before, again):
@@ -415,7 +415,7 @@ def test_who_says_nothing_or_is_cut_off_in_the_middle_of_a_word_is_gone(
     monkeypatch.setattr(site_machines, "SILENT_S", 0.0)
     time.sleep(0.001)
     meeting.attend(Order())
-    assert meeting.lives == {}
+    assert meeting.lines == {}
     monkeypatch.setattr(site_machines, "SILENT_S", 1.0)
     here, there = socket.socketpair()
     torn = Line(Connection(here.detach()))
@@ -439,7 +439,7 @@ def test_a_machine_of_a_number_that_is_taken_is_told_why(meeting: Machines, tmp_
 
     wait(answered, "an answer")
     assert str(told[0]["refused"]).startswith("site.node_rank is 0: from 1 to 2 beside machine 0")
-    assert meeting.lives == {}
+    assert meeting.lines == {}
     line.close()
 
 
