@@ -158,11 +158,10 @@ class RowResult:
     """A row over its seeds: its losses and, in ``off``, the relative difference from ``against`` with the same seed."""
 
     name: str
-    does: str
     losses: Mapping[int, float]
     off: Mapping[int, float]
     against: str
-    found: Sequence[Found] = field(default_factory=list)
+    found: Sequence[Found]
 
     @property
     def loss(self) -> float:
@@ -311,12 +310,9 @@ def code_digest() -> str:
 
 def kept(folder: Path, cell: Cell) -> Found | None:
     """Return the stored result of ``cell``, if any."""
-    path = folder / "cells" / f"{cell.digest}.json"
-    if not path.is_file():
-        return None
     try:
-        return Found(**json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError):  # Damaged: the cell is trained again.
+        return Found(**json.loads((folder / "cells" / f"{cell.digest}.json").read_text("utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):  # None, or damaged: the cell is trained again.
         return None
 
 
@@ -340,7 +336,7 @@ def lines(lab: Laboratory, found: Sequence[Found]) -> list[RowResult]:
         against = row.against or lab.reference
         other = losses.get(against, {}) if against != name else {}
         off = {seed: loss / other[seed] - 1 for seed, loss in losses[name].items() if seed in other}
-        made.append(RowResult(name, row.does, losses[name], off, against, by_row[name]))
+        made.append(RowResult(name, losses[name], off, against, by_row[name]))
     return made
 
 
@@ -407,9 +403,8 @@ def html(lab: Laboratory, lines: Sequence[RowResult]) -> str:
     shown = html_table(HEAD, [table_cells(line) for line in lines])
     seeds = sorted({seed for line in lines for seed in line.losses})
     tiles = [(str(len(lines)), "rows"), (str(len(seeds)), "seeds"), (count(tokens), "tokens")]
-    does = html_table(
-        ("row", "is", "settings"), [(line.name, line.does, " ".join(lab.rows[line.name].settings)) for line in lines]
-    )
+    rows = [(line.name, lab.rows[line.name]) for line in lines]
+    does = html_table(("row", "is", "settings"), [(name, row.does, " ".join(row.settings)) for name, row in rows])
     sections = [
         section("Beside each other", "", shown, TABLE),
         *pictures,
