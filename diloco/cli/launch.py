@@ -14,7 +14,6 @@ from diloco.config.arguments import load_config, settings_parser
 from diloco.config.compose import enough_sites
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.run_dir import name_run, run_dir_of
-from diloco.deploy.rendering import File
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,9 +36,9 @@ TOOLS: Mapping[str, str] = {"docker": "docker", "slurm": "sbatch", "kubernetes":
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The files of a launch, and the commands that submit them, to be called in the files' folder."""
+    """The files of a launch by name, and the commands that submit them, to be called in the files' folder."""
 
-    files: list[File]
+    files: dict[str, str]
     calls: list[list[str]]
     wheel: Path | None = None
     """The package to copy beside the files, if any."""
@@ -65,14 +64,14 @@ def main(arguments: Sequence[str]) -> ExitCode:
         raise VerbError(ExitCode.FAILED, why)
     launch = prepared(kind, config)
     if given.dry_run and given.to is None:
-        for file in launch.files:
-            print(f"# --- {file.name} ---\n{file.text}")
+        for name, text in launch.files.items():
+            print(f"# --- {name} ---\n{text}")
         return ExitCode.OK
     folder = given.to or run_dir_of(config).root / "launch" / kind
     write(folder, launch.files)
     if launch.wheel is not None:
         shutil.copy(launch.wheel, folder)
-    print(f"{folder}: {', '.join(file.name for file in launch.files)}")
+    print(f"{folder}: {', '.join(launch.files)}")
     return ExitCode.OK if given.dry_run else _call(launch.calls, folder, asks=not given.yes)
 
 
@@ -91,21 +90,21 @@ def prepared(kind: str, config: RunConfig) -> Launch:
     if kind != "kubernetes" and not has_syncer(config):
         listens = f"cluster.syncer.listen is {config.cluster.syncer.listen!r}"
         print(f"note: no files for the syncer, since other machines cannot reach it: {listens}", file=sys.stderr)
-    files = list(dict.fromkeys(file for each in found for file in way.files(each)))
+    files = {name: text for each in found for name, text in way.files(each).items()}
     return Launch(files, [way.call(each) for each in found], package(config).wheel if kind == "skypilot" else None)
 
 
-def write(folder: Path, files: Sequence[File]) -> None:
-    """Write ``files`` into ``folder``; ConfigError where a different file of the same name exists."""
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write ``files``, texts by name, into ``folder``; ConfigError where a different file of the same name exists."""
     from diloco.durable import write_file
 
-    for file in files:
-        path = folder / file.name
-        if path.exists() and path.read_text("utf-8", "replace") != file.text:
+    for name, text in files.items():
+        path = folder / name
+        if path.exists() and path.read_text("utf-8", "replace") != text:
             raise ConfigError(f"{path} exists with other content: remove it, or give another --to")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        write_file(folder / file.name, file.text.encode())
+    for name, text in files.items():
+        write_file(folder / name, text.encode())
 
 
 def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCode:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from math import ceil
 
-from diloco.deploy.rendering import File, Process, filled
+from diloco.deploy.rendering import Process, filled
 
 
-def files(process: Process) -> list[File]:
-    """Return the script and its settings."""
-    return [process.file(), File(f"{process.name}.sbatch", _script(process))]
+def files(process: Process) -> dict[str, str]:
+    """Return the script and its settings, by name."""
+    return {**process.file(), f"{process.name}.sbatch": _script(process)}
 
 
 def call(process: Process) -> list[str]:
