@@ -22,7 +22,6 @@ links to all of them.  Reading a file and playing it are pure; ``up`` carries ou
 
 from __future__ import annotations
 
-import difflib
 import signal
 from collections import Counter
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ import yaml  # type: ignore[import-untyped]
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
+from diloco.config.keys import nearest
 from diloco.config.placing import is_syncer, syncer_name
 from diloco.wan.link import LinkOptions
 
@@ -255,8 +255,8 @@ class _Reader:
     def _only(self, do: str, allowed: tuple[str, ...]) -> None:
         for name in self._values:
             if name not in allowed:
-                near = difflib.get_close_matches(name, allowed, 1)
-                hint = f"did you mean {near[0]}?" if near else f"{do} takes {', '.join(allowed)}"
+                near = nearest(name, list(allowed))
+                hint = f"did you mean {near}?" if near else f"{do} takes {', '.join(allowed)}"
                 raise self._wrong(f"unknown key {name}: {hint}")
 
     def _wrong(self, text: str) -> ScenarioError:

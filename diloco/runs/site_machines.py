@@ -245,7 +245,7 @@ class Another(Machine):
 def place_of(config: RunConfig, host: str, order: Order) -> str:
     """Return, as JSON for ``site_rank``, what torchrun does not know about the ranks of this machine."""
     site = config.site
-    meets = {"master_addr": host, "master_port": order.port, "restarts": order.start}
+    meets = {"master_addr": host, "master_port": order.port, "start": order.start}
     return json.dumps({"first": site.node_rank * site.nproc, "world": site.nodes * site.nproc, **meets})
 
 

@@ -13,14 +13,14 @@ import socket
 import sys
 import time
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.codec import kernel_library
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads
-from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError
+from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError, require
 from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
 from diloco.observe.console import SiteLines, lines_to, missing_lines, send_traces
@@ -60,7 +60,7 @@ class Place:
     world: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    restarts: int = 0
+    start: int = 0
     """How often all ranks have been restarted."""
 
 
@@ -75,7 +75,7 @@ def place_from_environment() -> Place | None:
             world=int(os.environ["WORLD_SIZE"]),
             master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(os.environ.get("MASTER_PORT", "0")),
-            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            start=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except ValueError as error:
         raise VerbError(ExitCode.USAGE, f"torchrun's environment variables are invalid: {error}") from error
@@ -123,7 +123,7 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
     folder = run_dir_of(config).site(config.site.id)
-    if not place.restarts:
+    if not place.start:
         check_resume(config, folder.checkpoints)
     share = build.site_share(config)
     disk = disk_from_environment()
@@ -133,8 +133,8 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
         if place.rank == 0:
             log = open_log(run_dir_of(config).events, folder.log, config.site.id, config, stack)
             emit = log.emit
-            if place.restarts:
-                why = f"a rank was lost; start {place.restarts} of at most {config.site.rank_restarts}"
+            if place.start:
+                why = f"a rank was lost; start {place.start} of at most {config.site.rank_restarts}"
                 emit("note", {"note": "ranks_restarted", "why": why})
             if config.site.metrics:
                 from diloco.observe.metrics import SiteMetrics, page_at
@@ -159,7 +159,7 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
             lambda: agents[0].progress() if agents else 0.0,
             disk,
             lambda place, count: agents[0].units(place, count),
-            memory_folder(config, group, place.restarts),
+            memory_folder(config, group, place.start),
         )
         resumed = trainer.resume()
         holding = Holding(named_parameters_once(model), group)
@@ -241,16 +241,7 @@ def join_group(config: RunConfig, place: Place) -> SiteGroup:
     # Rank 0 waits for one syncer after the other; at the end for all at once, for updates and then for their fates.
     bound_s = RANKS_WAIT_S + max(each_s * config.outer.num_syncers, 2 * config.site.finish_timeout_s)
     try:
-        return SiteGroup(
-            place.rank,
-            place.local_rank,
-            place.world,
-            place.master_addr,
-            place.master_port,
-            config.site.device,
-            bound_s,
-            place.restarts,
-        )
+        return SiteGroup(**asdict(place), device=config.site.device, timeout_s=bound_s)
     except ValueError as error:
         raise ConfigError(f"site.{error}") from error
 
@@ -259,11 +250,10 @@ def check_resume(config: RunConfig, folder: Path) -> None:
     """Check ``run.resume`` against the checkpoints in ``folder``; ConfigError where they contradict each other."""
     from diloco.inner import checkpoint
 
-    there = bool(checkpoint.names(folder))
-    if config.run.resume == "must" and not there:
-        raise ConfigError(f"run.resume is 'must': there is no checkpoint in {folder}")
-    if config.run.resume == "never" and there:
-        raise ConfigError(f"run.resume is 'never': {folder} holds one; remove it, or take another run.name")
+    resume, there = config.run.resume, bool(checkpoint.names(folder))
+    require(there or resume != "must", "run.resume", resume, f"there is no checkpoint in {folder}")
+    there_is = f"{folder} holds one; remove it, or take another run.name"
+    require(not there or resume != "never", "run.resume", resume, there_is)
 
 
 def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: ExitStack) -> EventLog:
@@ -310,12 +300,12 @@ def end_word(folder: SiteDir, place: Place, code: ExitCode, text: str, *, lost: 
     lost to the other ranks: so the first such reason of this start stands, and the ranks do not restart.
     """
     if lost and place.rank:
-        return not has_ended(folder, place.restarts)
+        return not has_ended(folder, place.start)
     with held(folder.saying):
-        if has_ended(folder, place.restarts):
+        if has_ended(folder, place.start):
             return False
         whose = f"rank {place.rank}, on {socket.gethostname()}: " if place.rank else ""
-        told = {"code": int(code), "text": whose + text, "start": place.restarts, "again": lost}
+        told = {"code": int(code), "text": whose + text, "start": place.start, "again": lost}
         write_file(folder.ending, json.dumps(told).encode())
     return lost
 
@@ -344,7 +334,7 @@ def main(arguments: list[str]) -> int:
                 stack.enter_context(held(folder.agent))
                 # An end recorded by an earlier start does not count; a rank of this start may have ended already.
                 with held(folder.saying):
-                    if not has_ended(folder, place.restarts):
+                    if not has_ended(folder, place.start):
                         folder.ending.unlink(missing_ok=True)
                 write_file(folder.speaker, str(os.getpid()).encode())
                 stack.callback(folder.speaker.unlink, missing_ok=True)

@@ -100,7 +100,7 @@ class Machine:
 
     def runs(self, start: int) -> None:
         """Wait until the ranks of this start run."""
-        wait(lambda: self.places and self.places[-1]["restarts"] == start and self._code is None, f"start {start}")
+        wait(lambda: self.places and self.places[-1]["start"] == start and self._code is None, f"start {start}")
 
     # What ``Ranks`` is.
 
@@ -153,10 +153,10 @@ def test_all_ranks_are_started_together_and_end_as_rank_0_did(made: Callable[...
     second, first = made(1), made(0)
     run_all(0, first, second)
     assert first.places[0] == {**second.places[0], "first": 0}
-    assert {key: second.places[0][key] for key in ("first", "world", "restarts")} == {
+    assert {key: second.places[0][key] for key in ("first", "world", "start")} == {
         "first": 2,
         "world": 4,
-        "restarts": 0,
+        "start": 0,
     }
     second.ends(0)  # They have done their part, and rank 0 writes its last checkpoint.
     says(tmp_path, 75, "site a drained")
