@@ -71,20 +71,17 @@ class Observer:
 
     def __init__(self, client: SyncClient, run_id: str, layout: Layout) -> None:
         self._client, self._run_id, self._layout = client, run_id, layout
-        self._held: dict[int, tuple[int, torch.Tensor]] = {}
         self._sinks = [PullSink() for _ in layout.fragments]
-
-    @property
-    def versions(self) -> list[int]:
-        """Return the held version of each fragment, -1 for none."""
-        return [self._held[index][0] if index in self._held else -1 for index in range(len(self._sinks))]
+        self.versions = [-1] * len(self._sinks)
+        """The held version of each fragment, -1 for none."""
+        self._values: list[torch.Tensor | None] = [None] * len(self._sinks)
 
     def refresh(self) -> bool:
         """Fetch new versions and return whether there were any.  Raises ``Unreachable`` and ``Refused``."""
-        before = self.versions
+        before = self.versions.copy()
         for fragment, sink in enumerate(self._sinks):
-            have, held = self._held.get(fragment, (-1, None))
-            pulled = self._client.pull(PullAsk(self._run_id, "", fragment, have), sink)
+            held = self._values[fragment]
+            pulled = self._client.pull(PullAsk(self._run_id, "", fragment, self.versions[fragment]), sink)
             header, wanted = pulled.header, self._layout.fragments[fragment].numel
             if header.numel != wanted:
                 text = f"fragment {fragment} has {header.numel} values at the syncer and {wanted} by the settings here"
@@ -95,17 +92,16 @@ class Observer:
                 values = held
                 for part in pulled.parts:
                     values = follow(values, part, make_codec(header.encoding))
-            if digest(values, header.digest) == header.digest:
-                self._held[fragment] = (header.version, values)
-            else:
-                self._held.pop(fragment, None)  # the next refresh fetches it whole
+            good = digest(values, header.digest) == header.digest  # Otherwise the next refresh fetches it whole.
+            self.versions[fragment], self._values[fragment] = (header.version, values) if good else (-1, None)
         return self.versions != before
 
     def write_into(self, model: Transformer) -> None:
         """Copy the held values into ``model``; every fragment must have been fetched."""
         parameters = named_parameters_once(model)
-        for fragment in self._layout.fragments:
-            scatter(fragment, self._held[fragment.index][1], parameters)
+        for fragment, values in zip(self._layout.fragments, self._values, strict=True):
+            assert values is not None
+            scatter(fragment, values, parameters)
 
 
 # --- Observe a run's syncers from outside ----------------------------------------------------------------------------
