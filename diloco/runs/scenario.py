@@ -311,7 +311,7 @@ def site_of(link: str) -> str:
 
 # --- Inject a scenario's faults into the child processes and links of ``diloco up``, and log them as events ----------
 
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
+SIGNALS: Mapping[str, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 
 
 class Faults:
