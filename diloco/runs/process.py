@@ -54,6 +54,8 @@ class Child:
     """Whether it has ever done its work; a child that ends before that is not restarted."""
     deaths: int = 0
     """How often it ended unexpectedly."""
+    started_s: float = 0.0
+    """The monotonic instant of its latest start."""
     next_start_s: float = 0.0
     code: int | None = None
     _process: subprocess.Popen[bytes] | None = None
@@ -73,7 +75,7 @@ class Child:
         """Start it; output goes to the end of its log."""
         assert not self.running, f"{self.name} runs already"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.wanted, self.code = True, None
+        self.wanted, self.code, self.started_s = True, None, time.monotonic()
         with self.log.open("ab") as log:
             self._log_begins = log.tell()
             self._process = subprocess.Popen(

@@ -120,7 +120,6 @@ class Up:
         self._lost: set[str] = set()
         self._units: dict[str, object] = {}  # As emitted last.
         self._first_step_s: float | None = None
-        self._alive_since: dict[str, float] = {}
         self.children, self.sites = children, [child for child in children.values() if child.is_site]
         self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
         # Events of an earlier `diloco up` of this run are not about our children, and faults that the scenario played
@@ -222,7 +221,6 @@ class Up:
     def start(self, child: Child) -> None:
         """Start a child and log it."""
         child.start(self._environment)
-        self._alive_since[child.name] = time.monotonic()
         self.say_process(child, "started")
 
     def say_process(self, child: Child, state: str, **more: object) -> None:
@@ -243,7 +241,7 @@ class Up:
         told = f"{child.name} ended with exit code {child.code}: {brief} ({child.log})"
         if not child.proven and self._first_step_s is None and child.name != EVAL:
             self._fail(child, f"could not start: {told}")
-        if now_s - self._alive_since[child.name] > PEACE_S:
+        if now_s - child.started_s > PEACE_S:
             child.deaths = 0
         if self._winding_up() or child.code in (ExitCode.USAGE, ExitCode.MISMATCH):
             child.wanted = False

@@ -65,10 +65,6 @@ class Child:
         )
         self.pid = self._child.pid
 
-    def is_alive(self) -> bool:
-        """Whether the child still runs."""
-        return self._child.poll() is None
-
     def cpu_s(self) -> float:
         """Return the processor seconds that the child has used."""
         return float(self._do("cpu_s"))

@@ -322,7 +322,7 @@ def test_bad_input_is_refused_in_words_before_or_after_the_start() -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 network.set("a", **change)
-        assert network.is_alive()
+        assert is_running(network.pid)
 
 
 FINE: dict[str, Any] = {"packets_out": 100, "late_us_p99": 100.0, "lost": 5, "drawn": 5000, "expected_lost": 5.0}

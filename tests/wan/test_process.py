@@ -127,7 +127,7 @@ def test_a_relay_that_was_killed_or_failed_is_noticed_with_its_last_words() -> N
         os.kill(relays.pid, signal.SIGKILL)
         with pytest.raises(ChildDiedError, match=r"has ended \(exit code -9\)"):
             relays.stats()
-        assert not relays.is_alive()
+        assert not is_running(relays.pid)
         with pytest.raises(ChildDiedError):
             relays.heal("a")
     with RelayProcess() as relays, pytest.raises(ChildDiedError, match=r"(?s)\(exit code 1\); it said: .*TypeError"):
