@@ -254,7 +254,7 @@ def filled(template: str, values: Mapping[str, object]) -> str:
     return Template(text).substitute({name: str(value) for name, value in values.items()})
 
 
-def documents(*told: Mapping[str, object], head: str = "") -> str:
+def documents(*told: Mapping[str, object], head: str) -> str:
     """Return YAML of several documents, below the lines of ``head`` as comments."""
     import yaml  # type: ignore[import-untyped]
 

@@ -76,9 +76,8 @@ class Observer:
         """The held version of each fragment, -1 for none."""
         self._values: list[torch.Tensor | None] = [None] * len(self._sinks)
 
-    def refresh(self) -> bool:
-        """Fetch new versions and return whether there were any.  Raises ``Unreachable`` and ``Refused``."""
-        before = self.versions.copy()
+    def refresh(self) -> None:
+        """Fetch new versions.  Raises ``Unreachable`` and ``Refused``."""
         for fragment, sink in enumerate(self._sinks):
             held = self._values[fragment]
             pulled = self._client.pull(PullAsk(self._run_id, "", fragment, self.versions[fragment]), sink)
@@ -94,7 +93,6 @@ class Observer:
                     values = follow(values, part, make_codec(header.encoding))
             good = digest(values, header.digest) == header.digest  # Otherwise the next refresh fetches it whole.
             self.versions[fragment], self._values[fragment] = (header.version, values) if good else (-1, None)
-        return self.versions != before
 
     def write_into(self, model: Transformer) -> None:
         """Copy the held values into ``model``; every fragment must have been fetched."""

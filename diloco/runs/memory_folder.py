@@ -90,11 +90,8 @@ def memory_cleared(config: RunConfig) -> Iterator[None]:
     refused = False
     try:
         yield
-    except ConfigError:
-        refused = True
-        raise
-    except VerbError as error:
-        refused = error.code in REFUSED
+    except (ConfigError, VerbError) as error:
+        refused = getattr(error, "code", ExitCode.USAGE) in REFUSED  # A ConfigError ends the verb with USAGE.
         raise
     finally:
         if not refused:
