@@ -129,16 +129,10 @@ class Control(_Training):
             self.steps(1)
 
     def state(self) -> Warm:
-        """Return a copy of its state now."""
-        tensors, plain = self.trainer.optimizers.state_dict()
-        values = {name: each.detach().clone() for name, each in named_parameters_once(self.model).items()}
-        return Warm(
-            self.trainer.step,
-            values,
-            {name: each.clone() for name, each in tensors.items()},
-            dict(plain),
-            self.trainer.optimizers.options.optimizer,
-        )
+        """Return its state now: references to tensors, which change with its next step."""
+        trainer = self.trainer
+        values = {name: each.detach() for name, each in named_parameters_once(self.model).items()}
+        return Warm(trainer.step, values, *trainer.optimizers.state_dict(), trainer.optimizers.options.optimizer)
 
 
 class _Site(_Training):
