@@ -15,7 +15,7 @@ from functools import cache
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
@@ -27,10 +27,6 @@ from diloco.observe.report import blocks_of, legend, page, section, series_style
 from diloco.observe.report import table as html_table
 from diloco.observe.text import count, size
 from diloco.sync.options import require
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "str": ("text", str),
@@ -392,14 +388,12 @@ def html(lab: Laboratory, lines: Sequence[RowResult]) -> str:
     """Return the HTML page."""
     named = [(line.name, series_style(number)) for number, line in enumerate(lines)]
     tokens = max((each.tokens for line in lines for each in line.found), default=0)
-    axes: tuple[tuple[str, int, Axis, Callable[[Found, float], float]], ...] = (
-        ("Loss against tokens", PROGRESS, Axis("tokens", count), lambda each, value: value * each.tokens),
-        ("Loss against virtual time", SECONDS, Axis("virtual seconds", count), lambda each, value: value),
-        ("Loss against bytes", BYTES, Axis("bytes up, all sites", size), lambda each, value: value),
+    axes = (
+        ("Loss against tokens", PROGRESS, Axis("tokens", count)),
+        ("Loss against virtual time", SECONDS, Axis("virtual seconds", count)),
+        ("Loss against bytes", BYTES, Axis("bytes up, all sites", size)),
     )
-    pictures = [
-        section(title, legend(named), _curves(lines, column, axis, scale), NOTE) for title, column, axis, scale in axes
-    ]
+    pictures = [section(title, legend(named), _curves(lines, column, axis), NOTE) for title, column, axis in axes]
     shown = html_table(HEAD, [table_cells(line) for line in lines])
     seeds = sorted({seed for line in lines for seed in line.losses})
     tiles = [(str(len(lines)), "rows"), (str(len(seeds)), "seeds"), (count(tokens), "tokens")]
@@ -417,12 +411,13 @@ NOTE = "Each line is one seed: a difference between rows must exceed the spread 
 TABLE = "Mean loss of the final model; differences are between runs with the same seed: mean, least and most."
 
 
-def _curves(lines: Sequence[RowResult], column: int, axis: Axis, scale: Callable[[Found, float], float]) -> str:
+def _curves(lines: Sequence[RowResult], column: int, axis: Axis) -> str:
     drawn = []
     for number, line in enumerate(lines):
         for each in line.found:
+            scale = each.tokens if column == PROGRESS else 1
             last = [1.0, each.seconds, each.bytes_up, each.loss]
-            points: Points = [(scale(each, point[column]), point[LOSSES]) for point in [*each.points, last]]
+            points: Points = [(point[column] * scale, point[LOSSES]) for point in [*each.points, last]]
             if each.points:
                 drawn.append(Line(f"{line.name}, seed {each.seed}", series_style(number), points))
     return line_chart(drawn, axis, LOSS)

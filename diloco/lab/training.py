@@ -115,17 +115,15 @@ class _Training:
 class Control(_Training):
     """One process on all the text with the batch of all sites together: the bound that communication cannot beat."""
 
-    def __init__(self, config: RunConfig, sites: int, tokens: int, warm: Warm | None = None) -> None:
-        """It trains for ``tokens`` in all, which sets its learning-rate schedule."""
+    def __init__(self, config: RunConfig, sites: int, warm: Warm | None = None) -> None:
         inner = replace(config.inner, batch_sequences=config.inner.batch_sequences * sites)
         super().__init__(replace(config, inner=inner), (0, 1), warm)
-        self._tokens = tokens
 
-    def whole(self) -> None:
-        """Train until the tokens are used up."""
+    def whole(self, tokens: int) -> None:
+        """Train for ``tokens`` in all, which sets the learning-rate schedule."""
         step_tokens = self.trainer.stream.tokens_per_batch * self.trainer.optimizers.options.accumulation
-        for done in range(0, self._tokens, step_tokens):
-            self.progress = done / self._tokens
+        for done in range(0, tokens, step_tokens):
+            self.progress = done / tokens
             self.steps(1)
 
     def state(self) -> Warm:
@@ -271,8 +269,8 @@ def run_cell(cell: Cell, folder: Path) -> Found:
     warm = Warm.load(_warm_path(cell, folder)) if cell.warm_steps else None
     tokens, sites = config.run.tokens or 0, len(speeds)
     if row.control:
-        control = Control(config, sites, tokens, warm)
-        control.whole()
+        control = Control(config, sites, warm)
+        control.whole(tokens)
         loss, took_s = Evaluator(config, text).score(control.model).val_loss, time.monotonic() - began_s
         steps = -(-tokens // (sites * tokens_per_step(config)))
         seconds = steps * UNIT_S / min(speeds)
@@ -336,7 +334,7 @@ def make_warm(cell: Cell, folder: Path) -> None:
     if not cell.warm_steps or Warm.is_at(path):
         return
     torch.set_num_threads(1)
-    control = Control(cell.warm, len(cell.row.speeds), 1)
+    control = Control(cell.warm, len(cell.row.speeds))
     control.steps(cell.warm_steps)
     control.state().save(path)
 

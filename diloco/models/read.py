@@ -22,7 +22,7 @@ from diloco.config.placing import SYNCERS, has_several, in_whole_order, placemen
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
 from diloco.inner import checkpoint
-from diloco.models.sources import Kind, Past, data_of, kind_of, past_of
+from diloco.models.sources import CARD, Kind, Past, data_of, kind_of, past_of
 from diloco.observe.eventlog import read_events
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.events import LineageBegan, OuterStepDone, SyncerStarted
@@ -325,7 +325,7 @@ def read_evidence(paths: Sequence[Path], syncer: int | None = None) -> Evidence:
                 found.epoch = max(found.epoch, site.epoch)
                 for index, (version, told) in enumerate(zip(site.versions, site.digests, strict=True)):
                     found.say((site.lineage, index, version), told, str(path))
-        elif (path / "run.json").is_file():
+        elif (path / CARD).is_file():
             _from_journal(found, path)
         else:
             raise ConfigError(
