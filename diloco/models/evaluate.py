@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import digest, make_codec
 from diloco.codec.site_pass import follow
 from diloco.config import build, connecting
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
 from diloco.config.placing import in_whole_order, placement_of, towards
 from diloco.inner.data import validation_batches
 from diloco.inner.evaluate import evaluate
@@ -151,15 +152,11 @@ class Observed:
         before = self.versions
         answers = 0
         for index, (observer, admin) in enumerate(self._parts):
-            try:
+            with suppress(Unreachable), failing(Refused, code=ExitCode.MISMATCH):
                 status = admin.status()
                 observer.refresh()
-            except Unreachable:
-                continue
-            except Refused as error:
-                raise VerbError(ExitCode.MISMATCH, error.text) from error
-            self._statuses[index] = status
-            answers += 1
+                self._statuses[index] = status
+                answers += 1
         if not answers or min(self.versions) < 0:
             return None
         return self.versions != before

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.codec import kernel_library
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads
-from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError, require
+from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError, require, section
 from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
 from diloco.observe.console import SiteLines, lines_to, missing_lines, send_traces
@@ -240,10 +240,8 @@ def join_group(config: RunConfig, place: Place) -> SiteGroup:
         each_s += AgentOptions(folder="").lock_step_timeout_s
     # Rank 0 waits for one syncer after the other; at the end for all at once, for updates and then for their fates.
     bound_s = RANKS_WAIT_S + max(each_s * config.outer.num_syncers, 2 * config.site.finish_timeout_s)
-    try:
+    with section("site"):
         return SiteGroup(**asdict(place), device=config.site.device, timeout_s=bound_s)
-    except ValueError as error:
-        raise ConfigError(f"site.{error}") from error
 
 
 def check_resume(config: RunConfig, folder: Path) -> None:

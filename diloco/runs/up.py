@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diloco.config.errors import ExitCode, VerbError, require
+from diloco.config.errors import ExitCode, VerbError, failing, require
 from diloco.config.placing import BETWEEN, backup_of, has_several, syncer_configs, syncer_dir, syncer_name
 from diloco.config.run_dir import RunDir, run_dir_of
 from diloco.config.schema import SyncerSection
@@ -140,12 +140,11 @@ class Up:
         ``watches`` has one for each syncer.
         """
         try:
-            self._begin()
-            while not self._over():
-                self._turn(view, watches, interrupts)
-                time.sleep(TICK_S)
-        except ChildDiedError as error:
-            raise VerbError(ExitCode.FAILED, str(error)) from error
+            with failing(ChildDiedError):
+                self._begin()
+                while not self._over():
+                    self._turn(view, watches, interrupts)
+                    time.sleep(TICK_S)
         finally:
             for name in sorted(self._lost):
                 how = self._syncers[name].restore
