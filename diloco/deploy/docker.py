@@ -90,11 +90,11 @@ def _compose(found: Sequence[Process], *, published: bool) -> str:
             port = int(config.cluster.syncer.listen.rpartition(":")[2])
             service |= {"ports": [f"{port + config.cluster.syncer.index}:{port}"]} if published else {}
             continue
-        service["shm_size"] = f"{process.needs.memory_gib}gb"
+        service["shm_size"] = f"{process.memory_gib}gb"
         if process.build == "rocm":
             service |= {"devices": ["/dev/kfd", "/dev/dri"], "group_add": ["${RENDER_GID:-109}"]}
-        elif process.needs.gpus:
-            devices = [{"driver": "nvidia", "count": process.needs.gpus, "capabilities": ["gpu"]}]
+        elif process.gpus:
+            devices = [{"driver": "nvidia", "count": process.gpus, "capabilities": ["gpu"]}]
             service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
     lines = [HEAD.format(run=found[0].config.run.name, name=next(iter(services), "SERVICE"), user=USER)]
     lines += [AMD] if any(process.build == "rocm" for process in found) else []

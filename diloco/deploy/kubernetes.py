@@ -110,9 +110,9 @@ def _syncer(process: Process) -> str:
 
 def _site(process: Process) -> str:
     container = _container(process)
-    if process.needs.gpus:
+    if process.gpus:
         vendor = "amd" if process.build == "rocm" else "nvidia"
-        container["resources"]["limits"][f"{vendor}.com/gpu"] = process.needs.gpus
+        container["resources"]["limits"][f"{vendor}.com/gpu"] = process.gpus
     pod = _pod(process, container, "Never")
     pod["volumes"] += [
         {"name": "state", "persistentVolumeClaim": {"claimName": process.label}},
@@ -168,8 +168,7 @@ def _head(process: Process) -> str:
 
 
 def _container(process: Process) -> dict[str, Any]:
-    needs = process.needs
-    resources = {"cpu": str(needs.cpus), "memory": f"{needs.memory_gib}Gi"}
+    resources = {"cpu": str(process.cpus), "memory": f"{process.memory_gib}Gi"}
     mounts: list[dict[str, Any]] = [
         {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
         {"name": "state", "mountPath": STATE},
@@ -234,7 +233,7 @@ def _claim(process: Process) -> dict[str, Any]:
     launch = process.config.launch
     claim: dict[str, Any] = {
         "accessModes": ["ReadWriteMany" if process.nodes > 1 else "ReadWriteOnce"],
-        "resources": {"requests": {"storage": f"{process.needs.disk_gib}Gi"}},
+        "resources": {"requests": {"storage": f"{launch.disk_gib}Gi"}},
     }
     return claim | ({"storageClassName": launch.storage_class} if launch.storage_class else {})
 

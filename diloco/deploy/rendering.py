@@ -49,23 +49,16 @@ pip prefers 2.13.0+cpu of such an index to its own index's 2.13.0, which is CUDA
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a process needs on each of its machines."""
-
-    cpus: int
-    memory_gib: int
-    disk_gib: int
-    gpus: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the run: its verb, its name among the others, and its complete settings."""
+    """One process of the run: its verb, its name among the others, its complete settings, and what it needs on each of
+    its machines."""
 
     verb: str
     name: str
     config: RunConfig
-    needs: Needs
+    cpus: int
+    memory_gib: int
+    gpus: int = 0
 
     @property
     def settings(self) -> str:
@@ -138,8 +131,8 @@ def processes(config: RunConfig) -> list[Process]:
     launch, cores = config.launch, max(2, config.cluster.syncer.threads + 1)
     found = []
     for part in syncer_configs(config) if has_syncer(config) else []:
-        needs = Needs(cores, launch.memory_gib or _syncer_gib(part), launch.disk_gib)
-        found.append(Process("syncer", syncer_name(part.cluster.syncer.index), part, needs))
+        memory = launch.memory_gib or _syncer_gib(part)
+        found.append(Process("syncer", syncer_name(part.cluster.syncer.index), part, cores, memory))
     named = "name the sites to launch, as in cluster.sites.fra.nproc=8"
     require(bool(config.cluster.sites), "cluster.sites", config.cluster.sites, named)
     for name, site in config.cluster.sites.items():
@@ -159,7 +152,7 @@ def processes(config: RunConfig) -> list[Process]:
         held_gib = ceil(numel * (copies * HELD_BYTES + EXCHANGED_BYTES) / GIB) + 4
         memory = launch.memory_gib or max(GIB_MIN, held_gib)
         gpus = (nproc if config.site.device == "cuda" else 0) if launch.gpus is None else launch.gpus
-        found.append(Process("site", name, own, Needs(cpus, memory, launch.disk_gib, gpus)))
+        found.append(Process("site", name, own, cpus, memory, gpus))
     labels = [process.label for process in found]
     for process in found:
         if labels.count(process.label) > 1:

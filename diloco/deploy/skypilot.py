@@ -29,20 +29,20 @@ def call(process: Process) -> list[str]:
 
 
 def _task(process: Process) -> str:
-    launch, needs, installed = process.config.launch, process.needs, package(process.config, process.build)
+    launch, installed = process.config.launch, package(process.config, process.build)
     mounts = {f"{HOME}/{name}": name for name in [process.settings, *process.own_files()]}
     if installed.tree is None:
         beside = [*installed.files, *([installed.wheel.name] if installed.wheel else [])]
         mounts |= {f"{PACKAGE}/{name}": name for name in beside}
     resources: dict[str, Any] = {
-        "cpus": f"{needs.cpus}+",
-        "memory": f"{needs.memory_gib}+",
-        "disk_size": needs.disk_gib,
+        "cpus": f"{process.cpus}+",
+        "memory": f"{process.memory_gib}+",
+        "disk_size": launch.disk_gib,
         "use_spot": launch.spot and process.verb == "site",
         "job_recovery": {"strategy": "FAILOVER", "max_restarts_on_errors": launch.restarts},
     }
-    if needs.gpus:
-        resources["accelerators"] = f"{launch.accelerator}:{needs.gpus}"
+    if process.gpus:
+        resources["accelerators"] = f"{launch.accelerator}:{process.gpus}"
     if process.verb == "syncer":
         resources["ports"] = int(process.config.cluster.syncer.listen.rpartition(":")[2])
     index = process.index and f"--extra-index-url {process.index} "

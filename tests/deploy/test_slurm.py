@@ -57,7 +57,7 @@ def test_each_process_has_a_script_that_starts_it(tmp_path: Path) -> None:
         assert (told["signal"], told["partition"], told["account"]) == ("B:TERM@120", "gpu,big", "me")
         assert "requeue" in told
         assert told.get("gpus-per-node") == {"syncer": None, "site-a": "1", "fra": "8"}[process.name]
-        assert int(told["cpus-per-task"]) == process.needs.cpus
+        assert int(told["cpus-per-task"]) == process.cpus
 
 
 def with_programs(folder: Path, **texts: str) -> None:
