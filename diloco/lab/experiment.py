@@ -15,11 +15,11 @@ from functools import cache
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
-from diloco.config.keys import nearest
+from diloco.config.keys import WANTED, nearest
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
 from diloco.observe.plot import Axis, Line, Points, line_chart
@@ -28,13 +28,6 @@ from diloco.observe.report import table as html_table
 from diloco.observe.text import count, size
 from diloco.sync.options import require
 
-KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
-    "str": ("text", str),
-    "bool": ("true or false", bool),
-    "int": ("a whole number", int),
-    "float": ("a number", (int, float)),
-}
-"""The types of the fields of a row and a laboratory, and of a tuple's parts."""
 CODE = ("codec", "inner", "outer", "sim", "sync")
 """The parts of the package that affect a cell's result."""
 NO_PART = ("does", "against", "settings", "rule", "pattern")
@@ -246,22 +239,21 @@ def _values(kind: Any, plain: object, where: str) -> dict[str, Any]:
     """Return the values of ``plain`` for the fields of ``kind``, each checked against its field's type."""
     if not isinstance(plain, dict):
         raise ConfigError(f"{where} is {plain!r}: must be keys and values")
-    known = {each.name: str(each.type) for each in fields(kind) if each.name not in ("name", "rows")}
+    known = {name: hint for name, hint in get_type_hints(kind).items() if name not in ("name", "rows")}
     for key in plain:
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key}: one of {', '.join(sorted(known))}")
     return {key: _value(known[key], value, f"{where}: {key}") for key, value in plain.items()}
 
 
-def _value(kind: str, value: object, where: str) -> object:
-    part = kind.removeprefix("tuple[").removesuffix(", ...]")
-    what, types = KINDS[part]
-    parts = value if isinstance(value, list) and part != kind else [value]
-    if part != kind and not isinstance(value, list):
-        raise ConfigError(f"{where} is {value!r}: must be a list, each part {what}")
-    if not all(isinstance(each, types) and (part == "bool" or not isinstance(each, bool)) for each in parts):
-        raise ConfigError(f"{where} is {value!r}: must be {what}")
-    return tuple(parts) if part != kind else value
+def _value(kind: Any, value: object, where: str) -> object:
+    part = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    if part is not kind and not isinstance(value, list):
+        raise ConfigError(f"{where} is {value!r}: must be a list, each part {WANTED[part]}")
+    parts = value if part is not kind and isinstance(value, list) else [value]
+    if not all(type(each) is part or (part is float and type(each) is int) for each in parts):
+        raise ConfigError(f"{where} is {value!r}: must be {WANTED[part]}")
+    return tuple(parts) if part is not kind else value
 
 
 def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Sequence[str]) -> list[Cell]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,9 +119,8 @@ class Schedule:
 
     def heal_all(self) -> list[Play]:
         """Return the ends of all lasting steps, and begin no more: the run is being drained."""
-        plays = [Play(step, heals=True) for _, step in sorted(self.healing, key=itemgetter(0))]
-        self.healing, self.waiting = [], []
-        return plays
+        self.waiting = []
+        return self.due(inf, 0.0)
 
 
 def not_yet_played(steps: Sequence[Step], played: Iterable[tuple[str, str]], progress: float) -> list[Step]:
