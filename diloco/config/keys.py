@@ -14,7 +14,7 @@ from diloco.config import schema
 from diloco.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from types import ModuleType
 
 ANY_NAME = "<name>"
@@ -89,6 +89,12 @@ def nearest(word: str, words: list[str]) -> str:
     lasts = {name.rpartition(".")[2]: name for name in reversed(words)}
     found = difflib.get_close_matches(word.rpartition(".")[2], list(lasts), n=1, cutoff=0.75)
     return lasts[found[0]] if found else ""
+
+
+def hint(word: str, words: Collection[str], otherwise: str = "") -> str:
+    """Return the end of an error text about an unknown ``word``: the nearest of ``words``, or ``otherwise`` (all)."""
+    near = nearest(word, list(words))
+    return f"did you mean {near}?" if near else otherwise or f"one of {', '.join(words)}"
 
 
 def wanted(key: str) -> str:

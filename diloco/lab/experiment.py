@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
-from diloco.config.keys import WANTED, nearest
+from diloco.config.keys import WANTED, hint
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
 from diloco.observe.plot import Axis, Line, Points, line_chart
@@ -198,9 +198,7 @@ def _path(name: str) -> Path:
     path = folder / f"{name}.yaml" if "/" not in name and not name.endswith(".yaml") else Path(name)
     if not path.is_file():
         known = sorted(each.stem for each in folder.glob("*.yaml"))
-        near = nearest(name, known)
-        hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
-        raise ConfigError(f"+lab is {name!r}: {hint}")
+        raise ConfigError(f"+lab is {name!r}: {hint(name, known)}")
     return path
 
 

@@ -34,7 +34,7 @@ import yaml  # type: ignore[import-untyped]
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
-from diloco.config.keys import nearest
+from diloco.config.keys import hint
 from diloco.config.placing import is_syncer, syncer_name
 from diloco.wan.link import LinkOptions
 
@@ -255,9 +255,8 @@ class _Reader:
     def _only(self, do: str, allowed: tuple[str, ...]) -> None:
         for name in self._values:
             if name not in allowed:
-                near = nearest(name, list(allowed))
-                hint = f"did you mean {near}?" if near else f"{do} takes {', '.join(allowed)}"
-                raise self._wrong(f"unknown key {name}: {hint}")
+                takes = f"{do} takes {', '.join(allowed)}"
+                raise self._wrong(f"unknown key {name}: {hint(name, allowed, takes)}")
 
     def _wrong(self, text: str) -> ScenarioError:
         return ScenarioError(f"{self._where}: {text}")

@@ -352,9 +352,7 @@ class Machines:
             self._door = Door(key, NEAR if is_loopback(self._config.site.rendezvous) else "", port)
         except OSError as error:
             raise ConfigError(f"site.rendezvous is {self._config.site.rendezvous!r}: {error.strerror}") from error
-        self.port = self._door.port
-        """Where the machines meet."""
-        told = {"port": self.port, "key": key.hex()}
+        told = {"port": self._door.port, "key": key.hex()}
         write_file(self._folder.meeting, json.dumps(told).encode(), 0o600)
         return self
 

@@ -451,7 +451,7 @@ def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder(tm
     there.root.mkdir()
     with Machines(three(), here) as meeting:
         assert stat.S_IMODE(here.meeting.stat().st_mode) == 0o600
-        known = three("site.node_rank=1", f"site.rendezvous=127.0.0.1:{meeting.port}")
+        known = three("site.node_rank=1", f"site.rendezvous=127.0.0.1:{meeting._door.port}")
         with pytest.raises(AuthenticationError, match="is not there"):
             reached(known, there)
         there.meeting.write_text('{"host": "x", "port": 1, "key": "00"}')
@@ -467,6 +467,6 @@ def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder(tm
 
 def test_a_port_that_cannot_be_had_is_said(tmp_path: Path) -> None:
     with Machines(three(), SiteDir(tmp_path)) as meeting:
-        taken = three(f"site.rendezvous=127.0.0.1:{meeting.port}")
+        taken = three(f"site.rendezvous=127.0.0.1:{meeting._door.port}")
         with pytest.raises(ConfigError, match=r"^site\.rendezvous is '127\.0\.0\.1:\d+': Address already in use"):
             Machines(taken, SiteDir(tmp_path)).__enter__()
