@@ -391,7 +391,6 @@ def _naming_arguments() -> Iterator[None]:
 # --- ``Outer``, which ``diloco.join`` returns ------------------------------------------------------------------------
 
 TENSORS = "tensors"
-FAILED = 1
 
 
 class SiteFailed(RuntimeError):
