@@ -310,8 +310,6 @@ def site_of(link: str) -> str:
 
 # --- Inject a scenario's faults into the child processes and links of ``diloco up``, and log them as events ----------
 
-SIGNALS: Mapping[str, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
-
 
 class Faults:
     """``start`` restarts a child; ``links`` are the options of each link without faults."""
@@ -355,7 +353,7 @@ class Faults:
         if step.do != "stop":
             # The supervisor must not take this end for an accident and restart the child too early.
             child.wanted = False
-        child.signal(SIGNALS[step.do])
+        child.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[step.do])
         return ""
 
     def _heal(self, step: Step) -> str:
