@@ -89,12 +89,17 @@ def bits_of(sizes: Sequence[int | None]) -> float:
     return sum(known) * 8.0
 
 
+def step_s_of(run: MadeRun) -> dict[str, float]:
+    """Return the seconds of one inner step at each site."""
+    return {name: site["step_s"] for name, site in run.sites.items()}
+
+
 def expected(run: MadeRun, fragments: int, mbps: float) -> float:
     """Return the formula's share for the measurements of ``run``."""
     load = Load(updates_up=bits_of(run.update_bytes), versions_down=bits_of(run.version_bytes))
     star = Star(
         inner_steps=INNER_STEPS,
-        step_s=max(run.step_s.values()),
+        step_s=max(step_s_of(run).values()),
         fragments=fragments,
         rtt_s=RTT_MS / 1e3,
         merge_s=run.merge_s,
@@ -105,7 +110,8 @@ def expected(run: MadeRun, fragments: int, mbps: float) -> float:
 def row(way: str, times: int, mbps: float, run: MadeRun) -> dict[str, Any]:
     """Return the row of a run's slower site."""
     waits, fragments = way.startswith("waits"), len(run.update_bytes)
-    column = run.columns[max(run.step_s, key=run.step_s.__getitem__)]
+    step_s = step_s_of(run)
+    column = run.columns[max(step_s, key=step_s.__getitem__)]
     measured = 1 - column.idle_share
     formula = expected(run, fragments, mbps) if waits else 1.0
     due = column.steps * fragments / INNER_STEPS
@@ -113,7 +119,7 @@ def row(way: str, times: int, mbps: float, run: MadeRun) -> dict[str, Any]:
         "way": way,
         "times": times,
         "mbps": round(mbps, 3),
-        "step_s": {name: round(step_s, 4) for name, step_s in run.step_s.items()},
+        "step_s": {name: round(each_s, 4) for name, each_s in step_s.items()},
         "merge_s": round(run.merge_s, 4),
         "versions": list(run.versions),
         "utilisation": round(measured, 4),
@@ -142,7 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         first = made(place, "first", 12.0, arguments.seed, "outer=diloco", "network.mbps=0")
-        asked_mbps = bits_of(first.update_bytes) / (INNER_STEPS * max(first.step_s.values())) / 1e6
+        asked_mbps = bits_of(first.update_bytes) / (INNER_STEPS * max(step_s_of(first).values())) / 1e6
         for way in effort.ways:
             for times in effort.times:
                 name, mbps = f"{way.replace(', ', '-').replace(' ', '-')}-{times}", times * asked_mbps

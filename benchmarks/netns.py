@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.pipe import PACKET_BYTES_MAX, Pipe, PipeOptions
 from diloco.wan.link import DIRECTIONS, directions
-from diloco.wan.process import END_TIMEOUT_S, Child, ChildDiedError
+from diloco.wan.process import END_TIMEOUT_S, Child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -421,10 +421,6 @@ LATE_MS_P99_MAX = 5.0
 DEVIATIONS_MAX = 5.0
 
 
-class NetnsDiedError(ChildDiedError):
-    """The link emulator has ended, or does not answer."""
-
-
 class UnfaithfulError(RuntimeError):
     """The emulator did not behave as configured, so measurements through it are not valid."""
 
@@ -440,7 +436,6 @@ class Netns(Child):
 
     module = "benchmarks.netns"
     noun = "link emulator"
-    died = NetnsDiedError
 
     def __init__(
         self,

@@ -161,58 +161,56 @@ class Disk:
     def reached(self, step: Step) -> None:
         """An operation of ``step`` is about to begin, or has just ended."""
 
+    @contextlib.contextmanager
+    def passing(self, step: Step) -> Iterator[None]:
+        """Call ``reached`` before an operation of ``step``, and after it unless it fails."""
+        self.reached(step)
+        yield
+        self.reached(step)
+
     def open(self, path: Path, mode: str, step: Step, buffering: int = -1) -> BinaryIO:
         """Open ``path`` for writing; its name is durable after ``sync_folder`` only."""
-        self.reached(step)
-        file: BinaryIO = path.open(mode, buffering)  # type: ignore[assignment]
-        self.reached(step)
-        return file
+        with self.passing(step):
+            return path.open(mode, buffering)  # type: ignore[return-value]
 
     def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
         """Write ``data``; durable after ``sync``."""
-        self.reached(step)
-        left = memoryview(data)
-        while left:  # An unbuffered file writes only what fits, and raises the error only at the next call.
-            left = left[file.write(left) :]
-        self.reached(step)
+        with self.passing(step):
+            left = memoryview(data)
+            while left:  # An unbuffered file writes only what fits, and raises the error only at the next call.
+                left = left[file.write(left) :]
 
     def make(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
         """Call ``write`` to create the file ``path``; durable after ``sync_file``."""
-        self.reached(step)
-        write(path)
-        self.reached(step)
+        with self.passing(step):
+            write(path)
 
     def cut(self, path: Path, size: int, step: Step) -> None:
         """Truncate ``path`` to ``size`` bytes."""
-        self.reached(step)
-        os.truncate(path, size)
-        self.reached(step)
+        with self.passing(step):
+            os.truncate(path, size)
 
     def sync(self, file: BinaryIO, step: Step) -> None:
         """Make everything written to ``file`` durable."""
-        self.reached(step)
-        file.flush()
-        os.fdatasync(file.fileno())
-        self.reached(step)
+        with self.passing(step):
+            file.flush()
+            os.fdatasync(file.fileno())
 
     def sync_file(self, path: Path, step: Step) -> None:
         """Make the content of ``path`` durable."""
-        self.reached(step)
-        _sync(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows flushes only files open for writing.
-        self.reached(step)
+        with self.passing(step):
+            _sync(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows flushes only files open for writing.
 
     def sync_folder(self, folder: Path, step: Step) -> None:
         """Make the names inside ``folder`` durable: a new or renamed file is durable only once its folder is synced."""
-        self.reached(step)
-        if not WINDOWS:  # Windows cannot open a folder; its file systems keep names durable by themselves.
-            _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
-        self.reached(step)
+        with self.passing(step):
+            if not WINDOWS:  # Windows cannot open a folder; its file systems keep names durable by themselves.
+                _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def make_folder(self, path: Path, step: Step) -> None:
         """Create the folder ``path`` and its parents where they are missing."""
-        self.reached(step)
-        path.mkdir(parents=True, exist_ok=True)
-        self.reached(step)
+        with self.passing(step):
+            path.mkdir(parents=True, exist_ok=True)
 
     def settle(self, folder: Path, step: Step) -> None:
         """Create ``folder`` durably: sync its name and all its parents; a dead process may have just made them."""
@@ -225,18 +223,16 @@ class Disk:
 
     def rename(self, path: Path, target: Path, step: Step) -> None:
         """Rename ``path`` to ``target``, replacing the file there."""
-        self.reached(step)
-        path.replace(target)
-        self.reached(step)
+        with self.passing(step):
+            path.replace(target)
 
     def remove(self, path: Path, step: Step) -> None:
         """Remove a file, or a folder with everything in it; do nothing where there is none."""
-        self.reached(step)
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        self.reached(step)
+        with self.passing(step):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def sweep(self, folder: Path, step: Step) -> None:
         """Remove the partial files that a dead process left in ``folder``, which this process holds now."""
@@ -327,16 +323,6 @@ class KillingDisk(Disk):
             self._left -= 1
             if self._left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-
-
-def armed_disk(text: str) -> Disk:
-    """Return the disk for ``text``: ``"journal.sync:7"`` kills at that passage, ``""`` is the plain disk."""
-    if not text:
-        return PLAIN_DISK
-    name, _, passage = text.partition(":")
-    if name not in set(Step) or not passage.isascii() or not passage.isdigit() or int(passage) < 1:
-        raise ValueError(f"{text!r} is no place to be killed at: a step and a passage, like journal.sync:7")
-    return KillingDisk(Step(name), int(passage))
 
 
 def write_file(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None:

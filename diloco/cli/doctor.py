@@ -394,17 +394,17 @@ def _compared(target: Path, steps: int, expect: str | None) -> tuple[str, str, d
     """Return the digest found here, the digest that it must equal, and facts about the checkpoint and the device."""
     from diloco.runs.canary import digest_after, recorded, repeatable
 
-    place = recorded(target)
-    config = repeatable(place.config)
+    checkpoint, settings = recorded(target)
+    config = repeatable(settings)
     limit_threads(config.site.threads, deterministic=True)
 
     import torch
 
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
-    first, step = digest_after(config, place.checkpoint, steps)
-    other = expect or digest_after(config, place.checkpoint, steps)[0]
+    first, step = digest_after(config, checkpoint, steps)
+    other = expect or digest_after(config, checkpoint, steps)[0]
     cuda = torch.cuda.is_available() and config.site.device != "cpu"
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
     kind = {"device": device, "torch": torch.__version__}
-    return first, other, {"checkpoint": str(place.checkpoint), "step": step, **kind}
+    return first, other, {"checkpoint": str(checkpoint), "step": step, **kind}

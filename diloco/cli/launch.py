@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.deploy.rendering import File
 
 TOOLS: Mapping[str, str] = {"docker": "docker", "slurm": "sbatch", "kubernetes": "kubectl", "skypilot": "sky"}
 """The command-line tool for each kind of launch."""
@@ -53,18 +52,18 @@ def main(arguments: Sequence[str]) -> ExitCode:
         raise VerbError(ExitCode.FAILED, why)
     files, calls, wheel = prepared(kind, config)
     if given.dry_run and given.to is None:
-        for file in files:
-            print(f"# --- {file.name} ---\n{file.text}")
+        for name, text in files.items():
+            print(f"# --- {name} ---\n{text}")
         return ExitCode.OK
     folder = given.to or run_dir_of(config).root / "launch" / kind
     write(folder, files)
     if wheel is not None:
         shutil.copy(wheel, folder)
-    print(f"{folder}: {', '.join(file.name for file in files)}")
+    print(f"{folder}: {', '.join(files)}")
     return ExitCode.OK if given.dry_run else _call(calls, folder, asks=not given.yes)
 
 
-def prepared(kind: str, config: RunConfig) -> tuple[list[File], list[list[str]], Path | None]:
+def prepared(kind: str, config: RunConfig) -> tuple[dict[str, str], list[list[str]], Path | None]:
     """Return the files that launch ``config``'s run, the commands that submit them, to be called in the files' folder,
     and the package to copy beside them, if any; ConfigError where it cannot be launched."""
     from diloco.config import build_syncer
@@ -80,21 +79,21 @@ def prepared(kind: str, config: RunConfig) -> tuple[list[File], list[list[str]],
     if kind != "kubernetes" and not has_syncer(config):
         listens = f"cluster.syncer.listen is {config.cluster.syncer.listen!r}"
         print(f"note: no files for the syncer, since other machines cannot reach it: {listens}", file=sys.stderr)
-    files = list(dict.fromkeys(file for each in found for file in way.files(each)))
+    files = {name: text for each in found for name, text in way.files(each).items()}
     return files, [way.call(each) for each in found], package(config).wheel if kind == "skypilot" else None
 
 
-def write(folder: Path, files: Sequence[File]) -> None:
-    """Write ``files`` into ``folder``; ConfigError where a different file of the same name exists."""
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write ``files``, texts by name, into ``folder``; ConfigError where a different file of the same name exists."""
     from diloco.durable import write_file
 
-    for file in files:
-        path = folder / file.name
-        if path.exists() and path.read_text("utf-8", "replace") != file.text:
+    for name, text in files.items():
+        path = folder / name
+        if path.exists() and path.read_text("utf-8", "replace") != text:
             raise ConfigError(f"{path} exists with other content: remove it, or give another --to")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        write_file(folder / file.name, file.text.encode())
+    for name, text in files.items():
+        write_file(folder / name, text.encode())
 
 
 def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCode:

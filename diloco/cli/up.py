@@ -234,7 +234,7 @@ def _run(
     from diloco.config import build, connecting
     from diloco.inner.data import DataError
     from diloco.observe.dashboard import served
-    from diloco.runs.up import StatusWatch, StatusWatches
+    from diloco.runs.up import StatusWatch
 
     if not Path(config.data.cache).is_dir():
         print("preparing the text, once for all runs", flush=True)
@@ -255,19 +255,16 @@ def _run(
         children = children_of(options, run_dir)
         up = Up(options, children, run_dir, log, history, relay, environment)
         watches = [StatusWatch(each.address, connecting.site_security(config)) for each in syncers]
-        watch = watches[0] if len(watches) == 1 else StatusWatches(watches)
-        stack.callback(watch.close)
+        for watch in watches:
+            stack.callback(watch.close)
         page = dashboard_of(run_dir.root.name, run_dir, config, watches)
         print(f"watch it at {stack.enter_context(served(page, '127.0.0.1', 0))}", flush=True)
         try:
             with make_view(history, facts_of(config, sum(options.layout)), os.environ) as view:
-                outcome = up.run(view, watch, interrupts)
+                outcome = up.run(view, watches, interrupts)
         except VerbError as error:
             outcome, failed = up.outcome, error
             outcome.wrong.append(str(error))
-        left = [f"{step.do} {step.target}" for step in up.schedule.waiting]
-        if left and history.ending == "finished":  # A drained run can go on.
-            outcome.wrong.append(f"the run ended before: {', '.join(left)}")
         summary = summarize(history, outcome.status, asdict(config), outcome.wrong)
         log.emit("run", {"state": "ended", "status": summary["status"]})
     write_summary(run_dir.summary, summary)
@@ -315,13 +312,11 @@ def up_options(
     return UpOptions(
         sites=sites,
         links=links,
-        address=BETWEEN.join(each.address for each in syncers),
-        several=syncers if len(syncers) > 1 else (),
+        syncers=syncers,
         steps=steps,
         layout=[fragment.numel for fragment in build.whole_layout(config).fragments],
         references=references,
         ending_s_max=waits + EVALUATION_S_MAX,
-        restore=syncers[0].restore,
     )
 
 

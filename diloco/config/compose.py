@@ -391,7 +391,7 @@ def _choice(group: str, value: object) -> str:
     name = "null" if value is None else str(value)
     if name in there or (group == "experiment" and name == "null"):
         return name
-    raise ConfigError(f"unknown choice {group}={name}: {hint(name, there, f'{group}=')}")
+    raise ConfigError(f"unknown choice {group}={name}: {hint(name, there, begin=f'{group}=')}")
 
 
 def _checked(key: str, value: object) -> list[tuple[str, object]]:

@@ -92,10 +92,11 @@ def nearest(word: str, words: list[str]) -> str:
     return lasts[found[0]] if found else ""
 
 
-def hint(word: str, words: Collection[str], begin: str = "") -> str:
-    """Return what to give in place of ``word``: the nearest of ``words``, behind ``begin``, or any of them."""
+def hint(word: str, words: Collection[str], otherwise: str = "", begin: str = "") -> str:
+    """Return the end of an error text about an unknown ``word``: the nearest of ``words``, behind ``begin``, or
+    ``otherwise``, which is empty for all of them."""
     near = nearest(word, list(words))
-    return f"did you mean {begin}{near}?" if near else f"one of {', '.join(words)}"
+    return f"did you mean {begin}{near}?" if near else otherwise or f"one of {', '.join(words)}"
 
 
 def wanted(key: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from diloco.deploy.rendering import File, Process, documents, filled, label, networked, package, processes
+from diloco.deploy.rendering import Process, documents, filled, label, networked, package, processes
 from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ AMD = """AMD's GPUs belong to the group render: begin with RENDER_GID=$(getent g
 SEVERAL = "Not here, because they are several machines: {names}"
 
 
-def prepared(config: RunConfig) -> tuple[list[File], list[list[str]]]:
-    """Return the files, and the commands that build the images, to be called in the files' folder."""
+def prepared(config: RunConfig) -> tuple[dict[str, str], list[list[str]]]:
+    """Return the files by name, and the commands that build the images, to be called in the files' folder."""
     syncer, site, alone = config.cluster.syncer, config.site, is_loopback(config.cluster.syncer.listen)
     inside = config
     if alone and is_loopback(site.syncer):  # Only containers of their own network reach each other.
@@ -49,8 +49,10 @@ def prepared(config: RunConfig) -> tuple[list[File], list[list[str]]]:
         inside = networked(replace(config, site=site, cluster=replace(config.cluster, syncer=syncer)), str)
     found, calls = processes(inside), []
     # Compose names a project by its folder, and two runs may be written into folders of one name.
-    files = [File(".env", f"COMPOSE_PROJECT_NAME={label(config.run.name or '')}\n")]
-    files += [File("compose.yaml", _compose(found, published=not alone)), *(process.file() for process in found)]
+    files = {".env": f"COMPOSE_PROJECT_NAME={label(config.run.name or '')}\n"}
+    files["compose.yaml"] = _compose(found, published=not alone)
+    for process in found:
+        files |= process.file()
     for image, build, index in sorted({(process.image, process.build, process.index) for process in found}):
         installed = package(config, build)
         name = "Dockerfile" if image == config.launch.image else f"Dockerfile.{build}"
@@ -64,8 +66,7 @@ def prepared(config: RunConfig) -> tuple[list[File], list[list[str]]]:
             "state": STATE,
         }
         left_out = "\n".join(LEFT_OUT if installed.tree else ALL_BUT_PACKAGE)
-        files += [File(name, filled("Dockerfile", values)), File(f"{name}.dockerignore", f"{left_out}\n")]
-        files += [file for file in installed.files if file not in files]
+        files |= {name: filled("Dockerfile", values), f"{name}.dockerignore": f"{left_out}\n", **installed.files}
         calls.append(["docker", "build", "--tag", image, "--file", name, str(installed.tree or ".")])
     return files, calls
 
@@ -89,11 +90,11 @@ def _compose(found: Sequence[Process], *, published: bool) -> str:
             port = int(config.cluster.syncer.listen.rpartition(":")[2])
             service |= {"ports": [f"{port + config.cluster.syncer.index}:{port}"]} if published else {}
             continue
-        service["shm_size"] = f"{process.needs.memory_gib}gb"
+        service["shm_size"] = f"{process.memory_gib}gb"
         if process.build == "rocm":
             service |= {"devices": ["/dev/kfd", "/dev/dri"], "group_add": ["${RENDER_GID:-109}"]}
-        elif process.needs.gpus:
-            devices = [{"driver": "nvidia", "count": process.needs.gpus, "capabilities": ["gpu"]}]
+        elif process.gpus:
+            devices = [{"driver": "nvidia", "count": process.gpus, "capabilities": ["gpu"]}]
             service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
     lines = [HEAD.format(run=found[0].config.run.name, name=next(iter(services), "SERVICE"), user=USER)]
     lines += [AMD] if any(process.build == "rocm" for process in found) else []

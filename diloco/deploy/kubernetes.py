@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.config.errors import ExitCode
 from diloco.deploy.docker import SETTINGS, STATE, USER
-from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, label, networked, processes
+from diloco.deploy.rendering import RENDEZVOUS_PORT, Process, documents, label, networked, processes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,9 +36,9 @@ def prepared(config: RunConfig) -> list[Process]:
     return found
 
 
-def files(process: Process) -> list[File]:
-    """Return all manifests of one process."""
-    return [File(f"{process.name}.yaml", _syncer(process) if process.verb == "syncer" else _site(process))]
+def files(process: Process) -> dict[str, str]:
+    """Return all manifests of one process, in one file, by its name."""
+    return {f"{process.name}.yaml": _syncer(process) if process.verb == "syncer" else _site(process)}
 
 
 def call(process: Process) -> list[str]:
@@ -94,7 +94,7 @@ def _syncer(process: Process) -> str:
         "volumeClaimTemplates": [{"metadata": {"name": "state"}, "spec": _claim(process)}],
     }
     told = [
-        _object("v1", "ConfigMap", process, data={process.settings: process.file().text}),
+        _object("v1", "ConfigMap", process, data=process.file()),
         _object("v1", "Service", process, spec=service),
         _object("apps/v1", "StatefulSet", process, spec=stateful),
         _object("policy/v1", "PodDisruptionBudget", process, spec={"minAvailable": 1, "selector": chosen}),
@@ -110,9 +110,9 @@ def _syncer(process: Process) -> str:
 
 def _site(process: Process) -> str:
     container = _container(process)
-    if process.needs.gpus:
+    if process.gpus:
         vendor = "amd" if process.build == "rocm" else "nvidia"
-        container["resources"]["limits"][f"{vendor}.com/gpu"] = process.needs.gpus
+        container["resources"]["limits"][f"{vendor}.com/gpu"] = process.gpus
     pod = _pod(process, container, "Never")
     pod["volumes"] += [
         {"name": "state", "persistentVolumeClaim": {"claimName": process.label}},
@@ -126,7 +126,7 @@ def _site(process: Process) -> str:
     ]
     nodes = process.nodes
     told = [
-        _object("v1", "ConfigMap", process, data={process.settings: process.file().text}),
+        _object("v1", "ConfigMap", process, data=process.file()),
         _object("v1", "PersistentVolumeClaim", process, spec=_claim(process)),
     ]
     if nodes > 1:
@@ -168,8 +168,7 @@ def _head(process: Process) -> str:
 
 
 def _container(process: Process) -> dict[str, Any]:
-    needs = process.needs
-    resources = {"cpu": str(needs.cpus), "memory": f"{needs.memory_gib}Gi"}
+    resources = {"cpu": str(process.cpus), "memory": f"{process.memory_gib}Gi"}
     mounts: list[dict[str, Any]] = [
         {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
         {"name": "state", "mountPath": STATE},
@@ -234,7 +233,7 @@ def _claim(process: Process) -> dict[str, Any]:
     launch = process.config.launch
     claim: dict[str, Any] = {
         "accessModes": ["ReadWriteMany" if process.nodes > 1 else "ReadWriteOnce"],
-        "resources": {"requests": {"storage": f"{process.needs.disk_gib}Gi"}},
+        "resources": {"requests": {"storage": f"{launch.disk_gib}Gi"}},
     }
     return claim | ({"storageClassName": launch.storage_class} if launch.storage_class else {})
 

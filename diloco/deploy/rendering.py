@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata, resources
 from math import ceil
 from pathlib import Path
@@ -11,7 +11,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
-from diloco.config.errors import ConfigError
+from diloco.config.errors import A_NAME, ConfigError, require, section
 from diloco.config.placing import BETWEEN, syncer_configs, syncer_dir, syncer_name, towards
 from diloco.config.schema import RunConfig
 
@@ -49,31 +49,16 @@ pip prefers 2.13.0+cpu of such an index to its own index's 2.13.0, which is CUDA
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    """A file to be written, with its name in the folder."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a process needs on each of its machines."""
-
-    cpus: int
-    memory_gib: int
-    disk_gib: int
-    gpus: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the run: its verb, its name among the others, and its complete settings."""
+    """One process of the run: its verb, its name among the others, its complete settings, and what it needs on each of
+    its machines."""
 
     verb: str
     name: str
     config: RunConfig
-    needs: Needs
+    cpus: int
+    memory_gib: int
+    gpus: int = 0
 
     @property
     def settings(self) -> str:
@@ -128,9 +113,9 @@ class Process:
         """Return its command line with the settings file ``settings``."""
         return ["diloco", self.verb, "--config", settings]
 
-    def file(self) -> File:
-        """Return its settings file."""
-        return File(self.settings, configs.to_yaml(self.config))
+    def file(self) -> dict[str, str]:
+        """Return its settings file: its name and text."""
+        return {self.settings: configs.to_yaml(self.config)}
 
 
 def processes(config: RunConfig) -> list[Process]:
@@ -146,20 +131,19 @@ def processes(config: RunConfig) -> list[Process]:
     launch, cores = config.launch, max(2, config.cluster.syncer.threads + 1)
     found = []
     for part in syncer_configs(config) if has_syncer(config) else []:
-        needs = Needs(cores, launch.memory_gib or _syncer_gib(part), launch.disk_gib)
-        found.append(Process("syncer", syncer_name(part.cluster.syncer.index), part, needs))
-    if not config.cluster.sites:
-        raise ConfigError("cluster.sites is {}: name the sites to launch, as in cluster.sites.fra.nproc=8")
+        memory = launch.memory_gib or _syncer_gib(part)
+        found.append(Process("syncer", syncer_name(part.cluster.syncer.index), part, cores, memory))
+    named = "name the sites to launch, as in cluster.sites.fra.nproc=8"
+    require(bool(config.cluster.sites), "cluster.sites", config.cluster.sites, named)
     for name, site in config.cluster.sites.items():
         if not configs.is_name(name):
-            raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
+            raise ConfigError(f"cluster.sites has {name!r}: {A_NAME}")
         nproc = site.nproc if site.nproc != 1 else config.site.nproc
         nodes = site.nodes if site.nodes != 1 else config.site.nodes
-        if nodes < 1:
-            raise ConfigError(f"cluster.sites.{name}.nodes is {nodes}: at least 1")
+        require(nodes >= 1, f"cluster.sites.{name}.nodes", nodes, "at least 1")
         kind = site.accelerator or launch.accelerator
-        if re.fullmatch(TEXTS["accelerator"], kind) is None:
-            raise ConfigError(f"cluster.sites.{name}.accelerator is {kind!r}: letters, digits, '.', '_' and '-'")
+        fits = re.fullmatch(TEXTS["accelerator"], kind) is not None
+        require(fits, f"cluster.sites.{name}.accelerator", kind, "letters, digits, '.', '_' and '-'")
         here = replace(config.site, id=name, nproc=nproc, nodes=nodes)
         own = replace(config, site=here, launch=replace(launch, accelerator=kind))
         cpus = launch.cpus or nproc * max(1, config.site.threads) + 1
@@ -168,7 +152,7 @@ def processes(config: RunConfig) -> list[Process]:
         held_gib = ceil(numel * (copies * HELD_BYTES + EXCHANGED_BYTES) / GIB) + 4
         memory = launch.memory_gib or max(GIB_MIN, held_gib)
         gpus = (nproc if config.site.device == "cuda" else 0) if launch.gpus is None else launch.gpus
-        found.append(Process("site", name, own, Needs(cpus, memory, launch.disk_gib, gpus)))
+        found.append(Process("site", name, own, cpus, memory, gpus))
     labels = [process.label for process in found]
     for process in found:
         if labels.count(process.label) > 1:
@@ -200,20 +184,17 @@ def check(config: RunConfig) -> None:
     launch = config.launch
     for name, form in TEXTS.items():
         value = getattr(launch, name)
-        if value is not None and re.fullmatch(form, value) is None:
-            raise ConfigError(f"launch.{name} is {value!r}: it has characters that this setting does not allow")
+        fits = value is None or re.fullmatch(form, value) is not None
+        require(fits, f"launch.{name}", value, "it has characters that this setting does not allow")
     for name in ("cpus", "memory_gib", "disk_gib", "hours"):
         value = getattr(launch, name)
-        if value is not None and not 0 < value < 1e6:
-            raise ConfigError(f"launch.{name} is {value!r}: more than 0")
+        require(value is None or 0 < value < 1e6, f"launch.{name}", value, "more than 0")
     for name in ("gpus", "restarts"):
         value = getattr(launch, name)
-        if value is not None and not 0 <= value < 1e6:
-            raise ConfigError(f"launch.{name} is {value!r}: 0 or more")
+        require(value is None or 0 <= value < 1e6, f"launch.{name}", value, "0 or more")
     least = ceil(config.site.finish_timeout_s + LEAVE_MORE_S)
-    if not least <= launch.leave_s <= 3600:
-        why = f"from {least} (site.finish_timeout_s, and {LEAVE_MORE_S:g} for a checkpoint) to 3600"
-        raise ConfigError(f"launch.leave_s is {launch.leave_s}: {why}")
+    long = f"from {least} (site.finish_timeout_s, and {LEAVE_MORE_S:g} for a checkpoint) to 3600"
+    require(least <= launch.leave_s <= 3600, "launch.leave_s", launch.leave_s, long)
 
 
 def check_reachable(config: RunConfig) -> None:
@@ -221,16 +202,13 @@ def check_reachable(config: RunConfig) -> None:
     from diloco.config import connecting
     from diloco.wire.options import check_bind, is_loopback
 
-    for address in config.site.syncer.replace("/", ",").split(","):
-        if is_loopback(address.strip()):
-            text = "the address at which the sites' machines reach the syncer"
-            raise ConfigError(f"site.syncer is {config.site.syncer!r}: {text}, host:port")
+    remote = not any(is_loopback(address.strip()) for address in config.site.syncer.replace("/", ",").split(","))
+    wanted = "the address at which the sites' machines reach the syncer, host:port"
+    require(remote, "site.syncer", config.site.syncer, wanted)
     towards(config)
     if has_syncer(config):
-        try:
+        with section("cluster.syncer", address="listen"):
             check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
-        except ValueError as error:
-            raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
 
 
 def networked(config: RunConfig, host: Callable[[str], str]) -> RunConfig:
@@ -239,8 +217,8 @@ def networked(config: RunConfig, host: Callable[[str], str]) -> RunConfig:
 
     listen = config.cluster.syncer.listen
     port = listen.rpartition(":")[2]
-    if not port.isdecimal() or int(port) == 0:
-        raise ConfigError(f"cluster.syncer.listen is {listen!r}: give a fixed port, by which others find it")
+    fixed = port.isdecimal() and int(port) > 0
+    require(fixed, "cluster.syncer.listen", listen, "give a fixed port, by which others find it")
     syncer, site = replace(config.cluster.syncer, listen=f"0.0.0.0:{port}"), config.site
     if is_loopback(site.syncer):
         names = ["syncer", *(f"syncer-{index}" for index in range(1, config.outer.num_syncers))]
@@ -269,7 +247,7 @@ def filled(template: str, values: Mapping[str, object]) -> str:
     return Template(text).substitute({name: str(value) for name, value in values.items()})
 
 
-def documents(*told: Mapping[str, object], head: str = "") -> str:
+def documents(*told: Mapping[str, object], head: str) -> str:
     """Return YAML of several documents, below the lines of ``head`` as comments."""
     import yaml  # type: ignore[import-untyped]
 
@@ -291,7 +269,7 @@ class Package:
     """The argument of ``pip install``, used together with constraints.txt."""
     tree: Path | None = None
     """The source tree of this program, with its constraints.txt."""
-    files: tuple[File, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
     """For an installed program: its constraints.txt, to be written beside the files of the launch."""
     wheel: Path | None = None
 
@@ -314,13 +292,12 @@ def package(config: RunConfig, build: str = "cpu") -> Package:
     # The version of each package of this environment: the machines install the same ones.
     here = {each.name.lower(): each.version.partition("+")[0] for each in metadata.distributions() if each.name}
     pinned = "".join(f"{name}=={version}\n" for name, version in sorted(here.items()) if name != "diloco")
-    constraints = File("constraints.txt", pinned)
+    constraints = {"constraints.txt": pinned}
     if not given.endswith(".whl"):
-        return Package(re.sub(r"^diloco(?!\[)", f"diloco{extra}", given), files=(constraints,))
+        return Package(re.sub(r"^diloco(?!\[)", f"diloco{extra}", given), files=constraints)
     wheel = Path(given)
-    if not wheel.is_file():
-        raise ConfigError(f"launch.package is {given!r}: there is no such file")
-    return Package(f"./{wheel.name}{extra}", files=(constraints,), wheel=wheel)
+    require(wheel.is_file(), "launch.package", given, "there is no such file")
+    return Package(f"./{wheel.name}{extra}", files=constraints, wheel=wheel)
 
 
 def uses_cuda(config: RunConfig) -> bool:

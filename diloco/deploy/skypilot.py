@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, package
+from diloco.deploy.rendering import RENDEZVOUS_PORT, Process, documents, package
 
 HOME = "~/diloco"
 """The working folder of a process on its machine."""
@@ -16,9 +16,9 @@ HEAD = """{what} of run {run}: sky launch --cluster {name} {more}{file}    (from
 Files that the settings name by a relative path (certificates, keys, tokens) belong in that folder, and are copied."""
 
 
-def files(process: Process) -> list[File]:
-    """Return the task, its settings and, for an installed program, constraints.txt."""
-    return [process.file(), File(f"{process.name}.sky.yaml", _task(process)), *package(process.config).files]
+def files(process: Process) -> dict[str, str]:
+    """Return the task, its settings and, for an installed program, constraints.txt, by name."""
+    return {**process.file(), f"{process.name}.sky.yaml": _task(process), **package(process.config).files}
 
 
 def call(process: Process) -> list[str]:
@@ -29,20 +29,20 @@ def call(process: Process) -> list[str]:
 
 
 def _task(process: Process) -> str:
-    launch, needs, installed = process.config.launch, process.needs, package(process.config, process.build)
+    launch, installed = process.config.launch, package(process.config, process.build)
     mounts = {f"{HOME}/{name}": name for name in [process.settings, *process.own_files()]}
     if installed.tree is None:
-        beside = [file.name for file in installed.files] + ([installed.wheel.name] if installed.wheel else [])
+        beside = [*installed.files, *([installed.wheel.name] if installed.wheel else [])]
         mounts |= {f"{PACKAGE}/{name}": name for name in beside}
     resources: dict[str, Any] = {
-        "cpus": f"{needs.cpus}+",
-        "memory": f"{needs.memory_gib}+",
-        "disk_size": needs.disk_gib,
+        "cpus": f"{process.cpus}+",
+        "memory": f"{process.memory_gib}+",
+        "disk_size": launch.disk_gib,
         "use_spot": launch.spot and process.verb == "site",
         "job_recovery": {"strategy": "FAILOVER", "max_restarts_on_errors": launch.restarts},
     }
-    if needs.gpus:
-        resources["accelerators"] = f"{launch.accelerator}:{needs.gpus}"
+    if process.gpus:
+        resources["accelerators"] = f"{launch.accelerator}:{process.gpus}"
     if process.verb == "syncer":
         resources["ports"] = int(process.config.cluster.syncer.listen.rpartition(":")[2])
     index = process.index and f"--extra-index-url {process.index} "

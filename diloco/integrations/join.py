@@ -29,7 +29,7 @@ from torch import nn
 from diloco.codec import kernel_library
 from diloco.config import build, connecting, syncer_settings
 from diloco.config import compose as configs
-from diloco.config.errors import ConfigError, VerbError
+from diloco.config.errors import A_NAME, ConfigError, VerbError
 from diloco.config.keys import nearest
 from diloco.config.model_files import NOTHING_TO_TRAIN, frozen_digest, published_of, trained_and_frozen
 from diloco.config.placing import towards
@@ -298,12 +298,10 @@ def _parameters(
 
 def _own(syncer: str, site: str, tokens_per_step: object, settings: dict[str, object]) -> dict[str, object]:
     """Return the site's settings by dotted name, from the arguments; ValueError names a bad one."""
-    if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
-        raise ValueError(f"tokens_per_step is {tokens_per_step!r}: a whole number from 1 on, or None")
-    if not isinstance(site, str) or not configs.is_name(site):
-        raise ValueError(f"site is {site!r}: letters, digits, '.', '_' and '-', at most 64")
-    if not isinstance(syncer, str) or not syncer:
-        raise ValueError(f"syncer is {syncer!r}: host:port")
+    counted = tokens_per_step is None or (isinstance(tokens_per_step, int) and tokens_per_step >= 1)
+    require(counted, "tokens_per_step", tokens_per_step, "a whole number from 1 on, or None")
+    require(isinstance(site, str) and configs.is_name(site), "site", site, A_NAME)
+    require(isinstance(syncer, str) and bool(syncer), "syncer", syncer, "host:port")
     there = [each.name for each in fields(SiteSection) if each.name not in OTHERWISE]
     for name in settings:
         if name not in there:
@@ -350,8 +348,8 @@ def _config(group: PresentGroup, own: dict[str, object], run: str | None, data: 
     site, told = known.site, dict[str, object]()
     if group.is_first:
         try:
-            if not 0 < site.join_timeout_s < math.inf:
-                raise ValueError(f"join_timeout_s is {site.join_timeout_s!r}: positive and finite")
+            bounded = 0 < site.join_timeout_s < math.inf
+            require(bounded, "join_timeout_s", site.join_timeout_s, "positive and finite")
             asked = syncer_settings.ask(site.syncer, connecting.site_security(known), site.join_timeout_s)
             if run not in (None, asked.run_id):
                 raise JoinFailed("mismatch", f"run is {run!r} at the site and {asked.run_id!r} at the syncer")
@@ -395,7 +393,6 @@ def _naming_arguments() -> Iterator[None]:
 # --- ``Outer``, which ``diloco.join`` returns ------------------------------------------------------------------------
 
 TENSORS = "tensors"
-FAILED = 1
 
 
 class SiteFailed(RuntimeError):
@@ -492,8 +489,7 @@ class Outer:
         """
         if self._tokens_per_step is not None:
             raise ValueError(f"tokens is called with {count!r}, but tokens_per_step={self._tokens_per_step} sets them")
-        if count < 0:
-            raise ValueError(f"count is {count!r}: not negative")
+        require(count >= 0, "count", count, "not negative")
         self._tokens += count
         self._loss = self._loss if loss is None else float(loss)
 

@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.config.keys import nearest
+from diloco.config.keys import hint
 from diloco.inner.evaluate import SamplingOptions, generate, likelihoods
 
 if TYPE_CHECKING:
@@ -188,9 +188,8 @@ def _manager(tasks: Sequence[str], include: Path | None) -> Any:
     found = TaskManager(include_path=str(include) if include is not None else None)
     for name in tasks:
         if name not in found.all_tasks:
-            near = nearest(name, list(found.all_tasks))
-            hint = f"did you mean {near}?" if near else "--include-path FOLDER adds your own tasks"
-            raise ConfigError(f"--tasks: there is no {name}: {hint}")
+            own = "--include-path FOLDER adds your own tasks"
+            raise ConfigError(f"--tasks: there is no {name}: {hint(name, found.all_tasks, own)}")
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 
 import diloco
 from diloco.config.model_files import save_version0
+from diloco.inner import require
 from diloco.inner.parallel import PresentGroup
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ def site_of(config: Any) -> Any:
     diloco``.
     """
     trainer: Any = getattr(type(config), "_owner", None)
-    if trainer is None or not hasattr(trainer, "should_continue_training"):
-        raise ValueError(f"config is {config!r}: the Config of a torchtitan Trainer")
+    fits = trainer is not None and hasattr(trainer, "should_continue_training")
+    require(fits, "config", config, "the Config of a torchtitan Trainer")
 
     @dataclass(kw_only=True, slots=True)
     class Config(trainer.Config):
@@ -111,10 +112,9 @@ class Training(Trainer):
         if told.version0 is not None:
             return
         for name in ("syncer", "site"):
-            if not getattr(told, name):
-                raise ValueError(
-                    f"diloco.{name} is '': --diloco.syncer host:port --diloco.site NAME, as for diloco site"
-                )
+            value = getattr(told, name)
+            wanted = "--diloco.syncer host:port --diloco.site NAME, as for diloco site"
+            require(bool(value), f"diloco.{name}", value, wanted)
         check_waits(told, config.comm)
         arguments = {name: value for name, value in asdict(told).items() if name != "version0"}
         arguments["tokens_per_step"] = tokens_per_step(config.training, self.parallel_dims)
@@ -176,8 +176,8 @@ def check_waits(told: Site, comm: Any) -> None:
     """Raise ValueError where joining or leaving may take longer than torchtitan lets ranks wait: that ends the job."""
     for name, bound in (("join_timeout_s", "init_timeout_seconds"), ("finish_timeout_s", "train_timeout_seconds")):
         wanted, most = getattr(told, name), getattr(comm, bound)
-        if PresentGroup().world > 1 and not wanted < most:
-            raise ValueError(f"diloco.{name} is {wanted}: less than comm.{bound}={most}, which the other ranks wait")
+        less = f"less than comm.{bound}={most}, which the other ranks wait"
+        require(PresentGroup().world == 1 or wanted < most, f"diloco.{name}", wanted, less)
 
 
 def tokens_per_step(training: Any, dims: Any) -> int:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.config.errors import ConfigError
 from diloco.lab.fleet import faults_of
@@ -39,12 +39,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class MadeRun:
-    """The measurements of a real run.  ``update_bytes`` and ``version_bytes`` are each fragment's means, or None."""
+    """The measurements of a real run.  ``update_bytes`` and ``version_bytes`` are each fragment's means, or None.
 
-    step_s: Mapping[str, float]
-    steps_s: Mapping[str, tuple[float, ...]]
-    seal_s: Mapping[str, float]
-    starts_s: Mapping[str, float]
+    ``sites`` has for each site the fields of a ``FleetSite`` that were measured: step_s, steps_s, seal_s and starts_s.
+    """
+
+    sites: Mapping[str, Mapping[str, Any]]
     merge_s: float
     update_bytes: Sequence[int | None]
     version_bytes: Sequence[int | None]
@@ -65,31 +65,27 @@ def read_made(folder: RunDir) -> MadeRun:
         if event.get("what") == "site_joined":
             joined.setdefault(str(event.get("site")), number(event, "at") or 0.0)
     first = min(joined.values(), default=0.0)
-    # Stalls of training, without the copying of values, which is work.
-    idle_s = {name: site.meter("stall_s") - site.meter("adopt_s") for name, site in trained.items()}
-    step_s = {
-        name: (site.meter("train_s") - idle_s[name]) / site.meter("inner_steps") for name, site in trained.items()
-    }
+    sites, columns = {}, {}
+    for name, site in trained.items():
+        # Stalls of training, without the copying of values, which is work.
+        idle_s, train_s = site.meter("stall_s") - site.meter("adopt_s"), site.meter("train_s")
+        step_s = (train_s - idle_s) / site.meter("inner_steps")
+        sites[name] = {
+            "step_s": step_s,
+            "steps_s": _steps_s(events, name, step_s),
+            "seal_s": _seal_s(events, name),
+            "starts_s": joined.get(name, first) - first,
+        }
+        steps, idle_share = int(site.meter("inner_steps")), idle_s / max(train_s, 1e-9)
+        columns[name] = Column(steps, site.merges, site.bytes_up, site.bytes_down, idle_share)
     return MadeRun(
-        step_s=step_s,
-        steps_s={name: _steps_s(events, name, step_s[name]) for name in trained},
-        seal_s={name: _seal_s(events, name) for name in trained},
-        starts_s={name: joined.get(name, first) - first for name in trained},
+        sites=sites,
         merge_s=_merge_s(events),
         update_bytes=_mean_bytes(events, "pushed", len(history.layout)),
         version_bytes=_mean_bytes(events, "published", len(history.layout)),
         versions=list(history.versions),
         faults=_faults(events),
-        columns={
-            name: Column(
-                int(site.meter("inner_steps")),
-                site.merges,
-                site.bytes_up,
-                site.bytes_down,
-                idle_s[name] / max(site.meter("train_s"), 1e-9),
-            )
-            for name, site in trained.items()
-        },
+        columns=columns,
     )
 
 
@@ -165,22 +161,12 @@ def _mean_bytes(events: Sequence[Event], what: str, fragments: int) -> list[int 
 
 def as_made(plan: FleetPlan, names: Sequence[str], made: MadeRun) -> FleetPlan:
     """Return the configuration's ``plan`` with the real run's measurements filled in."""
-    missing = [name for name in names if name not in made.step_s]
+    missing = [name for name in names if name not in made.sites]
     if missing:
         raise ConfigError(f"cluster.sites has {missing[0]}, which made no step in the run")
-    pairs = zip(names, plan.sites, strict=True)
     return replace(
         plan,
-        sites=tuple(
-            replace(
-                site,
-                step_s=made.step_s[name],
-                steps_s=made.steps_s[name],
-                seal_s=made.seal_s[name],
-                starts_s=made.starts_s[name],
-            )
-            for name, site in pairs
-        ),
+        sites=tuple(replace(site, **made.sites[name]) for name, site in zip(names, plan.sites, strict=True)),
         merge_s=made.merge_s,
         faults=faults_of(made.faults, names),
         update_bytes=_known(made.update_bytes, plan.update_bytes),

@@ -15,11 +15,11 @@ from functools import cache
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
-from diloco.config.keys import nearest
+from diloco.config.keys import WANTED, hint
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
 from diloco.observe.plot import Axis, Line, Points, line_chart
@@ -28,17 +28,6 @@ from diloco.observe.report import table as html_table
 from diloco.observe.text import count, size
 from diloco.sync.options import require
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
-    "str": ("text", str),
-    "bool": ("true or false", bool),
-    "int": ("a whole number", int),
-    "float": ("a number", (int, float)),
-}
-"""The types of the fields of a row and a laboratory, and of a tuple's parts."""
 CODE = ("codec", "inner", "outer", "sim", "sync")
 """The parts of the package that affect a cell's result."""
 NO_PART = ("does", "against", "settings", "rule", "pattern")
@@ -158,11 +147,10 @@ class RowResult:
     """A row over its seeds: its losses and, in ``off``, the relative difference from ``against`` with the same seed."""
 
     name: str
-    does: str
     losses: Mapping[int, float]
     off: Mapping[int, float]
     against: str
-    found: Sequence[Found] = field(default_factory=list)
+    found: Sequence[Found]
 
     @property
     def loss(self) -> float:
@@ -210,9 +198,7 @@ def _path(name: str) -> Path:
     path = folder / f"{name}.yaml" if "/" not in name and not name.endswith(".yaml") else Path(name)
     if not path.is_file():
         known = sorted(each.stem for each in folder.glob("*.yaml"))
-        near = nearest(name, known)
-        hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
-        raise ConfigError(f"+lab is {name!r}: {hint}")
+        raise ConfigError(f"+lab is {name!r}: {hint(name, known)}")
     return path
 
 
@@ -251,22 +237,21 @@ def _values(kind: Any, plain: object, where: str) -> dict[str, Any]:
     """Return the values of ``plain`` for the fields of ``kind``, each checked against its field's type."""
     if not isinstance(plain, dict):
         raise ConfigError(f"{where} is {plain!r}: must be keys and values")
-    known = {each.name: str(each.type) for each in fields(kind) if each.name not in ("name", "rows")}
+    known = {name: hint for name, hint in get_type_hints(kind).items() if name not in ("name", "rows")}
     for key in plain:
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key}: one of {', '.join(sorted(known))}")
     return {key: _value(known[key], value, f"{where}: {key}") for key, value in plain.items()}
 
 
-def _value(kind: str, value: object, where: str) -> object:
-    part = kind.removeprefix("tuple[").removesuffix(", ...]")
-    what, types = KINDS[part]
-    parts = value if isinstance(value, list) and part != kind else [value]
-    if part != kind and not isinstance(value, list):
-        raise ConfigError(f"{where} is {value!r}: must be a list, each part {what}")
-    if not all(isinstance(each, types) and (part == "bool" or not isinstance(each, bool)) for each in parts):
-        raise ConfigError(f"{where} is {value!r}: must be {what}")
-    return tuple(parts) if part != kind else value
+def _value(kind: Any, value: object, where: str) -> object:
+    part = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    if part is not kind and not isinstance(value, list):
+        raise ConfigError(f"{where} is {value!r}: must be a list, each part {WANTED[part]}")
+    parts = value if part is not kind and isinstance(value, list) else [value]
+    if not all(type(each) is part or (part is float and type(each) is int) for each in parts):
+        raise ConfigError(f"{where} is {value!r}: must be {WANTED[part]}")
+    return tuple(parts) if part is not kind else value
 
 
 def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Sequence[str]) -> list[Cell]:
@@ -311,12 +296,9 @@ def code_digest() -> str:
 
 def kept(folder: Path, cell: Cell) -> Found | None:
     """Return the stored result of ``cell``, if any."""
-    path = folder / "cells" / f"{cell.digest}.json"
-    if not path.is_file():
-        return None
     try:
-        return Found(**json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError):  # Damaged: the cell is trained again.
+        return Found(**json.loads((folder / "cells" / f"{cell.digest}.json").read_text("utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):  # None, or damaged: the cell is trained again.
         return None
 
 
@@ -340,7 +322,7 @@ def lines(lab: Laboratory, found: Sequence[Found]) -> list[RowResult]:
         against = row.against or lab.reference
         other = losses.get(against, {}) if against != name else {}
         off = {seed: loss / other[seed] - 1 for seed, loss in losses[name].items() if seed in other}
-        made.append(RowResult(name, row.does, losses[name], off, against, by_row[name]))
+        made.append(RowResult(name, losses[name], off, against, by_row[name]))
     return made
 
 
@@ -396,20 +378,17 @@ def html(lab: Laboratory, lines: Sequence[RowResult]) -> str:
     """Return the HTML page."""
     named = [(line.name, series_style(number)) for number, line in enumerate(lines)]
     tokens = max((each.tokens for line in lines for each in line.found), default=0)
-    axes: tuple[tuple[str, int, Axis, Callable[[Found, float], float]], ...] = (
-        ("Loss against tokens", PROGRESS, Axis("tokens", count), lambda each, value: value * each.tokens),
-        ("Loss against virtual time", SECONDS, Axis("virtual seconds", count), lambda each, value: value),
-        ("Loss against bytes", BYTES, Axis("bytes up, all sites", size), lambda each, value: value),
+    axes = (
+        ("Loss against tokens", PROGRESS, Axis("tokens", count)),
+        ("Loss against virtual time", SECONDS, Axis("virtual seconds", count)),
+        ("Loss against bytes", BYTES, Axis("bytes up, all sites", size)),
     )
-    pictures = [
-        section(title, legend(named), _curves(lines, column, axis, scale), NOTE) for title, column, axis, scale in axes
-    ]
+    pictures = [section(title, legend(named), _curves(lines, column, axis), NOTE) for title, column, axis in axes]
     shown = html_table(HEAD, [table_cells(line) for line in lines])
     seeds = sorted({seed for line in lines for seed in line.losses})
     tiles = [(str(len(lines)), "rows"), (str(len(seeds)), "seeds"), (count(tokens), "tokens")]
-    does = html_table(
-        ("row", "is", "settings"), [(line.name, line.does, " ".join(lab.rows[line.name].settings)) for line in lines]
-    )
+    rows = [(line.name, lab.rows[line.name]) for line in lines]
+    does = html_table(("row", "is", "settings"), [(name, row.does, " ".join(row.settings)) for name, row in rows])
     sections = [
         section("Beside each other", "", shown, TABLE),
         *pictures,
@@ -422,12 +401,13 @@ NOTE = "Each line is one seed: a difference between rows must exceed the spread 
 TABLE = "Mean loss of the final model; differences are between runs with the same seed: mean, least and most."
 
 
-def _curves(lines: Sequence[RowResult], column: int, axis: Axis, scale: Callable[[Found, float], float]) -> str:
+def _curves(lines: Sequence[RowResult], column: int, axis: Axis) -> str:
     drawn = []
     for number, line in enumerate(lines):
         for each in line.found:
+            scale = each.tokens if column == PROGRESS else 1
             last = [1.0, each.seconds, each.bytes_up, each.loss]
-            points: Points = [(scale(each, point[column]), point[LOSSES]) for point in [*each.points, last]]
+            points: Points = [(point[column] * scale, point[LOSSES]) for point in [*each.points, last]]
             if each.points:
                 drawn.append(Line(f"{line.name}, seed {each.seed}", series_style(number), points))
     return line_chart(drawn, axis, LOSS)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.registry import make_codec
 from diloco.config import build, build_syncer, connecting, regional
 from diloco.config import compose as configs
-from diloco.config.errors import ConfigError
+from diloco.config.errors import ConfigError, require
 from diloco.config.schema import UpstreamSection
 from diloco.config.syncer_settings import OF_THE_MODEL
 from diloco.runs.scenario import Step, late_sites, scenario_of
@@ -79,17 +79,13 @@ class Told:
         if self.region_interruptions_per_day and not self.regions:
             per_day = f"{self.region_interruptions_per_day:g}"
             raise ConfigError(f"--region-interruptions-per-day is {per_day}: name the sites with --region")
-        if not 0 <= self.chips <= CHIPS_MAX:
-            raise ConfigError(f"--chips is {self.chips}: must be from 0 to {CHIPS_MAX}")
-        if self.chips and not per_year:
-            raise ConfigError(f"--chips is {self.chips}: --interruptions-per-chip-year is 0, so they never fail")
+        require(0 <= self.chips <= CHIPS_MAX, "--chips", self.chips, f"must be from 0 to {CHIPS_MAX}")
+        never = "--interruptions-per-chip-year is 0, so they never fail"
+        require(not self.chips or per_year > 0, "--chips", self.chips, never)
         if per_year and not self.chips:
             raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: give a site's chips with --chips")
-        if self.interruptions_per_s() > 1:
-            per_day = f"{self.interruptions_per_s() * DAY_S:g}"
-            raise ConfigError(
-                f"--chips is {self.chips}: that is {per_day} interruptions of a site in a day, above {DAY_S:g}"
-            )
+        often = f"that is {self.interruptions_per_s() * DAY_S:g} interruptions of a site in a day, above {DAY_S:g}"
+        require(self.interruptions_per_s() <= 1, "--chips", self.chips, often)
         if every_h and not 0 < lasts_s < 3600 * every_h:
             raise ConfigError(f"--maintenance-s is {lasts_s:g}: must be above 0 and below --maintenance-every-h")
         if every_h and self.seconds is None:
@@ -123,8 +119,7 @@ def tokens_per_step(config: RunConfig) -> int:
 
 def with_sites(config: RunConfig, count: int, flag: str = "--sites") -> RunConfig:
     """Return ``config`` with ``count`` sites, repeating those of ``cluster.sites``."""
-    if count < 1:
-        raise ConfigError(f"{flag} is {count}: at least 1")
+    require(count >= 1, flag, count, "at least 1")
     known = list(config.cluster.sites.items())
     if not known:
         raise ConfigError("cluster.sites is empty: there is no site to repeat")
@@ -157,8 +152,7 @@ def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
     A region has the link of its site in ``above``.  Failures are independent in each region.
     """
     _check_own(config)
-    if config.scenario is not None:
-        raise ConfigError(f"scenario is {config.scenario!r}: --above simulates no scenario")
+    require(config.scenario is None, "scenario", config.scenario, "--above simulates no scenario")
     region = replace(_of_one(config), upstream=replace(config.upstream, endpoint="above:1", site_id="region"))
     build_syncer.check(region)
     whole, names, count = _plan(above, told), list(config.cluster.sites), len(above.cluster.sites)
@@ -206,9 +200,8 @@ def above_of(config: RunConfig, settings: Sequence[str], count: int | None = Non
 
 
 def _check_own(config: RunConfig) -> None:
-    if (endpoint := config.upstream.endpoint) is not None:
-        text = f"upstream.endpoint is {endpoint!r}: leave it out (null)"
-        raise ConfigError(f"{text}; --above describes the run above regions")
+    wanted = "leave it out (null); --above describes the run above regions"
+    require(config.upstream.endpoint is None, "upstream.endpoint", config.upstream.endpoint, wanted)
 
 
 def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:

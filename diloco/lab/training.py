@@ -91,16 +91,6 @@ class Warm:
         return cls(told["step"], parts["values"], parts["inner"], told["plain"], told["optimizer"])
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The global model at one time: nats per token on a fixed part of the validation text."""
-
-    progress: float
-    seconds: float
-    bytes_up: int
-    loss: float
-
-
 class _Training:
     """A trainer and its model, whose learning rate follows a ``progress`` that is set from outside."""
 
@@ -125,30 +115,22 @@ class _Training:
 class Control(_Training):
     """One process on all the text with the batch of all sites together: the bound that communication cannot beat."""
 
-    def __init__(self, config: RunConfig, sites: int, tokens: int, warm: Warm | None = None) -> None:
-        """It trains for ``tokens`` in all, which sets its learning-rate schedule."""
+    def __init__(self, config: RunConfig, sites: int, warm: Warm | None = None) -> None:
         inner = replace(config.inner, batch_sequences=config.inner.batch_sequences * sites)
         super().__init__(replace(config, inner=inner), (0, 1), warm)
-        self._tokens = tokens
 
-    def whole(self) -> None:
-        """Train until the tokens are used up."""
+    def whole(self, tokens: int) -> None:
+        """Train for ``tokens`` in all, which sets the learning-rate schedule."""
         step_tokens = self.trainer.stream.tokens_per_batch * self.trainer.optimizers.options.accumulation
-        for done in range(0, self._tokens, step_tokens):
-            self.progress = done / self._tokens
+        for done in range(0, tokens, step_tokens):
+            self.progress = done / tokens
             self.steps(1)
 
     def state(self) -> Warm:
-        """Return a copy of its state now."""
-        tensors, plain = self.trainer.optimizers.state_dict()
-        values = {name: each.detach().clone() for name, each in named_parameters_once(self.model).items()}
-        return Warm(
-            self.trainer.step,
-            values,
-            {name: each.clone() for name, each in tensors.items()},
-            dict(plain),
-            self.trainer.optimizers.options.optimizer,
-        )
+        """Return its state now: references to tensors, which change with its next step."""
+        trainer = self.trainer
+        values = {name: each.detach() for name, each in named_parameters_once(self.model).items()}
+        return Warm(trainer.step, values, *trainer.optimizers.state_dict(), trainer.optimizers.options.optimizer)
 
 
 class _Site(_Training):
@@ -200,7 +182,8 @@ class TrainedFleet:
         self._encoding = config.codec.up
         self._points_wanted = points
         self.bytes_up, self.last_merge_s = 0, 0.0
-        self.points: list[Point] = []
+        self.points: list[list[float]] = []
+        """The ``Found.points`` so far."""
 
     def values(self) -> Mapping[str, Tensor]:
         """Return the newest versions by name, as the rule evaluates them: the parameters of one reused model."""
@@ -260,7 +243,7 @@ class TrainedFleet:
         self._sites_in[command.fragment] = len({part.site for part in command.contributions})
         self.last_merge_s, share = now_s, progress_ppm / 1e6
         if share * self._points_wanted >= len(self.points) + 1 and share < 1:
-            self.points.append(Point(share, now_s, self.bytes_up, self.score()))
+            self.points.append([share, now_s, self.bytes_up, self.score()])
 
 
 @torch.no_grad()
@@ -286,8 +269,8 @@ def run_cell(cell: Cell, folder: Path) -> Found:
     warm = Warm.load(_warm_path(cell, folder)) if cell.warm_steps else None
     tokens, sites = config.run.tokens or 0, len(speeds)
     if row.control:
-        control = Control(config, sites, tokens, warm)
-        control.whole()
+        control = Control(config, sites, warm)
+        control.whole(tokens)
         loss, took_s = Evaluator(config, text).score(control.model).val_loss, time.monotonic() - began_s
         steps = -(-tokens // (sites * tokens_per_step(config)))
         seconds = steps * UNIT_S / min(speeds)
@@ -298,7 +281,6 @@ def run_cell(cell: Cell, folder: Path) -> Found:
     plan = _plan(cell, names)
     fleet = TrainedFleet(config, names, text, warm, cell.points)
     found = simulate(plan, fleet)
-    points = [[each.progress, each.seconds, each.bytes_up, each.loss] for each in fleet.points]
     trained = sum(site.steps for site in found.sites) * tokens_per_step(config)
     if trained < tokens:
         raise ConfigError(
@@ -311,7 +293,7 @@ def run_cell(cell: Cell, folder: Path) -> Found:
         row=cell.name,
         seed=cell.seed,
         loss=fleet.score(),
-        points=points,
+        points=fleet.points,
         tokens=trained,
         seconds=ended_s,
         bytes_up=fleet.bytes_up,
@@ -352,7 +334,7 @@ def make_warm(cell: Cell, folder: Path) -> None:
     if not cell.warm_steps or Warm.is_at(path):
         return
     torch.set_num_threads(1)
-    control = Control(cell.warm, len(cell.row.speeds), 1)
+    control = Control(cell.warm, len(cell.row.speeds))
     control.steps(cell.warm_steps)
     control.state().save(path)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import digest, make_codec
 from diloco.codec.site_pass import follow
 from diloco.config import build, connecting
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
 from diloco.config.placing import in_whole_order, placement_of, towards
 from diloco.inner.data import validation_batches
 from diloco.inner.evaluate import evaluate
@@ -71,20 +72,16 @@ class Observer:
 
     def __init__(self, client: SyncClient, run_id: str, layout: Layout) -> None:
         self._client, self._run_id, self._layout = client, run_id, layout
-        self._held: dict[int, tuple[int, torch.Tensor]] = {}
         self._sinks = [PullSink() for _ in layout.fragments]
+        self.versions = [-1] * len(self._sinks)
+        """The held version of each fragment, -1 for none."""
+        self._values: list[torch.Tensor | None] = [None] * len(self._sinks)
 
-    @property
-    def versions(self) -> list[int]:
-        """Return the held version of each fragment, -1 for none."""
-        return [self._held[index][0] if index in self._held else -1 for index in range(len(self._sinks))]
-
-    def refresh(self) -> bool:
-        """Fetch new versions and return whether there were any.  Raises ``Unreachable`` and ``Refused``."""
-        before = self.versions
+    def refresh(self) -> None:
+        """Fetch new versions.  Raises ``Unreachable`` and ``Refused``."""
         for fragment, sink in enumerate(self._sinks):
-            have, held = self._held.get(fragment, (-1, None))
-            pulled = self._client.pull(PullAsk(self._run_id, "", fragment, have), sink)
+            held = self._values[fragment]
+            pulled = self._client.pull(PullAsk(self._run_id, "", fragment, self.versions[fragment]), sink)
             header, wanted = pulled.header, self._layout.fragments[fragment].numel
             if header.numel != wanted:
                 text = f"fragment {fragment} has {header.numel} values at the syncer and {wanted} by the settings here"
@@ -95,17 +92,15 @@ class Observer:
                 values = held
                 for part in pulled.parts:
                     values = follow(values, part, make_codec(header.encoding))
-            if digest(values, header.digest) == header.digest:
-                self._held[fragment] = (header.version, values)
-            else:
-                self._held.pop(fragment, None)  # the next refresh fetches it whole
-        return self.versions != before
+            good = digest(values, header.digest) == header.digest  # Otherwise the next refresh fetches it whole.
+            self.versions[fragment], self._values[fragment] = (header.version, values) if good else (-1, None)
 
     def write_into(self, model: Transformer) -> None:
         """Copy the held values into ``model``; every fragment must have been fetched."""
         parameters = named_parameters_once(model)
-        for fragment in self._layout.fragments:
-            scatter(fragment, self._held[fragment.index][1], parameters)
+        for fragment, values in zip(self._layout.fragments, self._values, strict=True):
+            assert values is not None
+            scatter(fragment, values, parameters)
 
 
 # --- Observe a run's syncers from outside ----------------------------------------------------------------------------
@@ -157,15 +152,11 @@ class Observed:
         before = self.versions
         answers = 0
         for index, (observer, admin) in enumerate(self._parts):
-            try:
+            with suppress(Unreachable), failing(Refused, code=ExitCode.MISMATCH):
                 status = admin.status()
                 observer.refresh()
-            except Unreachable:
-                continue
-            except Refused as error:
-                raise VerbError(ExitCode.MISMATCH, error.text) from error
-            self._statuses[index] = status
-            answers += 1
+                self._statuses[index] = status
+                answers += 1
         if not answers or min(self.versions) < 0:
             return None
         return self.versions != before

@@ -16,13 +16,13 @@ from torch import Tensor
 from diloco.codec.base import digest, is_sha256, shorter
 from diloco.config import build, model_files
 from diloco.config import compose as configs
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
 from diloco.config.model_files import put_values, values_in
 from diloco.config.placing import SYNCERS, has_several, in_whole_order, placement_of, syncer_configs, syncer_dirs
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
 from diloco.inner import checkpoint
-from diloco.models.sources import Kind, Past, data_of, kind_of, past_of
+from diloco.models.sources import CARD, Kind, Past, data_of, kind_of, past_of
 from diloco.observe.eventlog import read_events
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.events import LineageBegan, OuterStepDone, SyncerStarted
@@ -127,10 +127,8 @@ def _of_base(path: Path, config: RunConfig, version: int) -> Taken:
     site = next((above for above in (path, *path.absolute().parents[:2]) if (above / "checkpoints").is_dir()), None)
     if site is None or has_several(config):
         raise ConfigError(f"--version is {version}: {path} has no versions; give a run's folder or a site's")
-    try:
+    with failing(ColdError):
         found = read_site(site)
-    except ColdError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
     if set(found.versions) != {version}:
         raise VerbError(ExitCode.FAILED, f"--version is {version}: {path} holds {_numbered(found.versions)} as bases")
     _check_layout(found.layout_fingerprint, config, str(path))
@@ -151,12 +149,10 @@ def _of_run(run_dir: RunDir, config: RunConfig, version: int | None, data: Path 
 
 def _kept(past: Past, version: int | None) -> list[FragmentValues]:
     """Return ``version`` of each fragment in a syncer's data folder, from a snapshot and the journal after it."""
-    try:
+    with failing(KeptError):
         kept = Kept(past.data)
         _check_layout(kept.card.layout_fingerprint, past.config, str(past.data))
         rebuilt = kept.replay(past.rules(), last=version, shortest=True)
-    except KeptError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
     newest = tuple(fragment.version for fragment in rebuilt.machine.state.fragments)
     if version is not None and min(newest) < version:
         raise VerbError(ExitCode.FAILED, f"--version is {version}: {past.data} holds no more than {_numbered(newest)}")
@@ -325,7 +321,7 @@ def read_evidence(paths: Sequence[Path], syncer: int | None = None) -> Evidence:
                 found.epoch = max(found.epoch, site.epoch)
                 for index, (version, told) in enumerate(zip(site.versions, site.digests, strict=True)):
                     found.say((site.lineage, index, version), told, str(path))
-        elif (path / "run.json").is_file():
+        elif (path / CARD).is_file():
             _from_journal(found, path)
         else:
             raise ConfigError(

@@ -11,20 +11,18 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
-from diloco.runs.process import PARENT_VARIABLE
+from diloco.runs.process import PARENT_VARIABLE, verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from diloco.config.schema import RunConfig
 
@@ -33,27 +31,22 @@ NICE = 15
 WHY_CHARS = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The paths of a site's checkpoint and of the configuration that it was trained with."""
+def recorded(target: Path) -> tuple[Path, Path]:
+    """Return the paths of a site's checkpoint and of the configuration that it was trained with.
 
-    checkpoint: Path
-    config: Path
-
-
-def recorded(target: Path) -> Recorded:
-    """Resolve the user's ``target``: a checkpoint of a site, or a site's folder (then its newest checkpoint)."""
+    The user's ``target`` is a checkpoint of a site, or a site's folder (then its newest checkpoint).
+    """
     from diloco.inner import checkpoint
 
     site = target if (target / "checkpoints").is_dir() else target.parent.parent
     if not (site / "config.yaml").is_file():
         raise ConfigError(f"{str(target)!r} is neither a site's folder nor its checkpoint: no config.yaml there")
     if site != target:
-        return Recorded(target, site / "config.yaml")
+        return target, site / "config.yaml"
     names = checkpoint.names(site / "checkpoints")
     if not names:
         raise ConfigError(f"{site / 'checkpoints'} holds no checkpoint yet")
-    return Recorded(site / "checkpoints" / names[-1], site / "config.yaml")
+    return site / "checkpoints" / names[-1], site / "config.yaml"
 
 
 def repeatable(path: Path) -> RunConfig:
@@ -100,8 +93,7 @@ def digest_after(config: RunConfig, path: Path, steps: int) -> tuple[str, int]:
 
 def command(folder: Path, steps: int) -> list[str]:
     """Return the command of a canary of the site in ``folder``; it sets its own low priority."""
-    options = ["--steps", str(steps), "--nice", str(NICE), "--json"]
-    return [sys.executable, "-m", "diloco", "canary", str(folder), *options]
+    return verb("canary", str(folder), "--steps", str(steps), "--nice", str(NICE), "--json")
 
 
 @contextmanager

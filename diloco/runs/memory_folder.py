@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.run_dir import run_dir_of
 from diloco.durable import private_folder, write_file
 
@@ -37,8 +37,8 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
     if not config.inner.memory_checkpoint_every_steps:
         return
     folder = Path(config.site.memory_folder)
-    if not folder.is_dir():
-        raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: no such folder")
+    setting = ("site.memory_folder", config.site.memory_folder)
+    require(folder.is_dir(), *setting, "no such folder")
     device, kind = folder.stat().st_dev, ""
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
@@ -49,8 +49,7 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
             f"site.memory_folder is {config.site.memory_folder!r}, on {kind or 'an unknown file system'}: a "
             "folder in memory (tmpfs), or inner.memory_checkpoint_every_steps=0"
         )
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: this user cannot create folders in it")
+    require(os.access(folder, os.W_OK | os.X_OK), *setting, "this user cannot create folders in it")
 
 
 def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.durable import armed_disk
+from diloco.durable import PLAIN_DISK, KillingDisk, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -54,6 +54,8 @@ class Child:
     """Whether it has ever done its work; a child that ends before that is not restarted."""
     deaths: int = 0
     """How often it ended unexpectedly."""
+    started_s: float = 0.0
+    """The monotonic instant of its latest start."""
     next_start_s: float = 0.0
     code: int | None = None
     _process: subprocess.Popen[bytes] | None = None
@@ -73,7 +75,7 @@ class Child:
         """Start it; output goes to the end of its log."""
         assert not self.running, f"{self.name} runs already"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.wanted, self.code = True, None
+        self.wanted, self.code, self.started_s = True, None, time.monotonic()
         with self.log.open("ab") as log:
             self._log_begins = log.tell()
             self._process = subprocess.Popen(
@@ -90,7 +92,7 @@ class Child:
 
     def ended(self) -> bool:
         """Return whether it has ended since the last call; sets ``code`` to its exit code (negative for a signal)."""
-        if self._process is None or self.code is not None:
+        if self._process is None or not self.running:
             return False
         self.code = self._process.poll()
         return self.code is not None
@@ -289,10 +291,13 @@ def disk_from_environment() -> Disk:
     ``DILOCO_KILL_AT=journal.sync:7 diloco syncer ...`` ends that process by SIGKILL at the seventh passage of the step
     ``journal.sync`` (``diloco.durable.Step`` lists them).  Every operation counts twice, before and after it.
     """
-    try:
-        return armed_disk(os.environ.get(KILL_VARIABLE, ""))
-    except ValueError as error:
-        raise ConfigError(f"{KILL_VARIABLE}: {error}") from error
+    if not (text := os.environ.get(KILL_VARIABLE, "")):
+        return PLAIN_DISK
+    name, _, passage = text.partition(":")
+    if name not in set(Step) or not passage.isascii() or not passage.isdigit() or int(passage) < 1:
+        told = f"{text!r} is no place to be killed at: a step and a passage, like journal.sync:7"
+        raise ConfigError(f"{KILL_VARIABLE}: {told}")
+    return KillingDisk(Step(name), int(passage))
 
 
 SAME_REQUEST_S = 0.2

@@ -22,18 +22,19 @@ links to all of them.  Reading a file and playing it are pure; ``up`` carries ou
 
 from __future__ import annotations
 
-import difflib
 import signal
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
+from diloco.config.keys import hint
 from diloco.config.placing import is_syncer, syncer_name
 from diloco.wan.link import LinkOptions
 
@@ -118,9 +119,8 @@ class Schedule:
 
     def heal_all(self) -> list[Play]:
         """Return the ends of all lasting steps, and begin no more: the run is being drained."""
-        plays = [Play(step, heals=True) for _, step in sorted(self.healing, key=itemgetter(0))]
-        self.healing, self.waiting = [], []
-        return plays
+        self.waiting = []
+        return self.due(inf, 0.0)
 
 
 def not_yet_played(steps: Sequence[Step], played: Iterable[tuple[str, str]], progress: float) -> list[Step]:
@@ -201,7 +201,7 @@ class _Reader:
         allowed = {"link": links, "site": self._sites, "process": [*self._sites, *self._syncers]}[takes]
         if target not in allowed:
             raise self._wrong(f"target of {do} is {target!r}: one of {', '.join(allowed)}")
-        for_s = self._number("for_s", 0.0, LASTS_S_MAX, "seconds, more than 0") if "for_s" in self._values else None
+        for_s = self._number("for_s", LASTS_S_MAX, "seconds, more than 0", zero=False)
         if lasts == "must" and for_s is None:
             raise self._wrong(f"{do} needs for_s: how many seconds it lasts")
         if lasts == "never" and for_s is not None:
@@ -212,29 +212,22 @@ class _Reader:
         self._only(do, (*COMMON_FIELDS, "for_s", *own))
         if ("at_s" in self._values) == ("at_progress" in self._values):
             raise self._wrong("a step has either at_s (seconds) or at_progress (0 to 1)")
-        at_s = at_progress = None
-        if "at_s" in self._values:
-            at_s = self._number("at_s", None, 1e9, "seconds from the first step, 0 or more")
-        else:
-            at_progress = self._number("at_progress", None, 1.0, "the share of the run that is done, 0 to 1")
-        changes = self._changes() if do == "set" else {}
-        direction = self._choice("direction", ("up", "down")) if "direction" in self._values else "up"
         return Step(
             do=do,
             target=target,
-            at_s=at_s,
-            at_progress=at_progress,
+            at_s=self._number("at_s", 1e9, "seconds from the first step, 0 or more"),
+            at_progress=self._number("at_progress", 1.0, "the share of the run that is done, 0 to 1"),
             for_s=for_s,
-            direction=direction,
-            changes=changes,
+            changes=self._changes() if do == "set" else {},
+            direction=self._choice("direction", ("up", "down")) if "direction" in self._values else "up",
             line=self._line,
         )
 
     def _changes(self) -> dict[str, float]:
-        names = [name for name in LINK_FIELDS if name in self._values]
-        if not names:
+        given = {name: self._number(name, 1e9, "a number, 0 or more") for name in LINK_FIELDS}
+        changes = {name: value for name, value in given.items() if value is not None}
+        if not changes:
             raise self._wrong(f"set changes nothing: give one of {', '.join(LINK_FIELDS)}")
-        changes = {name: self._number(name, None, 1e9, "a number, 0 or more") for name in names}
         # The jitter must fit a round trip that may not be given here, so the pair is checked when it is applied.
         alone = {name: value for name, value in changes.items() if name != "jitter_ms" or "rtt_ms" in changes}
         try:
@@ -249,20 +242,21 @@ class _Reader:
             raise self._wrong(f"{name} is {value!r}: one of {', '.join(allowed)}")
         return str(value)
 
-    def _number(self, name: str, above: float | None, most: float, wanted: str) -> float:
-        """Return a number up to ``most`` that is larger than ``above`` or, if that is None, at least 0."""
-        value = self._values.get(name)
+    def _number(self, name: str, most: float, wanted: str, *, zero: bool = True) -> float | None:
+        """Return a number from 0 (excluded without ``zero``) to ``most``; None where the step has none of that name."""
+        if name not in self._values:
+            return None
+        value: Any = self._values[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= float(str(value)) <= most or (above is not None and float(str(value)) <= above):
+        if not is_number or not 0 <= value <= most or (value == 0 and not zero):
             raise self._wrong(f"{name} is {value!r}: {wanted}")
-        return float(str(value))
+        return float(value)
 
     def _only(self, do: str, allowed: tuple[str, ...]) -> None:
         for name in self._values:
             if name not in allowed:
-                near = difflib.get_close_matches(name, allowed, 1)
-                hint = f"did you mean {near[0]}?" if near else f"{do} takes {', '.join(allowed)}"
-                raise self._wrong(f"unknown key {name}: {hint}")
+                takes = f"{do} takes {', '.join(allowed)}"
+                raise self._wrong(f"unknown key {name}: {hint(name, allowed, takes)}")
 
     def _wrong(self, text: str) -> ScenarioError:
         return ScenarioError(f"{self._where}: {text}")
@@ -356,15 +350,10 @@ class Faults:
             return "it runs already" if child.running else ""
         if not child.running:
             return "it does not run"
-        if step.do == "kill":
+        if step.do != "stop":
             # The supervisor must not take this end for an accident and restart the child too early.
             child.wanted = False
-            child.signal(signal.SIGKILL)
-        elif step.do == "leave":
-            child.wanted = False
-            child.signal(signal.SIGTERM)
-        else:
-            child.signal(signal.SIGSTOP)
+        child.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[step.do])
         return ""
 
     def _heal(self, step: Step) -> str:
@@ -390,17 +379,15 @@ class Faults:
         if self._relay is None:
             return "network.emulate is false: there is no link to break"
         for link in self._links_of(step.site):
-            if step.do == "partition":
-                self._relay.partition(link)
-            elif step.do == "half_open":
-                self._relay.partition(link, step.direction)
-            elif step.do == "reset":
+            if step.do == "reset":
                 self._relay.reset(link)
-            else:
+            elif step.do == "set":
                 try:
                     self._relay.set(link, **step.changes)
                 except ValueError as error:
                     return str(error)
+            else:
+                self._relay.partition(link, "both" if step.do == "partition" else step.direction)
         return ""
 
     def _links_of(self, site: str) -> list[str]:

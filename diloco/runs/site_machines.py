@@ -26,7 +26,7 @@ from multiprocessing import AuthenticationError
 from typing import TYPE_CHECKING, Any
 
 from diloco.config import compose as configs
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.durable import write_file
 from diloco.learner.ranks import NEAR, Door, knock
 from diloco.runs.process import descendants
@@ -101,7 +101,7 @@ class First(Machine):
             self._say(f"site {site.id}: {why}; all ranks are started again")
         while True:
             self._machines.attend(Order())
-            missing = [node for node in range(1, site.nodes) if node not in self._machines.lives]
+            missing = [node for node in range(1, site.nodes) if node not in self._machines.lines]
             reports = self._machines.reports.values()
             if not missing and all(report.running == NONE for report in reports):
                 return
@@ -124,7 +124,7 @@ class First(Machine):
         forget_ending(self._folder)
         # For this start alone: a rank of an earlier start that is still alive does not find it.
         store = OpenStore()
-        order, lives = Order(start, store.port), dict(self._machines.lives)
+        order, lines = Order(start, store.port), dict(self._machines.lines)
         self._ranks.start(0, place_of(self._config, NEAR, order))
         until, why = math.inf, ""
         while (code := self._ranks.code()) is None:
@@ -132,7 +132,7 @@ class First(Machine):
             if self._leaves():
                 # Repeatedly: rank 0 may not have written its process id yet when the request came.
                 self._told = tell_speaker(self._folder, self._told)
-            why = why or self._loss(start, lives)
+            why = why or self._loss(start, lines)
             if until == math.inf and (why or has_ended(self._folder)):
                 until = time.monotonic() + RANKS_END_S
             if time.monotonic() > until:
@@ -140,10 +140,10 @@ class First(Machine):
             time.sleep(PAUSE_S)
         return why or f"the ranks of machine 0 ended with code {code}, see {self._ranks.log}"
 
-    def _loss(self, start: int, lives: dict[int, int]) -> str:
+    def _loss(self, start: int, lines: dict[int, Line]) -> str:
         """Return why this start must end, from the other machines' reports; empty where it can continue."""
-        for node, life in lives.items():
-            if self._machines.lives.get(node) != life:
+        for node, line in lines.items():
+            if self._machines.lines.get(node) is not line:
                 return f"machine {node} went away"
             report = self._machines.reports[node]
             if report.ended == start and report.code:
@@ -162,7 +162,7 @@ class First(Machine):
         until = time.monotonic() + DISMISS_S
         while time.monotonic() < until:
             self._machines.attend(order)
-            if not self._machines.lives:
+            if not self._machines.lines:
                 return
             time.sleep(PAUSE_S)
 
@@ -173,19 +173,16 @@ class Another(Machine):
     def run(self) -> tuple[ExitCode, str]:
         """Return how the site ended, as machine 0 reports it; VerbError where it failed, or machine 0 stays away."""
         site, why = self._config.site, ""
-        try:
-            while True:
-                line = self._reach(why)
-                try:
-                    end = self._obey(line)
-                    break
-                except Gone as gone:
-                    why = f"machine 0 went away ({gone})"
-                finally:
-                    self._ranks.kill()
-                    line.close()
-        finally:
-            self._ranks.kill()
+        while True:
+            line = self._reach(why)
+            try:
+                end = self._obey(line)
+                break
+            except Gone as gone:
+                why = f"machine 0 went away ({gone})"
+            finally:
+                self._ranks.kill()
+                line.close()
         code = ExitCode(end.code)
         if code in (ExitCode.OK, ExitCode.DRAINED):
             return code, end.text
@@ -248,8 +245,8 @@ class Another(Machine):
 def place_of(config: RunConfig, host: str, order: Order) -> str:
     """Return, as JSON for ``site_rank``, what torchrun does not know about the ranks of this machine."""
     site = config.site
-    first, world = site.node_rank * site.nproc, site.nodes * site.nproc
-    return json.dumps({"first": first, "world": world, "host": host, "port": order.port, "start": order.start})
+    meets = {"master_addr": host, "master_port": order.port, "start": order.start}
+    return json.dumps({"first": site.node_rank * site.nproc, "world": site.nodes * site.nproc, **meets})
 
 
 # --- how the machines connect -----------------------------------------------------------------------------------------
@@ -339,14 +336,12 @@ class Machines:
     """The other machines, as machine 0 sees them.  A context."""
 
     def __init__(self, config: RunConfig, folder: SiteDir) -> None:
-        self.lives: dict[int, int] = {}
-        """For each machine that is there, the number of its connection: one that came back has a new number."""
+        self.lines: dict[int, Line] = {}
+        """The connection of each machine that is there: one that came back has another."""
         self.reports: dict[int, Report] = {}
         self._config, self._folder = config, folder
         self._settings = configs.as_text(config)
-        self._lines: dict[int, Line] = {}
         self._new: list[Line] = []
-        self._came = 0
 
     def __enter__(self) -> Machines:
         from diloco.wire.options import is_loopback
@@ -357,15 +352,13 @@ class Machines:
             self._door = Door(key, NEAR if is_loopback(self._config.site.rendezvous) else "", port)
         except OSError as error:
             raise ConfigError(f"site.rendezvous is {self._config.site.rendezvous!r}: {error.strerror}") from error
-        self.port = self._door.port
-        """Where the machines meet."""
-        told = {"port": self.port, "key": key.hex()}
+        told = {"port": self._door.port, "key": key.hex()}
         write_file(self._folder.meeting, json.dumps(told).encode(), 0o600)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._folder.meeting.unlink(missing_ok=True)
-        for line in [*self._lines.values(), *self._new]:
+        for line in [*self.lines.values(), *self._new]:
             line.close()
         self._door.__exit__(kind, error, at)
 
@@ -383,7 +376,7 @@ class Machines:
                     self._take_in(line, words)
             except Gone:
                 line.close()
-        for node, line in list(self._lines.items()):
+        for node, line in list(self.lines.items()):
             try:
                 for words in line.heard():
                     self.reports[node] = Report(**words)
@@ -400,14 +393,13 @@ class Machines:
             line.close()
             return
         assert isinstance(node, int)
-        if node in self._lines:
+        if node in self.lines:
             self._drop(node)  # The same machine, started again.
-        self._came += 1
-        self._lines[node], self.lives[node], self.reports[node] = line, self._came, Report()
+        self.lines[node], self.reports[node] = line, Report()
 
     def _drop(self, node: int) -> None:
-        self._lines.pop(node).close()
-        del self.lives[node], self.reports[node]
+        self.lines.pop(node).close()
+        del self.reports[node]
 
 
 def reached(config: RunConfig, folder: SiteDir) -> Line:
@@ -447,14 +439,10 @@ def differs(first: Mapping[str, str], other: Mapping[str, str]) -> str:
 def check_machines(config: RunConfig) -> None:
     """Raise ConfigError for settings of this site's machines that are impossible."""
     site = config.site
-    if site.nodes < 1:
-        raise ConfigError(f"site.nodes is {site.nodes}: at least 1")
-    if not 0 <= site.node_rank < site.nodes:
-        raise ConfigError(
-            f"site.node_rank is {site.node_rank}: from 0 to {site.nodes - 1}, with site.nodes={site.nodes}"
-        )
-    if not 0 < site.nodes_wait_s < 1e9:
-        raise ConfigError(f"site.nodes_wait_s is {site.nodes_wait_s!r}: seconds, more than 0")
+    require(site.nodes >= 1, "site.nodes", site.nodes, "at least 1")
+    ranks = f"from 0 to {site.nodes - 1}, with site.nodes={site.nodes}"
+    require(0 <= site.node_rank < site.nodes, "site.node_rank", site.node_rank, ranks)
+    require(0 < site.nodes_wait_s < 1e9, "site.nodes_wait_s", site.nodes_wait_s, "seconds, more than 0")
     if site.nodes > 1:
         rendezvous_of(config)
 
@@ -462,9 +450,9 @@ def check_machines(config: RunConfig) -> None:
 def rendezvous_of(config: RunConfig) -> tuple[str, int]:
     """Return host and port at which the machines meet; ConfigError for an invalid ``site.rendezvous``."""
     host, colon, port = config.site.rendezvous.rpartition(":")
-    if not host or not colon or not port.isdecimal() or int(port) >= 1 << 16:
-        told = "HOST:PORT of machine 0, as the others reach it (port 0: the system chooses)"
-        raise ConfigError(f"site.rendezvous is {config.site.rendezvous!r}: {told}, with site.nodes={config.site.nodes}")
+    told = "HOST:PORT of machine 0, as the others reach it (port 0: the system chooses)"
+    good = bool(host and colon) and port.isdecimal() and int(port) < 1 << 16
+    require(good, "site.rendezvous", config.site.rendezvous, f"{told}, with site.nodes={config.site.nodes}")
     return host.strip("[]"), int(port)
 
 

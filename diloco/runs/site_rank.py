@@ -12,15 +12,15 @@ import secrets
 import socket
 import sys
 import time
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.codec import kernel_library
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads
-from diloco.config.errors import JOIN_CODES, ConfigError, ExitCode, RankLost, VerbError
+from diloco.config.errors import JOIN_CODES, ConfigError, ExitCode, RankLost, VerbError, require, section
 from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
 from diloco.observe.console import SiteLines, lines_to, missing_lines, send_traces
@@ -55,7 +55,7 @@ class Place:
     world: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    restarts: int = 0
+    start: int = 0
     """How often all ranks have been restarted."""
 
 
@@ -70,7 +70,7 @@ def place_from_environment() -> Place | None:
             world=int(os.environ["WORLD_SIZE"]),
             master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(os.environ.get("MASTER_PORT", "0")),
-            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            start=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except ValueError as error:
         raise VerbError(ExitCode.USAGE, f"torchrun's environment variables are invalid: {error}") from error
@@ -79,14 +79,7 @@ def place_from_environment() -> Place | None:
 def among_machines(place: Place, told: str) -> Place:
     """Return ``place`` among the ranks of all machines, from ``told``, the JSON of ``site_machines.place_of``."""
     words = json.loads(told)
-    return replace(
-        place,
-        rank=words["first"] + place.rank,
-        world=words["world"],
-        master_addr=words["host"],
-        master_port=words["port"],
-        restarts=words["start"],
-    )
+    return replace(place, rank=words.pop("first") + place.rank, **words)
 
 
 @contextmanager
@@ -125,7 +118,7 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
     folder = run_dir_of(config).site(config.site.id)
-    if not place.restarts:
+    if not place.start:
         check_resume(config, folder.checkpoints)
     share = build.site_share(config)
     disk = disk_from_environment()
@@ -135,8 +128,8 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
         if place.rank == 0:
             log = open_log(run_dir_of(config).events, folder.log, config.site.id, config, stack)
             emit = log.emit
-            if place.restarts:
-                why = f"a rank was lost; start {place.restarts} of at most {config.site.rank_restarts}"
+            if place.start:
+                why = f"a rank was lost; start {place.start} of at most {config.site.rank_restarts}"
                 emit("note", {"note": "ranks_restarted", "why": why})
             if config.site.metrics:
                 from diloco.observe.metrics import SiteMetrics, page_at
@@ -161,7 +154,7 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
             lambda: agents[0].progress() if agents else 0.0,
             disk,
             lambda place, count: agents[0].units(place, count),
-            memory_folder(config, group, place.restarts),
+            memory_folder(config, group, place.start),
         )
         resumed = trainer.resume()
         holding = Holding(named_parameters_once(model), group)
@@ -191,7 +184,7 @@ def _lead(
     from diloco.learner.transfer import JoinFailed
     from diloco.runs.site_agent import join_text
 
-    try:
+    with closing(agent):
         try:
             cursor = agent.start()
         except JoinFailed as error:
@@ -205,22 +198,18 @@ def _lead(
         trainer.run(after_step=agent.after_step, extra_state=agent.state)
         _compare_ranks(holding, emit)
         finished = agent.finish()
-    finally:
-        agent.close()
     return ending(config.site.id, finished, resumed.step if resumed else None)
 
 
 def _follow(trainer: Trainer, follower: Follower, holding: Holding, stopping: Stopping) -> None:
     """Run any other rank; only rank 0 acts on a request to stop."""
     stopping.ask(lambda: None)
-    try:
+    with closing(follower):
         follower.follow()
         trainer.skip_data(trainer.group.broadcast_small([])[0])
         trainer.run(after_step=follower.after_step, extra_state=follower.state)
         _compare_ranks(holding, silent)
         follower.finish()
-    finally:
-        follower.close()
 
 
 def _compare_ranks(holding: Holding, emit: Emit) -> None:
@@ -246,30 +235,18 @@ def join_group(config: RunConfig, place: Place) -> SiteGroup:
         each_s += AgentOptions(folder="").lock_step_timeout_s
     # Rank 0 waits for one syncer after the other; at the end for all at once, for updates and then for their fates.
     bound_s = RANKS_WAIT_S + max(each_s * config.outer.num_syncers, 2 * config.site.finish_timeout_s)
-    try:
-        return SiteGroup(
-            place.rank,
-            place.local_rank,
-            place.world,
-            place.master_addr,
-            place.master_port,
-            config.site.device,
-            bound_s,
-            place.restarts,
-        )
-    except ValueError as error:
-        raise ConfigError(f"site.{error}") from error
+    with section("site"):
+        return SiteGroup(**asdict(place), device=config.site.device, timeout_s=bound_s)
 
 
 def check_resume(config: RunConfig, folder: Path) -> None:
     """Check ``run.resume`` against the checkpoints in ``folder``; ConfigError where they contradict each other."""
     from diloco.inner import checkpoint
 
-    there = bool(checkpoint.names(folder))
-    if config.run.resume == "must" and not there:
-        raise ConfigError(f"run.resume is 'must': there is no checkpoint in {folder}")
-    if config.run.resume == "never" and there:
-        raise ConfigError(f"run.resume is 'never': {folder} holds one; remove it, or take another run.name")
+    resume, there = config.run.resume, bool(checkpoint.names(folder))
+    require(there or resume != "must", "run.resume", resume, f"there is no checkpoint in {folder}")
+    there_is = f"{folder} holds one; remove it, or take another run.name"
+    require(not there or resume != "never", "run.resume", resume, there_is)
 
 
 def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: ExitStack) -> EventLog:
@@ -316,12 +293,12 @@ def end_word(folder: SiteDir, place: Place, code: ExitCode, text: str, *, lost: 
     lost to the other ranks: so the first such reason of this start stands, and the ranks do not restart.
     """
     if lost and place.rank:
-        return not has_ended(folder, place.restarts)
+        return not has_ended(folder, place.start)
     with held(folder.saying):
-        if has_ended(folder, place.restarts):
+        if has_ended(folder, place.start):
             return False
         whose = f"rank {place.rank}, on {socket.gethostname()}: " if place.rank else ""
-        told = {"code": int(code), "text": whose + text, "start": place.restarts, "again": lost}
+        told = {"code": int(code), "text": whose + text, "start": place.start, "again": lost}
         write_file(folder.ending, json.dumps(told).encode())
     return lost
 
@@ -350,7 +327,7 @@ def main(arguments: list[str]) -> int:
                 stack.enter_context(held(folder.agent))
                 # An end recorded by an earlier start does not count; a rank of this start may have ended already.
                 with held(folder.saying):
-                    if not has_ended(folder, place.restarts):
+                    if not has_ended(folder, place.start):
                         folder.ending.unlink(missing_ok=True)
                 write_file(folder.speaker, str(os.getpid()).encode())
                 stack.callback(folder.speaker.unlink, missing_ok=True)

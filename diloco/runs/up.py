@@ -11,18 +11,19 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.config.placing import backup_of, has_several, syncer_configs, syncer_dir, syncer_name
+from diloco.config.errors import ExitCode, VerbError, failing, require
+from diloco.config.placing import BETWEEN, backup_of, has_several, syncer_configs, syncer_dir, syncer_name
 from diloco.config.run_dir import RunDir, run_dir_of
 from diloco.config.schema import SyncerSection
 from diloco.observe.eventlog import EventLog, event_blocks, new_events
 from diloco.runs.process import Child, end_all, verb
-from diloco.runs.scenario import SYNCER, Faults, Schedule, Step, late_sites, not_yet_played, site_of
-from diloco.wan.process import RelayDiedError
+from diloco.runs.scenario import Faults, Schedule, Step, late_sites, not_yet_played, site_of
+from diloco.wan.process import ChildDiedError
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused, Unreachable
 
@@ -55,8 +56,7 @@ class UpOptions:
 
     sites: Mapping[str, Sequence[str]]
     """The arguments of ``diloco site`` for each site."""
-    address: str
-    """The syncer's listen address; of several syncers, their addresses with / between."""
+    syncers: Sequence[OneSyncer]
     steps: Sequence[Step]
     links: Mapping[str, Mapping[str, float]]
     """The options of each site's link."""
@@ -66,14 +66,6 @@ class UpOptions:
     """Bits per byte of the text under ordinary compressors."""
     ending_s_max: float
     """The longest time from the last round to the end of the last process."""
-    restore: str = "diloco restore"
-    """The command to show when the syncer has lost its folder."""
-    several: Sequence[OneSyncer] = ()
-    """The syncers, where there is more than one."""
-
-    def syncers(self, run_dir: RunDir) -> Sequence[OneSyncer]:
-        """Return all syncers, also where there is only one."""
-        return self.several or [OneSyncer(SYNCER, self.address, run_dir, self.restore)]
 
 
 @dataclass(slots=True)
@@ -89,10 +81,11 @@ def children_of(options: UpOptions, run_dir: RunDir) -> dict[str, Child]:
     """Return the processes of a run, none of them started, in the order of their start."""
     config, logs = ["--config", str(run_dir.config)], run_dir.root / "logs"
     syncers = []
-    for index, each in enumerate(options.syncers(run_dir)):
+    for index, each in enumerate(options.syncers):
         own = [f"cluster.syncer.index={index}", f"cluster.syncer.listen={each.address}", "run.track=[]"]
         syncers.append(Child(each.name, verb("syncer", *config, *own), logs / f"{each.name}.log"))
-    follow = verb("eval", str(run_dir.root), "--syncer", options.address, "--follow", "--every", EVAL_EVERY_S)
+    addresses = BETWEEN.join(each.address for each in options.syncers)
+    follow = verb("eval", str(run_dir.root), "--syncer", addresses, "--follow", "--every", EVAL_EVERY_S)
     evaluator = Child(EVAL, follow, logs / "eval.log", niceness=5)
     sites = [
         Child(name, verb("site", *config, *settings), logs / f"{name}.log", is_site=True)
@@ -123,11 +116,10 @@ class Up:
         self._syncer_gone_s: float | None = None
         self._told_stragglers = False
         self._terminated: set[int] = set()  # The processes of syncers that were asked to drain by a signal.
-        self._syncers = {each.name: each for each in options.syncers(run_dir)}
+        self._syncers = {each.name: each for each in options.syncers}
         self._lost: set[str] = set()
         self._units: dict[str, object] = {}  # As emitted last.
         self._first_step_s: float | None = None
-        self._alive_since: dict[str, float] = {}
         self.children, self.sites = children, [child for child in children.values() if child.is_site]
         self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
         # Events of an earlier `diloco up` of this run are not about our children, and faults that the scenario played
@@ -142,23 +134,28 @@ class Up:
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
-    def run(self, view: LiveView | PlainView, watch: StatusWatch | StatusWatches, interrupts: Interrupts) -> Outcome:
-        """Start everything, keep it going until the run has ended, and leave no process behind."""
+    def run(self, view: LiveView | PlainView, watches: Sequence[StatusWatch], interrupts: Interrupts) -> Outcome:
+        """Start everything, keep it going until the run has ended, and leave no process behind.
+
+        ``watches`` has one for each syncer.
+        """
         try:
-            self._begin()
-            while not self._over():
-                self._turn(view, watch, interrupts)
-                time.sleep(TICK_S)
-        except RelayDiedError as error:
-            raise VerbError(ExitCode.FAILED, str(error)) from error
+            with failing(ChildDiedError):
+                self._begin()
+                while not self._over():
+                    self._turn(view, watches, interrupts)
+                    time.sleep(TICK_S)
         finally:
             for name in sorted(self._lost):
                 how = self._syncers[name].restore
                 self.outcome.wrong.append(f"the {name}'s data are gone: {how}, then the same command")
             end_all(self.children.values(), 0.0 if interrupts.count > 1 else END_GRACE_S)
             self.read()
+            left = [f"{step.do} {step.target}" for step in self.schedule.waiting]
+            if left and self.history.ending == "finished":  # A drained run can go on.
+                self.outcome.wrong.append(f"the run ended before: {', '.join(left)}")
             view.show()
-        self.outcome.status = watch.latest
+        self.outcome.status = together([watch.latest for watch in watches])
         if interrupts.count > 1:
             self.outcome.code = ExitCode.FAILED
             self.outcome.wrong.append("stopped at once, by hand")
@@ -176,7 +173,7 @@ class Up:
             if child.name not in late:
                 self.start(child)
 
-    def _turn(self, view: LiveView | PlainView, watch: StatusWatch | StatusWatches, interrupts: Interrupts) -> None:
+    def _turn(self, view: LiveView | PlainView, watches: Sequence[StatusWatch], interrupts: Interrupts) -> None:
         now_s = time.monotonic()
         self.read()
         for child in self.children.values():
@@ -186,14 +183,14 @@ class Up:
                 self.start(child)
         if interrupts.count and not self._draining:
             view.say("asked to stop: a last round, then everything ends; again: stop at once")
-            self._drain(watch, now_s)
+            self._drain(watches, now_s)
         if interrupts.count > 1 or (self._draining and self._lost):
             self._ends_at_s = now_s
         if self._first_step_s is not None and not self._draining and not self._winding_up():
             self._faults.play(self.schedule.due(now_s - self._first_step_s, self.history.progress))
-        self._watch_the_end(watch, now_s)
+        self._watch_the_end(watches, now_s)
         self._count_links(now_s)
-        units = (watch.latest or {}).get("units")
+        units = units_of([watch.latest for watch in watches])
         if isinstance(units, dict) and units != self._units:  # Where the units of the data are.
             self._units = units
             self.log.emit("units", units)
@@ -226,7 +223,6 @@ class Up:
     def start(self, child: Child) -> None:
         """Start a child and log it."""
         child.start(self._environment)
-        self._alive_since[child.name] = time.monotonic()
         self.say_process(child, "started")
 
     def say_process(self, child: Child, state: str, **more: object) -> None:
@@ -247,7 +243,7 @@ class Up:
         told = f"{child.name} ended with exit code {child.code}: {brief} ({child.log})"
         if not child.proven and self._first_step_s is None and child.name != EVAL:
             self._fail(child, f"could not start: {told}")
-        if now_s - self._alive_since[child.name] > PEACE_S:
+        if now_s - child.started_s > PEACE_S:
             child.deaths = 0
         if self._winding_up() or child.code in (ExitCode.USAGE, ExitCode.MISMATCH):
             child.wanted = False
@@ -270,29 +266,33 @@ class Up:
         """Return whether the run has its final versions, so that no child needs a restart."""
         return self.history.ending is not None
 
-    def _drain(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
+    def _drain(self, watches: Sequence[StatusWatch], now_s: float) -> None:
         self._draining = True
         self._faults.play(self.schedule.heal_all())
-        watch.drain()
-        watch.hurry()
+        for watch in watches:
+            watch.drain()
+            watch.hurry()
         self._ends_at_s = self._ends_at_s or now_s + self.options.ending_s_max
 
-    def _watch_the_end(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
+    def _watch_the_end(self, watches: Sequence[StatusWatch], now_s: float) -> None:
         ending = self._draining or self._winding_up() or self.history.last_round
         no_site = not any(site.wanted or site.running for site in self.sites)
         if no_site and not ending and not self.schedule.healing and not late_sites(self.schedule.waiting):
             self.outcome.wrong.append("every site had ended before the run did")
-            self._drain(watch, now_s)
-        if self._draining and watch.drain_refused and not watch.drain_accepted:
+            self._drain(watches, now_s)
+        refused = any(watch.drain_refused for watch in watches)
+        if self._draining and refused and not all(watch.drain_accepted for watch in watches):
             # Draining takes an administrator's token, and we have none; but the syncer is our own child.  The watch
             # asks again and is refused again, but each process gets one SIGTERM: a second would end it at once.
             for child in [self.children[name] for name in self._syncers]:
                 if child.pid not in self._terminated:
                     self._terminated.add(child.pid)
                     child.signal(signal.SIGTERM)
-            watch.drain_refused = ""
+            for watch in watches:
+                watch.drain_refused = ""
         if (self._winding_up() or self.history.last_round) and self._ends_at_s is None:
-            watch.hurry()
+            for watch in watches:
+                watch.hurry()
             self._ends_at_s = now_s + self.options.ending_s_max
         gone = not any(self.children[name].running for name in self._syncers)
         if self._winding_up() and gone and self._syncer_gone_s is None:
@@ -373,15 +373,12 @@ def check_syncers(config: RunConfig) -> None:
     if not has_several(config):
         return
     usual = SyncerSection()
+    own = "diloco up gives each of outer.num_syncers its own; leave it out"
     for name in ("index", "listen", "metrics"):
         value = getattr(config.cluster.syncer, name)
-        if value != getattr(usual, name):
-            raise ConfigError(
-                f"cluster.syncer.{name} is {value!r}: diloco up gives each of outer.num_syncers its own; leave it out"
-            )
-    if config.cluster.lease.kind == "file":
-        path = config.cluster.lease.path
-        raise ConfigError(f"cluster.lease.path is {path!r}: several syncers need a file each; start them by hand")
+        require(value == getattr(usual, name), f"cluster.syncer.{name}", value, own)
+    by_hand = "several syncers need a file each; start them by hand"
+    require(config.cluster.lease.kind != "file", "cluster.lease.path", config.cluster.lease.path, by_hand)
 
 
 # --- Polls a syncer's status, and sends it a request to drain, in a thread of its own --------------------------------
@@ -393,73 +390,36 @@ CLOSE_WAIT_S = 15.0
 MEANS = ("tokens_merged", "tokens_in_flight")
 
 
-class StatusWatches:
-    """A watch for each of several syncers; ``latest`` combines their answers into that of one syncer."""
+def together(latest: Sequence[Status | None]) -> Status | None:
+    """Combine the latest status of each syncer into that of one syncer with all fragments; None before any answer.
 
-    def __init__(self, watches: Sequence[StatusWatch]) -> None:
-        self._watches = watches
-
-    @property
-    def latest(self) -> Status | None:
-        """The combined status; None before the first answer."""
-        return together([watch.latest for watch in self._watches if watch.latest is not None])
-
-    @property
-    def drain_accepted(self) -> bool:
-        """Whether all syncers have accepted the request to drain."""
-        return all(watch.drain_accepted for watch in self._watches)
-
-    @property
-    def drain_refused(self) -> str:
-        """The text of the first refusal to drain; "" without one."""
-        return next((watch.drain_refused for watch in self._watches if watch.drain_refused), "")
-
-    @drain_refused.setter
-    def drain_refused(self, text: str) -> None:
-        for watch in self._watches:
-            watch.drain_refused = text
-
-    def hurry(self) -> None:
-        """Poll more often: the end is near."""
-        for watch in self._watches:
-            watch.hurry()
-
-    def drain(self) -> None:
-        """Ask all syncers for the last round."""
-        for watch in self._watches:
-            watch.drain()
-
-    def close(self) -> None:
-        """End the threads."""
-        for watch in self._watches:
-            watch.close()
-
-
-def together(told: Sequence[Status]) -> Status | None:
-    """Return each site's counts as one syncer with all fragments has them: tokens are means over the fragments.
-
-    Each syncer counts every token that its own fragments have, so that a sum over syncers would count it repeatedly.
+    Tokens are means over the fragments: each syncer counts every token that its own fragments have, so that a sum over
+    syncers would count it repeatedly.
     """
-    if not told:
-        return None
+    told = [status for status in latest if status is not None]
+    if len(latest) == 1 or not told:
+        return told[0] if told else None
     counts = [len(each.get("fragments") or ()) for each in told]
     parts = [(count, each.get("sites") or {}) for count, each in zip(counts, told, strict=True)]
     sites: dict[str, dict[str, object]] = {}
     for name in sorted({name for _, part in parts for name in part}):
         known = [(count, part[name]) for count, part in parts if name in part]
-        refused: dict[str, int] = {}
+        refused: Counter[str] = Counter()
         for _, site in known:
-            for reason, number in site.get("updates_refused", {}).items():
-                refused[reason] = refused.get(reason, 0) + number
+            refused.update(site.get("updates_refused", {}))
         sites[name] = {
             **{field: sum(n * (s.get(field) or 0) for n, s in known) // sum(counts) for field in MEANS},
             "tokens_processed": max(site.get("tokens_processed") or 0 for _, site in known),
             "updates_merged": sum(site.get("updates_merged") or 0 for _, site in known),
             "undecided": sum(site.get("undecided") or 0 for _, site in known),
-            "updates_refused": refused,
+            "updates_refused": dict(refused),
         }
-    units = next((each["units"] for each in told if each.get("units")), None)  # One syncer leases them.
-    return {"sites": sites, "units": units}
+    return {"sites": sites, "units": units_of(latest)}
+
+
+def units_of(latest: Sequence[Status | None]) -> Any:
+    """Return where the units of the data are, from the one syncer that leases them; None where none says so."""
+    return next((status["units"] for status in latest if status is not None and status.get("units")), None)
 
 
 class StatusWatch:

@@ -38,15 +38,14 @@ class Child:
     """Starts ``python -m MODULE`` and sends it commands; a context manager, safe for threads.
 
     A command that the child refuses raises ``ValueError`` with the child's message. A child that has died, or does not
-    answer within ``answer_timeout_s``, raises ``died``. The child has its own session, so that a Ctrl-C meant for the
-    run leaves the links up while the run drains.
+    answer within ``answer_timeout_s``, raises ``ChildDiedError``. The child has its own session, so that a Ctrl-C meant
+    for the run leaves the links up while the run drains.
     """
 
     module: ClassVar[str]
     """The module that ``python -m`` runs."""
     noun: ClassVar[str]
     """The child's name in error messages."""
-    died: ClassVar[type[ChildDiedError]] = ChildDiedError
 
     def __init__(self, *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._answer_timeout_s = answer_timeout_s
@@ -65,10 +64,6 @@ class Child:
             bufsize=0,
         )
         self.pid = self._child.pid
-
-    def is_alive(self) -> bool:
-        """Whether the child still runs."""
-        return self._child.poll() is None
 
     def cpu_s(self) -> float:
         """Return the processor seconds that the child has used."""
@@ -100,7 +95,7 @@ class Child:
         with self._lock:
             assert self._child.stdin is not None
             if self._child.stdin.closed:
-                raise self.died(f"the {self.noun} was closed")
+                raise ChildDiedError(f"the {self.noun} was closed")
             self._number += 1
             line = json.dumps({"number": self._number, "do": what, **arguments}) + "\n"
             try:
@@ -122,7 +117,8 @@ class Child:
             selector.register(output, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not selector.select(max(0.0, deadline_s - time.monotonic())):
-                    raise self.died(f"the {self.noun} {self.pid} did not answer within {self._answer_timeout_s:g} s")
+                    words = f"did not answer within {self._answer_timeout_s:g} s"
+                    raise ChildDiedError(f"the {self.noun} {self.pid} {words}")
                 piece = os.read(output, 65536)
                 if not piece:
                     raise self._death()
@@ -137,7 +133,7 @@ class Child:
             code = "none yet"
         self._words.seek(0)
         words = self._words.read()[-WORDS_KEPT_BYTES:].decode(errors="replace").strip()
-        return self.died(f"the {self.noun} {self.pid} has ended (exit code {code}); it said: {words or '-'}")
+        return ChildDiedError(f"the {self.noun} {self.pid} has ended (exit code {code}); it said: {words or '-'}")
 
 
 # --- The links of ``relay`` ------------------------------------------------------------------------------------------
@@ -147,24 +143,15 @@ ANY_PORT = "127.0.0.1:0"
 Stats = dict[str, int | float]
 
 
-class RelayDiedError(ChildDiedError):
-    """The relay process has ended, or does not answer."""
-
-
 class RelayProcess(Child):
     """Starts ``python -m diloco.wan.relay`` and controls its links by name."""
 
     module = "diloco.wan.relay"
     noun = "relay process"
-    died = RelayDiedError
 
-    def add(
-        self, name: str, options: LinkOptions, target: str, *, listen: str = ANY_PORT, allow_remote: bool = False
-    ) -> str:
+    def add(self, name: str, options: LinkOptions, target: str, *, listen: str = ANY_PORT) -> str:
         """Make a link to ``target`` (``host:port``); return the ``host:port`` to connect to instead."""
-        values = dataclasses.asdict(options)
-        address = self._do("add", name=name, options=values, target=target, listen=listen, allow_remote=allow_remote)
-        return str(address)
+        return str(self._do("add", name=name, options=dataclasses.asdict(options), target=target, listen=listen))
 
     def remove(self, name: str) -> None:
         """Close a link for good."""

@@ -312,7 +312,7 @@ def require_loopback(field: str, host: str) -> None:
     with contextlib.suppress(ValueError):
         is_loopback = is_loopback or ipaddress.ip_address(host).is_loopback
     if not is_loopback:
-        raise ValueError(f"{field} is {host!r}: only loopback addresses, unless allow_remote is set")
+        raise ValueError(f"{field} is {host!r}: only loopback addresses")
 
 
 class Relay:
@@ -322,9 +322,8 @@ class Relay:
     the other one still works.
     """
 
-    def __init__(self, options: LinkOptions, *, allow_remote: bool = False) -> None:
+    def __init__(self, options: LinkOptions) -> None:
         self.options = options
-        self._allow_remote = allow_remote
         self.ends: set[End] = set()
         """Both ends of each open connection."""
         self._lanes: dict[str, Lane] = {}
@@ -343,9 +342,8 @@ class Relay:
     async def start(self, listen_host: str, listen_port: int, target_host: str, target_port: int) -> None:
         """Listen; port 0 means any free port (see ``address``). ``OSError`` if the address is taken."""
         assert not self._lanes, "a relay is started once"
-        if not self._allow_remote:
-            require_loopback("listen_host", listen_host)
-            require_loopback("target_host", target_host)
+        require_loopback("listen_host", listen_host)
+        require_loopback("target_host", target_host)
         self._reservation = _bind(listen_host, listen_port)
         self._listen = self._reservation.getsockname()[:2]
         self._target = (target_host, target_port)
@@ -522,12 +520,10 @@ class RelayHost:
         for name in sorted(self._relays):
             await self._relays.pop(name).close()
 
-    async def _add(
-        self, name: str, options: Mapping[str, object], target: str, listen: str, allow_remote: bool = False
-    ) -> str:
+    async def _add(self, name: str, options: Mapping[str, object], target: str, listen: str) -> str:
         if name in self._relays:
             raise ValueError(f"link is {name!r}: a link of that name exists already")
-        relay = Relay(LinkOptions().changed(options), allow_remote=allow_remote)
+        relay = Relay(LinkOptions().changed(options))
         await relay.start(*parse_address(listen), *parse_address(target))
         self._relays[name] = relay
         return relay.address

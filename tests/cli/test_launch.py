@@ -11,7 +11,6 @@ import pytest
 from diloco.cli.launch import TOOLS, write
 from diloco.cli.main import main
 from diloco.config.errors import ConfigError
-from diloco.deploy.rendering import File
 from tests.deploy.rendered import AWAY, OPEN, SOURCE
 
 EVERY = [*AWAY, *OPEN, "launch.secrets=false"]
@@ -64,10 +63,10 @@ def test_what_is_printed_is_what_is_written_and_the_same_again_changes_nothing(
         assert f"# --- {file.name} ---\n{file.read_text()}" in printed
     assert printed.count("# --- ") == len(files)
     assert called(place) == []
-    same = File(files[0].name, files[0].read_text())
-    write(place / "out", [same])
-    with pytest.raises(ConfigError, match=f"out/{same.name} exists with other content"):
-        write(place / "out", [File("b", "text"), File(same.name, "other")])
+    same = files[0].name
+    write(place / "out", {same: files[0].read_text()})
+    with pytest.raises(ConfigError, match=f"out/{same} exists with other content"):
+        write(place / "out", {"b": "text", same: "other"})
     assert not (place / "out" / "b").exists(), "all or none"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from diloco.config import build
 from diloco.config.arguments import settings_parser
 from diloco.config.compose import compose, read
 from diloco.config.schema import RunConfig
-from diloco.deploy.rendering import File
 
 SOURCE = Path(__file__).resolve().parents[2]
 AWAY = ("run.name=First.run", "site.syncer=syncer.example.org:7077", "cluster=one", "cluster.sites.fra.nproc=8")
@@ -39,13 +38,14 @@ def configured(*settings: str) -> RunConfig:
     return deepcopy(composed(*AWAY, *OPEN, *settings))
 
 
-def put(folder: Path, files: Sequence[File]) -> dict[str, str]:
-    """``files`` in ``folder``, and their texts by name."""
+def put(folder: Path, *files: Mapping[str, str]) -> dict[str, str]:
+    """The files of each process in ``folder``, and the texts of all by name."""
     folder.mkdir(exist_ok=True)
-    for file in files:
-        (folder / file.name).write_text(file.text)
-    assert len({file.name for file in files}) == len(files)
-    return {file.name: file.text for file in files}
+    whole = {name: text for each in files for name, text in each.items()}
+    for name, text in whole.items():
+        (folder / name).write_text(text)
+    assert len(whole) == sum(map(len, files))
+    return whole
 
 
 def commands(script: str) -> list[list[str]]:

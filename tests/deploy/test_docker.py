@@ -29,7 +29,7 @@ INDEX = "launch.torch_index=https://wheels.example.org/whl"
 
 
 def files(config: RunConfig) -> dict[str, str]:
-    return {file.name: file.text for file in docker.prepared(config)[0]}
+    return docker.prepared(config)[0]
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ def test_the_tool_is_called_with_the_source_and_nothing_else_goes_in() -> None:
         for tag, name in (("", ""), ("-cpu", ".cpu"), ("-rocm", ".rocm"))
     ]
     process = processes(configured())[1]
-    assert all(str(SOURCE) not in file.text for file in skypilot.files(process)), "another machine has another path"
+    assert all(str(SOURCE) not in text for text in skypilot.files(process).values()), "another machine has another path"
     call = skypilot.call(process)
     assert call[call.index("--workdir") + 1] == str(SOURCE)
 
@@ -102,7 +102,7 @@ def test_a_wheel_or_a_requirement_needs_no_source_tree(tmp_path: Path) -> None:
     assert {"torch", "grpcio"} <= {line.partition("==")[0] for line in texts["constraints.txt"].splitlines()}
     assert "+" not in texts["constraints.txt"], "a build for one kind of machine"
     process = processes(configured(f"launch.package={wheel}"))[1]
-    task = yaml.safe_load(skypilot.files(process)[1].text)
+    task = yaml.safe_load(skypilot.files(process)[f"{process.name}.sky.yaml"])
     assert "workdir" not in task
     mounts = {f"~/diloco-package/{name}": name for name in (wheel.name, "constraints.txt")}
     assert mounts.items() <= task["file_mounts"].items()

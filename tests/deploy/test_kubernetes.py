@@ -22,10 +22,9 @@ def manifests(tmp_path: Path, *settings: str) -> dict[str, list[dict[str, Any]]]
     """By process, its manifests, which lie in ``tmp_path`` as well."""
     found: dict[str, list[dict[str, Any]]] = {}
     for process in prepared(deepcopy(composed(*RUN, *settings))):
-        (file,) = files(process)
-        assert call(process) == ["kubectl", "apply", "--filename", file.name]
-        put(tmp_path, [file])
-        found[process.name] = list(yaml.safe_load_all(file.text))
+        ((name, text),) = put(tmp_path, files(process)).items()
+        assert call(process) == ["kubectl", "apply", "--filename", name]
+        found[process.name] = list(yaml.safe_load_all(text))
     return found
 
 

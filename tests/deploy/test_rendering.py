@@ -18,7 +18,7 @@ def test_each_process_has_its_own_settings() -> None:
     ]
     assert [each.config.site.id for each in found[1:]] == ["site-a", "fra", "iad"]
     assert [each.config.site.nproc for each in found[1:]] == [2, 8, 2], "a site's own, else the one of all"
-    assert [each.needs.cpus for each in found[1:]] == [7, 25, 7]
+    assert [each.cpus for each in found[1:]] == [7, 25, 7]
     assert all(LABEL.fullmatch(each.label) for each in found)
     assert found[2].what == "Site fra"
     assert found[2].command("x.yaml") == ["diloco", "site", "--config", "x.yaml"]
@@ -31,7 +31,7 @@ def test_each_process_has_its_own_settings() -> None:
 
 def test_a_site_may_be_several_machines() -> None:
     found = processes(configured("cluster.sites.fra.nodes=4", "site.device=cuda", "site.nodes=2"))
-    shapes = [(each.nodes, each.config.site.nodes, each.needs.gpus) for each in found]
+    shapes = [(each.nodes, each.config.site.nodes, each.gpus) for each in found]
     assert shapes == [(1, 2, 0), (2, 2, 1), (4, 4, 8)]
     for setting, words in (
         ("nodes=-1", "nodes is -1: at least 1"),
@@ -49,9 +49,9 @@ def test_accelerators_and_memory_are_those_of_the_ranks_and_the_model_unless_sai
         (["site.device=cuda", "launch.gpus=0"], 0),
         (["site.device=cuda", "cluster.sites.fra.accelerator=MI300X"], 1),
     ):
-        assert processes(configured("cluster.sites.fra.nproc=1", *settings))[2].needs.gpus == wanted
+        assert processes(configured("cluster.sites.fra.nproc=1", *settings))[2].gpus == wanted
     asked = {
-        size: [each.needs.memory_gib for each in processes(configured(f"model={size}", "site.nproc=8"))]
+        size: [each.memory_gib for each in processes(configured(f"model={size}", "site.nproc=8"))]
         for size in ("tiny", "1b")
     }
     assert set(asked["tiny"]) == {16}
@@ -59,7 +59,7 @@ def test_accelerators_and_memory_are_those_of_the_ranks_and_the_model_unless_sai
     assert syncer > 3 * 4 * 1e9 / 2**30
     assert min(sites) > 8 * 16 * 1e9 / 2**30, "eight ranks hold all of it each, with their optimizers"
     said = processes(configured("model=1b", "launch.memory_gib=20"))
-    assert {each.needs.memory_gib for each in said} == {20}
+    assert {each.memory_gib for each in said} == {20}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
     more = [INDEX, "launch.spot=true", "launch.setup=[module load cuda]", "cluster.sites.fra.accelerator=MI300X"]
     config = configured("site.device=cuda", "launch.accelerator=A100-80GB", *more, *TLS)
     found = processes(config)
-    texts = put(tmp_path, [file for each in found for file in files(each)])
+    texts = put(tmp_path, *map(files, found))
     words = call(found[1])
     assert (words[:2], words[-2:]) == (["sky", "launch"], [str(SOURCE), "site-a.sky.yaml"])
     for process in found:
@@ -89,7 +89,7 @@ for name in sys.argv[1:]:
 def test_the_loader_of_skypilot_understands_the_tasks(tmp_path: Path) -> None:
     more = [INDEX, "launch.spot=true", "cluster.sites.fra.accelerator=MI300X", "cluster.sites.fra.nodes=2"]
     found = processes(configured("site.device=cuda", *more))
-    texts = put(tmp_path, [file for each in found for file in files(each)])
+    texts = put(tmp_path, *map(files, found))
     (tmp_path / "wrong.yaml").write_text(texts["fra.sky.yaml"].replace("num_nodes", "nodes"))
     told = read_by(LOAD, tmp_path, [*(f"{each.name}.sky.yaml" for each in found), "wrong.yaml"]).splitlines()
     *tasks, refused = [json.loads(line) for line in told]

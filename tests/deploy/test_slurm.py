@@ -40,7 +40,7 @@ def options(text: str) -> dict[str, str]:
 def test_each_process_has_a_script_that_starts_it(tmp_path: Path) -> None:
     config = configured("site.device=cuda", "launch.hours=1.5", "launch.partition='gpu,big'", "launch.account=me")
     found = processes(config)
-    texts = put(tmp_path, [file for each in found for file in files(each)])
+    texts = put(tmp_path, *map(files, found))
     assert sorted(texts) == sorted(
         f"{name}.{end}" for name in ("syncer", "site-a", "fra") for end in ("sbatch", "config.yaml")
     )
@@ -57,7 +57,7 @@ def test_each_process_has_a_script_that_starts_it(tmp_path: Path) -> None:
         assert (told["signal"], told["partition"], told["account"]) == ("B:TERM@120", "gpu,big", "me")
         assert "requeue" in told
         assert told.get("gpus-per-node") == {"syncer": None, "site-a": "1", "fra": "8"}[process.name]
-        assert int(told["cpus-per-task"]) == process.needs.cpus
+        assert int(told["cpus-per-task"]) == process.cpus
 
 
 def with_programs(folder: Path, **texts: str) -> None:
@@ -72,7 +72,7 @@ def with_programs(folder: Path, **texts: str) -> None:
 @pytest.fixture
 def stage(tmp_path: Path) -> Path:
     """A site's script, and what it calls."""
-    put(tmp_path, [file for each in processes(configured()) for file in files(each)])
+    put(tmp_path, *map(files, processes(configured())))
     waits = (
         "trap 'echo asked > asked; exit 75' TERM\n"
         'echo "$@" > began\n[ -n "${ENDS:-}" ] && exit $ENDS\nwhile true; do read -t 0.1 < hold; done\n'

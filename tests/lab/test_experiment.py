@@ -181,10 +181,10 @@ def run_in(folder: Path, events: list[dict[str, Any]], *settings: str) -> RunDir
 
 def test_what_the_run_tells(tmp_path: Path) -> None:
     made = read_made(run_in(tmp_path, EVENTS))
-    assert made.step_s == {"site-a": 0.5, "site-b": 1.5}, "a copy of values is work, and waiting is not"
-    assert made.steps_s == {"site-a": (0.4, 0.6), "site-b": ()}, "their mean is step_s"
-    assert made.starts_s == {"site-a": 2.5, "site-b": 0.0}
-    assert made.seal_s == {"site-a": 0.25, "site-b": 0.0}
+    assert made.sites == {  # A copy of values is work, and waiting is not; the mean of steps_s is step_s.
+        "site-a": {"step_s": 0.5, "steps_s": (0.4, 0.6), "starts_s": 2.5, "seal_s": 0.25},
+        "site-b": {"step_s": 1.5, "steps_s": (), "starts_s": 0.0, "seal_s": 0.0},
+    }
     assert made.merge_s == pytest.approx(0.2)
     assert (made.update_bytes, made.version_bytes, made.versions) == ([400, None], [700, None], [1])
     assert made.faults == [

@@ -59,7 +59,7 @@ def test_one_site_is_plain_training(fragments: int, inner_steps: int, text: Corp
     fleet, result = trained(config, text, (1.0,))
     steps = result.sites[0].steps
     assert steps > 12, "the steps that are under way when the tokens are used up are made and sent"
-    control = Control(config, 1, 12 * STEP_TOKENS)
+    control = Control(config, 1)
     control.steps(steps)
     for name, values in control.state().values.items():
         torch.testing.assert_close(fleet.values()[name], values.cpu(), rtol=1e-5, atol=1e-7)
@@ -89,7 +89,7 @@ def test_at_equal_speed_one_and_its_grace_make_what_everybody_makes(lock_step: b
 @pytest.mark.slow
 def test_a_warm_start_is_where_the_control_stood(text: CorpusManifest, tmp_path: Path) -> None:
     config = configured("outer=diloco", f"run.tokens={6 * STEP_TOKENS}")
-    control = Control(config, 2, 1)
+    control = Control(config, 2)
     control.steps(4)
     path = tmp_path / "warm" / "one.safetensors"
     control.state().save(path)

@@ -57,8 +57,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest_of(site: Path, steps: int = 2) -> str:
-    place = recorded(site)
-    digest, begun = digest_after(repeatable(place.config), place.checkpoint, steps)
+    checkpoint, config = recorded(site)
+    digest, begun = digest_after(repeatable(config), checkpoint, steps)
     assert begun == 3
     return digest
 

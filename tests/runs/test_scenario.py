@@ -214,8 +214,8 @@ def test_a_fault_on_a_sites_link_is_on_its_links_to_all_syncers() -> None:
     faults.play([Play(Step(do="partition", target="link:site-a", at_s=0, for_s=1))])
     faults.play([Play(Step(do="set", target="link:site-a", at_s=0, for_s=1, changes={"mbps": 2.0}), heals=True)])
     assert relay.mock_calls == [
-        call.partition("site-a"),
-        call.partition("site-a@1"),
+        call.partition("site-a", "both"),
+        call.partition("site-a@1", "both"),
         call.set("site-a", mbps=50.0),
         call.set("site-a@1", mbps=60.0),
     ]

@@ -153,7 +153,11 @@ def test_all_ranks_are_started_together_and_end_as_rank_0_did(made: Callable[...
     second, first = made(1), made(0)
     run_all(0, first, second)
     assert first.places[0] == {**second.places[0], "first": 0}
-    assert {key: second.places[0][key] for key in ("first", "world", "start")} == {"first": 2, "world": 4, "start": 0}
+    assert {key: second.places[0][key] for key in ("first", "world", "start")} == {
+        "first": 2,
+        "world": 4,
+        "start": 0,
+    }
     second.ends(0)  # They have done their part, and rank 0 writes its last checkpoint.
     says(tmp_path, 75, "site a drained")
     first.ends(0)
@@ -383,11 +387,11 @@ def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 def come(meeting: Machines, folder: Path, node: int) -> Line:
     line = reached(three(f"site.node_rank={node}"), SiteDir(folder))
-    before = meeting.lives.get(node)
+    before = meeting.lines.get(node)
 
     def taken_in() -> bool:
         meeting.attend(Order())
-        return meeting.lives.get(node) not in (None, before)
+        return meeting.lines.get(node) not in (None, before)
 
     wait(taken_in, "the machine to be taken in")
     return line
@@ -395,9 +399,9 @@ def come(meeting: Machines, folder: Path, node: int) -> Line:
 
 def test_a_machine_that_has_come_back_is_another_and_its_line_of_before_ends(meeting: Machines, tmp_path: Path) -> None:
     before = come(meeting, tmp_path, 1)
-    life = meeting.lives[1]
+    life = meeting.lines[1]
     again = come(meeting, tmp_path, 1)  # The first does not know yet that the one before is no more.
-    assert meeting.lives[1] != life
+    assert meeting.lines[1] != life
     with pytest.raises(Gone):
         wait(lambda: bool(list(before.heard()) and False), "the end")
     for line in (before, again):
@@ -411,7 +415,7 @@ def test_who_says_nothing_or_is_cut_off_in_the_middle_of_a_word_is_gone(
     monkeypatch.setattr(site_machines, "SILENT_S", 0.0)
     time.sleep(0.001)
     meeting.attend(Order())
-    assert meeting.lives == {}
+    assert meeting.lines == {}
     monkeypatch.setattr(site_machines, "SILENT_S", 1.0)
     here, there = socket.socketpair()
     torn = Line(Connection(here.detach()))
@@ -435,7 +439,7 @@ def test_a_machine_of_a_number_that_is_taken_is_told_why(meeting: Machines, tmp_
 
     wait(answered, "an answer")
     assert str(told[0]["refused"]).startswith("site.node_rank is 0: from 1 to 2 beside machine 0")
-    assert meeting.lives == {}
+    assert meeting.lines == {}
     line.close()
 
 
@@ -447,7 +451,7 @@ def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder(tm
     there.root.mkdir()
     with Machines(three(), here) as meeting:
         assert stat.S_IMODE(here.meeting.stat().st_mode) == 0o600
-        known = three("site.node_rank=1", f"site.rendezvous=127.0.0.1:{meeting.port}")
+        known = three("site.node_rank=1", f"site.rendezvous=127.0.0.1:{meeting._door.port}")
         with pytest.raises(AuthenticationError, match="is not there"):
             reached(known, there)
         there.meeting.write_text('{"host": "x", "port": 1, "key": "00"}')
@@ -463,6 +467,6 @@ def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder(tm
 
 def test_a_port_that_cannot_be_had_is_said(tmp_path: Path) -> None:
     with Machines(three(), SiteDir(tmp_path)) as meeting:
-        taken = three(f"site.rendezvous=127.0.0.1:{meeting.port}")
+        taken = three(f"site.rendezvous=127.0.0.1:{meeting._door.port}")
         with pytest.raises(ConfigError, match=r"^site\.rendezvous is '127\.0\.0\.1:\d+': Address already in use"):
             Machines(taken, SiteDir(tmp_path)).__enter__()

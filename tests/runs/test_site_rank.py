@@ -45,16 +45,16 @@ def test_a_rank_knows_its_place_from_torchruns_variables(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500, restarts=2)
+    assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500, start=2)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(VerbError, match="are invalid"):
         place_from_environment()
 
 
 def test_among_several_machines_a_rank_has_the_place_that_diloco_site_says() -> None:
-    told = {"first": 8, "world": 16, "host": "node-a", "port": 4711, "start": 3}
+    told = {"first": 8, "world": 16, "master_addr": "node-a", "master_port": 4711, "start": 3}
     local = Place(rank=2, local_rank=2, world=8, master_addr="localhost", master_port=1)
-    assert among_machines(local, json.dumps(told)) == Place(10, 2, 16, "node-a", 4711, restarts=3)
+    assert among_machines(local, json.dumps(told)) == Place(10, 2, 16, "node-a", 4711, start=3)
 
 
 def test_resume_is_what_the_user_said(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from unittest.mock import Mock, call, create_autospec
 import pytest
 from rich.console import Console
 
-from diloco.cli.up import missed
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.run_dir import RunDir
@@ -26,9 +25,9 @@ from diloco.observe.view import Facts, PlainView
 from diloco.runs.process import SAME_REQUEST_S, Child, Interrupts, child_environment
 from diloco.runs.scenario import Step
 from diloco.runs.up import (
+    OneSyncer,
     Outcome,
     StatusWatch,
-    StatusWatches,
     Up,
     UpOptions,
     check_syncers,
@@ -79,6 +78,7 @@ class Stage:
         self.history = RunHistory()
         self.log = EventLog(self.run_dir.events, "up")
         self.watch = Watch()
+        self.watches: list[Any] = [self.watch]
         self.out = io.StringIO()
         self.relay: RelayProcess | None = None
         self.over = threading.Event()
@@ -89,7 +89,7 @@ class Stage:
         self.options = UpOptions(
             sites={name: [] for name, child in self.children.items() if child.is_site},
             links={},
-            address="127.0.0.1:1",
+            syncers=[OneSyncer("syncer", "127.0.0.1:1", self.run_dir, "diloco restore")],
             steps=list(steps),
             layout=[100],
             references={"xz": 1.7},
@@ -111,7 +111,7 @@ class Stage:
             with Interrupts() as interrupts, view:
                 user.start()
                 try:
-                    return up.run(view, self.watch, interrupts)  # type: ignore[arg-type]
+                    return up.run(view, self.watches, interrupts)
                 finally:
                     self.over.set()
                     user.join()
@@ -194,19 +194,20 @@ def test_who_cannot_start_ends_it_all_with_its_code_and_words(tmp_path: Path) ->
 def test_a_run_whose_syncer_lost_its_data_can_be_stopped(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
     stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "loses_after": 0.3})
-    stage.options.restore = "diloco restore runs/x --from vault"
+    how = "diloco restore runs/x --from vault"
+    stage.options.syncers = [OneSyncer("syncer", "127.0.0.1:1", stage.run_dir, how)]
     outcome = stage.play(lambda: stage.seen("lost"))
-    assert outcome.wrong == [f"the syncer's data are gone: {stage.options.restore}, then the same command"]
+    assert outcome.wrong == [f"the syncer's data are gone: {how}, then the same command"]
     (death,) = stage.seen("process", unasked=True)
     assert death["why"] == "diloco syncer: runs/x/syncer is gone"
     assert len(stage.seen("process", name="syncer", state="started")) == 1, "it was not started in vain"
     said = stage.out.getvalue()
     assert f"the syncer's data in {stage.run_dir.syncer} are gone; the sites train on without it" in said
-    assert f"type:  {stage.options.restore}" in said
+    assert f"type:  {how}" in said
     assert stage.left == []
 
 
-def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
+def test_the_scenario_is_played_on_the_processes_and_what_was_not_is_said(tmp_path: Path) -> None:
     steps = [
         Step(do="kill", target="site-b", at_s=0.2, for_s=0.5),
         Step(do="kill", target="syncer", at_progress=0.4, for_s=0.4),
@@ -216,7 +217,7 @@ def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
     ]
     stage = Stage(tmp_path, *steps, seconds=2.4, a={}, b={}, c={})
     outcome = stage.play()
-    assert outcome.wrong == []
+    assert outcome.wrong == ["the run ended before: kill site-a"]
     played = [f"{each.what} {each.target} {each.healed_s is not None}" for each in stage.history.faults]
     assert played == ["kill site-b True", "start site-c False", "kill syncer True", "leave site-c False"]
     assert stage.history.epoch == 2
@@ -229,7 +230,11 @@ def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
 
 def test_one_interrupt_drains_and_everybody_ends_in_order(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
+    other = Mock(latest=None, drain_accepted=True, drain_refused="")
+    stage.watches.append(other)
     stage.play(stage.has_begun)
+    other.drain.assert_called_once_with()
+    other.hurry.assert_called()
     assert stage.history.ending == "drained"
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
     assert stage.left == []
@@ -291,7 +296,8 @@ def test_who_does_not_end_is_ended_and_named(tmp_path: Path) -> None:
 
 
 def test_a_run_without_sites_is_drained(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, Step(do="leave", target="site-a", at_s=0.2), seconds=60, a={})
+    later = Step(do="kill", target="site-a", at_s=100.0)  # It may be played when the run goes on.
+    stage = Stage(tmp_path, Step(do="leave", target="site-a", at_s=0.2), later, seconds=60, a={})
     outcome = stage.play()
     assert outcome.wrong == ["every site had ended before the run did"]
     assert stage.history.ending == "drained"
@@ -310,15 +316,6 @@ def test_what_was_played_is_not_played_again(tmp_path: Path) -> None:
     assert again.history.sites["site-a"].spans[-1].end_s is not None
     assert [fault.what for fault in again.history.faults] == ["start", "kill"]
     assert len(again.seen("process", name="site-b", state="started")) == 2, "the late site was not started at once"
-
-
-def test_what_was_not_played_is_said(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, Step(do="kill", target="site-a", at_s=100.0), seconds=0.5)
-    up = Up(stage.options, stage.children, stage.run_dir, stage.log, stage.history, None, {})
-    for ending, wanted in (("finished", ["the run ended before: kill site-a"]), ("drained", []), (None, [])):
-        stage.history.ending = ending
-        assert missed(stage.history, up) == wanted, "what has finished is not the run that was asked for"
-    stage.log.close()
 
 
 TWO = ["outer.num_fragments=2", "outer.num_syncers=2", "run.name=x"]
@@ -410,7 +407,7 @@ def test_what_two_syncers_say_is_what_one_would() -> None:
     first = {"fragments": [{}] * 3, "sites": {"a": {**site, "updates_refused": {"stale": 1}}}}
     late = {**site, "tokens_merged": 60, "tokens_processed": None, "updates_refused": {"stale": 2}}
     other = {"fragments": [{}], "sites": {"a": late, "b": site}}
-    told = together([first, other])
+    told = together([first, None, other])
     assert told is not None
     sites: Any = told["sites"]
     assert sites["a"] == {
@@ -422,22 +419,5 @@ def test_what_two_syncers_say_is_what_one_would() -> None:
         "updates_refused": {"stale": 3},
     }
     assert sites["b"]["tokens_merged"] == 25, "one that the other syncer does not know has merged nothing there"
-    assert together([]) is None
-
-
-def test_all_syncers_are_drained() -> None:
-    pair = [Mock(latest=None, drain_accepted=False, drain_refused="") for _ in range(2)]
-    watches = StatusWatches(pair)  # type: ignore[arg-type]
-    assert watches.latest is None
-    for told in ("drain", "hurry", "close"):
-        getattr(watches, told)()
-        for each in pair:
-            getattr(each, told).assert_called_once_with()
-    pair[0].drain_accepted = True
-    assert not watches.drain_accepted
-    pair[1].drain_accepted = True
-    assert watches.drain_accepted
-    pair[1].drain_refused = "an admin's token, please"
-    assert watches.drain_refused == "an admin's token, please"
-    watches.drain_refused = ""
-    assert not watches.drain_refused
+    assert together([None, None]) is None
+    assert together([first]) is first
