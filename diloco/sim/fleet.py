@@ -833,7 +833,7 @@ class Faults:
 
 
 STILL_S = 24 * 3600.0
-"""After this time without a version, or ten periods of its slowest site if longer, a run by tokens is endless."""
+"""After this time without a version, or ten periods of its slowest site if longer, a run is endless."""
 COLLECT_EVERY = 100_000
 """The number of new objects after which Python's cycle collector runs."""
 
@@ -861,9 +861,13 @@ def simulate(plan: FleetPlan, cargo: Cargo | None = None) -> FleetResult:
         while not fleet.is_over():
             closed = fleet.closed
             fleet.heap.run_until(fleet.heap.now_ns + to_ns(still_s), fleet.is_over)
-            if fleet.closed == closed and not fleet.is_over() and not plan.outer.run_ns:
-                merged = f"{fleet.machine.state.run_tokens()} of {plan.outer.token_budget} tokens are merged"
-                raise EndlessError(f"no version in the last {still_s / 3600:g} h, and {merged}")
+            state = fleet.machine.state
+            if fleet.closed > closed or fleet.is_over() or (plan.outer.run_ns and state.started_ns is not None):
+                continue  # The time of a run by time begins with its first site.
+            why = f"{state.run_tokens()} of {plan.outer.token_budget} tokens are merged"
+            if state.started_ns is None:
+                why = "no site has joined"
+            raise EndlessError(f"no version in the last {still_s / 3600:g} h, and {why}")
         return fleet.result()
     finally:
         gc.set_threshold(threshold, *others)

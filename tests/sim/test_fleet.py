@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -197,6 +198,9 @@ def test_a_run_that_never_ends_says_so_and_leaves_pythons_collector_as_it_was() 
     plan = fleet((FleetSite(step_s=1.0),), seconds=None, quorum=2, token_budget=1000)
     with pytest.raises(EndlessError, match="no version in the last 24 h, and 0 of 1000 tokens are merged"):
         simulate(plan)
+    never = FleetSite(step_s=1.0, starts_s=inf)
+    with pytest.raises(EndlessError, match="no version in the last 24 h, and no site has joined"):
+        simulate(fleet((never,), seconds=None, run_ns=600 * SECOND_NS))
     assert gc.get_threshold() == before
 
 
