@@ -156,6 +156,11 @@ def advice(config: RunConfig) -> list[str]:
             f"outer.momentum is {outer.momentum:g} with outer.inner_steps={outer.inner_steps}: successive rounds are "
             f"alike then, and steps become up to {1 / (1 - outer.momentum):.0f} times too long: compare 0.5 and none"
         )
+    if outer.kind in WITH_MOMENTUM and outer.momentum and outer.lr > 1:
+        said.append(
+            f"outer.lr is {outer.lr:g} with outer.kind={outer.kind} and outer.momentum={outer.momentum:g}: a rate "
+            "above 1 is one of outer.kind=sgd; the momentum multiplies it, and 0.7 is usual"
+        )
     inner = config.inner
     a_round = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0) * outer.inner_steps
     # The updates of each fragment by all sites; 0 where the configuration does not say how many there will be.

@@ -103,7 +103,8 @@ WINDOWS = "experiment=async_dn inner.batch_sequences=8 inner.sequence_length=128
     ("settings", "words"),
     [
         ("outer=async outer.kind=nesterov outer.momentum=0.5", "outer.share_weighted=true scales each step"),
-        ("outer.kind=nesterov outer.momentum=0.9 outer.inner_steps=10", "momentum is 0.9 with outer.inner_steps=10"),
+        ("outer.kind=nesterov outer.momentum=0.5", "outer.lr is 1.5 with outer.kind=nesterov and outer.momentum=0.5"),
+        ("outer=diloco outer.inner_steps=10", "momentum is 0.9 with outer.inner_steps=10"),
         ("outer=async_dn outer.window=2", "outer.window is 2 and there are 3 sites"),
         ("outer=diloco outer.merge=rda", "outer.merge is rda with outer.lr=0.7 and outer.momentum=0.9"),
         ("outer=decoupled outer.staleness_max=5", "staleness_max is 5 and there are 3 sites: under outer.adopt"),
