@@ -254,9 +254,8 @@ def _columns() -> int:
 
 # --- ``diloco config`` -----------------------------------------------------------------------------------------------
 
-CONFIG = """List all settings with default and meaning; with a word, only those that have it in name, choices or text.
-
-  diloco config grace"""
+CONFIG = """List all settings with default and meaning; with a word, as in ``diloco config grace``, only those that have
+it in name, choices or text."""
 
 
 def config(arguments: Sequence[str]) -> ExitCode:

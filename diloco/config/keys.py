@@ -93,8 +93,8 @@ def nearest(word: str, words: list[str]) -> str:
 
 
 def hint(word: str, words: Collection[str], otherwise: str = "", begin: str = "") -> str:
-    """Return the end of an error text about an unknown ``word``: the nearest of ``words``, behind ``begin``, or
-    ``otherwise``, which is empty for all of them."""
+    """Return the end of an error text about an unknown ``word``: the nearest of ``words``, behind ``begin``;
+    if none is near ``otherwise`` or, where that is empty, the list of all words."""
     near = nearest(word, list(words))
     return f"did you mean {begin}{near}?" if near else otherwise or f"one of {', '.join(words)}"
 

@@ -393,7 +393,7 @@ class AsyncWriter:
     def _write(written: Future[object], write: Callable[[], object]) -> None:
         try:
             written.set_result(write())
-        except Exception as error:  # of any kind: it is raised in the caller's thread later
+        except BaseException as error:  # of any kind, also a Rust library's panic: the caller's thread raises it
             written.set_exception(error)
 
 

@@ -232,6 +232,7 @@ class TokenStream:
         require(0 <= site_index < num_sites, "site_index", site_index, f"0 to num_sites-1={num_sites - 1}")
         require(world >= 1, "world", world, "at least 1")
         require(0 <= rank < world, "rank", rank, f"0 to world-1={world - 1}")
+        assert units is None or num_sites == 1, "leased units are of the whole text"
         self._windows = _Windows(manifest, split, sequence_length)
         require(
             num_sites <= self._windows.count, "num_sites", num_sites, f"at most the {self._windows.count} sequences"

@@ -1,8 +1,9 @@
 """Text to token ids and back, without loss: ``bytes``, ``bpe1024``, whose merges are shipped, or a ``tokenizer.json``.
 
-``bpe1024`` is byte-level BPE (arXiv 1508.07909; the byte alphabet of GPT-2) with 256 bytes, 767 merges that the
-library's ``BpeTrainer`` learned on the training split of the Python standard library, and the end of a file as its last
-id.  The end of a file is not part of the merges, so no text can spell it.
+``bpe1024`` is byte-level BPE (arXiv 1508.07909; the byte alphabet of GPT-2) with 256 bytes, 767 merges that
+``BpeTrainer`` of the library ``tokenizers`` learned on the training split of the Python standard library (its
+byte-level alphabet, 1,023 entries, no special tokens), and the end of a file as its last id.  The end of a file is not
+part of the merges, so no text can spell it.
 
 A ``tokenizer.json`` is a file of the library ``tokenizers``, as published with models on the hub.
 

@@ -132,7 +132,7 @@ class Meter:
         self._samples_ns: list[int] = []
         self._stride = 1
         self._stall_ns = self._adopt_ns = 0
-        self._totals = Reading()  # Its fields that are not computed from the attributes above.
+        self._totals = Reading()  # Times, percentiles and speed stay 0 here: they are computed when it is read.
 
     def step(self, step_ns: int, tokens: int, loss: float) -> None:
         """Record one inner step."""

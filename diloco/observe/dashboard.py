@@ -215,6 +215,8 @@ def as_events(status: Status, before: Status, at: float) -> Iterator[Event]:
         yield event("syncer_started", epoch=status["epoch"], versions=[each["version"] for each in fragments])
     for name, site in sites.items():
         earlier, present = before.get("sites", {}).get(name, {}).get("status"), site["status"]
+        if earlier is None and present == "silent":
+            yield event("site_joined", site=name)  # It was in the run before this first answer.
         if present != earlier:
             word = present if present != "live" else "back" if earlier == "silent" else "joined"
             yield event(f"site_{word}", site=name)

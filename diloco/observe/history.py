@@ -470,7 +470,7 @@ class RunHistory:
                 if self.by_hand:  # No ``up`` says when a process ends: at the latest when the next begins.
                     _end_span(self.site(site).spans, now_s)
                     self.site(site).spans.append(Span(now_s))
-            case "site_left":
+            case "site_left" | "site_evicted":
                 self.site(site).left = True
                 if self.by_hand and (spans := self.site(site).spans):
                     spans[-1].end_s = now_s

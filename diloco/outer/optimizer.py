@@ -45,7 +45,8 @@ TENSORS_KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The state tensors that each kind keeps for a fragment between steps, each as large as the fragment."""
 OUTER_KINDS = tuple(TENSORS_KEPT)
 LINEAR = ("heavy_ball", "nesterov", "nesterov_ema")
-"""The kinds whose step is linear in the values, the momentum and the pseudo-gradient, as is sgd's, without momentum."""
+"""The kinds whose step is linear in the values, the momentum and the pseudo-gradient, as is sgd's, without momentum.
+``linear_part`` has their factors."""
 ONLY_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "window": ("delayed_nesterov",),

@@ -54,8 +54,8 @@ MOST: Mapping[str, float] = {
     "interruptions_per_chip_year": 10_000,
     "away_s": 1e8,
 }
-"""The largest values.  Of the first four, because larger simulations take minutes; the others are more than one
-interruption an hour, and about three years."""
+"""The largest values.  Beyond the first four a simulation takes minutes; the last two are more than one interruption an
+hour, and about three years."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

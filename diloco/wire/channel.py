@@ -538,7 +538,7 @@ def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError
 
 
 class ServiceClient:
-    """The base of clients whose calls all go to one ``service`` at one address, on a separate channel."""
+    """The base of clients of one ``service``, with a channel of their own for its calls; ``SyncClient`` has more."""
 
     service: ClassVar[str]
 

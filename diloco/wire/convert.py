@@ -292,7 +292,7 @@ pack_join_reply, unpack_join_reply = _whole(m.JoinReply, sync_pb2.JoinResponse, 
 pack_report, unpack_report = _whole(m.ReportInfo, sync_pb2.ReportRequest)
 pack_report_reply, unpack_report_reply = _whole(m.ReportReply, sync_pb2.ReportResponse)
 pack_member, unpack_member = _whole(m.MemberAsk, sync_pb2.WatchRequest)
-"""Also for ``LeaveRequest``, which has the same fields."""
+"""Also for ``LeaveRequest``, which has the same fields (a test compares them)."""
 _watch_event: _Form[m.WatchEvent] = _one_of(
     sync_pb2.WatchResponse, published=m.Published, fate=FateTold, final=FinalAnnounced, dropped=m.Dropped, alive=m.Alive
 )

@@ -11,6 +11,7 @@ import torch
 from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import (
+    AsyncWriter,
     Checkpoint,
     CheckpointError,
     Part,
@@ -291,6 +292,20 @@ def wrong_after_cuts(tmp_path: Path, forgets: Step | None) -> int:
             looked += 1
     assert looked > 100
     return wrong
+
+
+def test_a_writer_that_a_panic_ends_is_free_again_and_tells_the_next_caller(tmp_path: Path) -> None:
+    class PanicException(BaseException):
+        """As a library in Rust raises it."""
+
+    def panics() -> None:
+        raise PanicException("index out of bounds")
+
+    writer = AsyncWriter(tmp_path, synchronous=False)
+    writer.start(panics)
+    with pytest.raises(PanicException):
+        writer.wait(30.0)
+    assert not writer.busy
 
 
 def test_a_power_cut_leaves_the_last_that_was_whole(tmp_path: Path) -> None:

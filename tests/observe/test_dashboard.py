@@ -275,22 +275,32 @@ def test_a_syncers_answers_alone_make_the_history_of_its_run(tmp_path: Path) -> 
     assert {name: site.step > 0 for name, site in history.sites.items()} == {"a": True, "b": True}
 
 
-def test_a_site_that_a_syncer_calls_silent_has_not_left() -> None:
-    """Its tokens of unknown fate may come back; those of a site that left may not."""
+@pytest.mark.parametrize(
+    ("statuses", "events", "left", "spans"),
+    [
+        ("live silent live", "joined silent back", False, 1),
+        ("silent live", "joined silent back", False, 1),
+        ("live left live", "joined left joined", False, 2),
+        ("live evicted", "joined evicted", True, 1),
+        ("left", "left", True, 0),
+    ],
+)
+def test_a_site_that_a_syncer_calls_silent_has_not_left(statuses: str, events: str, left: bool, spans: int) -> None:
+    """Its tokens of unknown fate may come back; those of a site that left or was evicted may not."""
 
     def answer(status: str) -> dict[str, Any]:
         sites = {"a": {"status": status, "heard_seconds_ago": None, "base_versions": [0]}}
         return {"epoch": 1, "fragments": [], "sites": sites, "ending": None}
 
-    told = ["live", "silent", "live", "left", "live", "evicted"]
-    events = [
-        event["what"]
-        for before, now in pairwise([None, *told])
-        for event in as_events(answer(now), answer(before) if before else {}, 0.0)
-    ]
-    assert [what for what in events if what.startswith("site_")] == [
-        *("site_joined", "site_silent", "site_back", "site_left", "site_joined", "site_evicted")
-    ]
+    history, told = RunHistory(), list[str]()
+    for before, now in pairwise([None, *statuses.split()]):
+        for event in as_events(answer(now), answer(before) if before else {}, 0.0):
+            history.take(event)
+            told.append(event["what"])
+    assert [what for what in told if what.startswith("site_")] == [f"site_{word}" for word in events.split()]
+    site = history.sites["a"]
+    assert (site.left, len(site.spans)) == (left, spans)
+    assert [span.end_s is None for span in site.spans][-1:] == [not left] * bool(spans)
 
 
 # --- An operator at the page -----------------------------------------------------------------------------------------

@@ -180,6 +180,16 @@ def test_the_log_heals_with_the_disk_and_a_line_cut_short_costs_itself_alone(tmp
     assert missing["why"] == "events missing here: 3 (File too large)"
     assert len(log.path.read_text().splitlines()) == 4, "and the piece of line that there was room for"
 
+    again = EventLog(tmp_path / "again.jsonl", "site-a", also=taken.put)
+    again.emit("step", {"step": 6})
+    assert [taken.get(timeout=30)["step"] for _ in range(2)] == [5, 6]
+    with full(again.path, room=0):
+        again.emit("step", {"step": 7})
+        assert taken.get(timeout=30)["step"] == 7
+    again.close()
+    _, missing = read_events(again.path)
+    assert missing["note"] == "events_not_written", "said at the end too"
+
 
 def test_a_follower_that_fails_ends_neither_the_log_nor_the_others(tmp_path: Path, logged: list[str]) -> None:
     log, taken = EventLog(tmp_path / "events.jsonl", "syncer"), []

@@ -247,12 +247,16 @@ def test_a_drain_that_is_refused_again_and_again_is_one_signal(tmp_path: Path, m
     refuses = property(lambda watch: "only an admin may do this", lambda watch, text: None)
     monkeypatch.setattr(Watch, "drain_refused", refuses, raising=False)
     stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    accepts = Mock(latest=None, drain_accepted=True, drain_refused="")
+    refused_once = Mock(latest=None, drain_accepted=False, drain_refused="no admin either")
+    stage.watches[:0] = [accepts, refused_once]
     syncer = stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "lingers": 1.0})
     signals = create_autospec(Child.signal, side_effect=Child.signal)
     monkeypatch.setattr(Child, "signal", signals)
     stage.play(stage.has_begun)
     assert stage.history.ending == "drained"
     assert signals.mock_calls.count(call(syncer, signal.SIGTERM)) == 1
+    assert refused_once.drain_refused == "", "its next answer counts"
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
 
 

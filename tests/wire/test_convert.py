@@ -62,6 +62,15 @@ def test_enums_have_the_same_members_on_both_sides() -> None:
         assert {prefix + member.name for member in ours} | {prefix + "UNSPECIFIED"} == set(theirs.keys())
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(sync_pb2.WatchRequest, sync_pb2.LeaveRequest), (admin_pb2.EvictRequest, admin_pb2.ReadmitRequest)],
+)
+def test_requests_that_are_packed_alike_have_the_same_fields(one: type[Message], other: type[Message]) -> None:
+    fields = [[(each.name, each.number, each.type) for each in kind.DESCRIPTOR.fields] for kind in (one, other)]
+    assert fields[0] == fields[1]
+
+
 EVENT, STATUS, REPORT_REPLY = sync_pb2.WatchResponse, admin_pb2.StatusResponse, sync_pb2.ReportResponse
 BAD_BYTES: list[tuple[Callable[[bytes], object], bytes | Message, str]] = [
     *((unpack, b"", "part is not set") for unpack in (unpack_push_reply, unpack_pull_part)),
