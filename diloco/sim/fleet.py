@@ -833,7 +833,8 @@ class Faults:
 
 
 STILL_S = 24 * 3600.0
-"""After this time without a version, or ten periods of its slowest site if longer, a run is endless."""
+"""After this time without a version, or ten periods of its slowest site if longer, a run is endless, unless it is by
+time and a site has joined."""
 COLLECT_EVERY = 100_000
 """The number of new objects after which Python's cycle collector runs."""
 

@@ -256,7 +256,7 @@ class Replay:
         return effects
 
     def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:
-        """Recompute the version that ``command`` made, and compare it with the digests of ``event``."""
+        """Hook: recompute the version that ``command`` made, and compare it with the digests of ``event``."""
 
     def lineage_began(self, event: LineageBegan) -> None:
-        """Take the versions with which the lineage began: later versions are computed from them."""
+        """Hook: take the versions with which the lineage began: later versions are computed from them."""

@@ -187,7 +187,6 @@ class Standby:
         self.folder = Path(self.options.folder)
         self._rules = self.plan.rules(self.options)
         self._taken = ExitStack()
-        self._taken = ExitStack()
         self._stopping = threading.Event()
         self._stream: FollowStream | None = None
         self._replayer: Replayer | None = None
@@ -579,7 +578,7 @@ class StandingBy:
         return is_over and self.standby.left and not self.promoted.is_set()
 
     def stop(self) -> None:
-        """Stop serving and following; what was handed over stays open. A lease that was not is left to expire."""
+        """Stop serving and following. What was handed over stays open; a lease that was not is left to expire."""
         self._end()
         if self._leadership is not None:
             self._leadership.stop(release=False)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -496,8 +497,9 @@ def test_a_take_over_without_an_operator_is_told_where_one_may_follow(
     promoted = new_syncer(tmp_path, events.emit, replication=ReplicationOptions(mode=mode, timeout_s=1.0, alive_s=0.1))
     standby = Standby("two", promoted.options, promoted.plan, Nobody(), Events().emit)  # type: ignore[arg-type]
     standby.start()
-    promoted.start(standby.promote())
-    assert promoted.store.emit == events.emit, "what the standby wrote its events to is closed"
+    lease = Mock(epoch=2, **{"wanting.return_value": None, "heir_is.return_value": None})
+    promoted.start(replace(standby.promote(), leadership=lease))
+    assert promoted.store.emit == lease.emit == events.emit, "what the standby wrote its events to is closed"
     join(promoted, "b")
     assert [each["why"] for each in events.of("standby_detached")] == why
     promoted.stop(0.1)
