@@ -165,7 +165,7 @@ class Run(Cluster):
     def wait_for(
         self, what: Callable[[], bool], for_ns: int, wrong: str, must: Callable[[], bool] = lambda: True
     ) -> None:
-        """Run until ``what()`` is true; raise ``Violation`` with ``wrong`` if ``must()``, and it is not in ``for_ns``."""
+        """Run until ``what()`` is true; raise ``Violation`` with ``wrong`` if it ``must()`` be, and is not in time."""
         self.heap.run_until(self.heap.now_ns + for_ns, lambda: self.too_much() or what())
         if not what() and must():
             raise Violation("liveness", f"{wrong}: {self.why()}")
