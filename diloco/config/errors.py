@@ -42,8 +42,11 @@ class VerbError(Exception):
     """Ends the verb with exit code ``code``, and with ``text`` as the only line on stderr."""
 
     def __init__(self, code: ExitCode, text: str) -> None:
-        super().__init__(text)
+        super().__init__(code, text)  # Both, so that the error can come from another process.
         self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class RankLost(VerbError):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,7 +10,7 @@ import pytest
 from diloco.cli import main
 from diloco.config import build, build_syncer
 from diloco.config.compose import GROUPS, compose, is_name, settle, shared_config
-from diloco.config.errors import ConfigError, ExitCode, VerbError, advice, whole_steps
+from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError, advice, whole_steps
 from diloco.config.keys import default_text, leaves, meanings, nearest, type_of, unknown, wanted
 from diloco.config.run_dir import HOW, WHO, RunDir, name_run, new_name, run_dir_of
 from diloco.config.schema import OuterSection, RunConfig
@@ -94,6 +95,11 @@ def test_an_error_becomes_its_code_and_one_line_and_our_own_defect_keeps_its_tra
     monkeypatch.setattr("diloco.cli.status.main", Mock(side_effect=AssertionError("a defect")))
     with pytest.raises(AssertionError, match="a defect"):
         main.main(["status"])
+
+
+def test_a_verbs_error_comes_whole_out_of_another_process() -> None:
+    told = pickle.loads(pickle.dumps(RankLost(ExitCode.MISMATCH, "not the same")))
+    assert (type(told), told.code, str(told)) == (RankLost, ExitCode.MISMATCH, "not the same")
 
 
 WINDOWS = "experiment=async_dn inner.batch_sequences=8 inner.sequence_length=128"
