@@ -75,6 +75,9 @@ class Verb:
         try:
             return self.process.wait(bound_s)
         except subprocess.TimeoutExpired as error:
+            self.process.send_signal(signal.SIGABRT)  # Python's faulthandler then writes where each thread stands.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5.0)
             raise AssertionError(f"{self.name} still runs after {bound_s} s:\n{self.text()}") from error
 
     def signal(self, number: signal.Signals) -> None:
