@@ -254,7 +254,7 @@ def _columns() -> int:
 
 # --- ``diloco config`` -----------------------------------------------------------------------------------------------
 
-CONFIG = """List all settings with default and meaning; with a word, as in ``diloco config grace``, only those that have
+CONFIG = """List all settings with default and meaning; with a word, as in `diloco config grace`, only those that have
 it in name, choices or text."""
 
 
