@@ -9,7 +9,8 @@ that work must be done somewhere.  The syncer is another machine's load, and run
 
 A third case, ``watched``: two sites in turns, with no core free.  Both log their events, and OpenTelemetry's traces and
 a tracker follow the log of one.  ``watching_cpu_share`` is the CPU time that this takes, the tracker's process
-included, as a share of the time of training.
+included, as a share of the time of training.  The step times do not show so little: two processes of one program differ
+by up to 9 % for as long as they live.
 
 A slowdown is 1 - (steps per second with) / (without), the median over neighbouring blocks; ``p99_over_p50`` is for the
 time from the end of one step to the end of the next.  ``trainer_cpu_ratio`` compares the training thread's CPU time per
