@@ -1,9 +1,10 @@
 """What does one outer round cost end to end on loopback, compared with torch's all-reduce and with no runtime at all?
 
 Ours: a syncer process and M site processes in lock-step, as ``rounds`` describes, with everything on; four times, with
-and without TLS and with and without fsync.  In the same run and in both orders: M processes that average the same
-number of fp32 values with gloo ``all_reduce`` and take the same outer step (``bare``: only the average), and a loop of
-our own kernels over raw sockets (``bare_round``).  Bytes are those of a site, without its join.
+and without TLS and with and without fsync; ``core_ms`` is the CPU time of the one without.  In the same run and in both
+orders: M processes that average the same number of fp32 values with gloo ``all_reduce`` and take the same outer step
+(``bare``: only the average), and a loop of our own kernels over raw sockets (``bare_round``).  Bytes are those of a
+site, without its join.
 
 The results are checked: every system's values against the exact ones; ours and the loop's against each other, bit for
 bit; and, where that does not take too long, against the plain definitions, also bit for bit.
@@ -132,6 +133,8 @@ class Cell:
     bound_s: float
     tls: Mapping[str, str]
     sites: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    core_ms: dict[str, Any] = field(default_factory=dict)
+    """CPU milliseconds of a round of ours: of all processes, and of the syncer and one site by thread."""
 
     def measure(self, *, backwards: bool) -> None:
         """Measure every system once, one after the other; those with TLS and fsync only in the forward order."""
@@ -157,7 +160,12 @@ class Cell:
 
     def _ours(self, *, tls: bool, synced: bool) -> list[dict[str, Any]]:
         case = Case(task=self.task, codec=self.codec, synced=synced, tls=self.tls if tls else {})
-        return list(measure_ours(case, self.bound_s)["sites"])
+        found = measure_ours(case, self.bound_s)
+        sites = [site.pop("core_ms") for site in found["sites"]]
+        if not tls and not synced:
+            whole = found["core_ms"]["all"] + sum(site["all"] for site in sites)
+            self.core_ms = {"all": round(whole, 1), "syncer": found["core_ms"], "site": sites[0]}
+        return list(found["sites"])
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each system, after a comparison of their values."""
@@ -197,6 +205,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     speedup: dict[str, float] = {}
     ratio: dict[str, float] = {}
+    core_ms: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         tls = tls_files(Path(folder))
         for numel in sizes:
@@ -209,12 +218,14 @@ def main() -> None:
                 name = f"{sites}x{numel // 1_000_000}M"
                 speedup[name] = cell.median_s(GLOO) / cell.median_s(OURS)
                 ratio[name] = cell.median_s(OURS) / cell.median_s(BARE)
+                core_ms[name] = cell.core_ms
                 for row in rows[-len(cell.sites) :]:
                     print(json.dumps(row), flush=True)
     config = {"tensors": NUM_TENSORS, "rounds_of_each_order": rounds, "codec": options.codec, "optimizer": OPTIMIZER}
     config["kernels"] = kernel_library.description()
     result = record("round", config, rows, options.seed, repeats=rounds)
-    finish({**result, "speedup_vs_gloo_outer": speedup, "ratio_to_bare_loop": ratio}, save=options.save)
+    top = {"speedup_vs_gloo_outer": speedup, "ratio_to_bare_loop": ratio, "core_ms": core_ms}
+    finish({**result, **top}, save=options.save)
 
 
 if __name__ == "__main__":

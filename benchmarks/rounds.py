@@ -7,12 +7,14 @@ round ``peers.task`` changes each site's values, and at the end it compares them
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +36,7 @@ from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
-from diloco.runs.process import keep_what_is_loaded
+from diloco.runs.process import keep_what_is_loaded, limit_arenas
 from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
@@ -43,7 +45,7 @@ from diloco.wire.messages import Refused, ReportInfo, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import BinaryIO
 
     import numpy as np
@@ -130,7 +132,8 @@ def values_digest(values: Sequence[np.ndarray]) -> str:
 
 
 def run_syncer(case: Case, folder: str, pipe: Any) -> None:
-    """Run the syncer's process: send its address, then its events when asked, and end when told."""
+    """Run the syncer's process: send its address, then its events and CPU time when asked, and end when told."""
+    limit_arenas()  # As the program itself does.
     _settle(case, "syncer")
     layout = plan_layout(case.task.shapes(), 1)
     outer = OuterOptions(quorum="all", quorum_min=case.task.sites, grace="fixed", grace_ns=0, weights="uniform")
@@ -140,9 +143,12 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     )
     network = ServerOptions(run_id="bench", address=case.listen, chunk_bytes=CHUNK_BYTES)
     events: list[tuple[float, str, dict[str, object]]] = []
+    versions, cpu = itertools.count(1), Cpu()
 
     def note(what: str, fields: dict[str, object]) -> None:
         events.append((time.monotonic(), what, {name: value for name, value in fields.items() if _is_plain(value)}))
+        if what == "published" and (version := next(versions)) in (case.task.warm_up, case.task.rounds_in_all):
+            cpu.sample(ends=version == case.task.rounds_in_all)
 
     own: dict[str, Any] = {name: path for name, path in case.tls.items() if name != "tls_ca"}
     security = SecurityOptions(insecure_non_loopback=bool(case.places), **own)
@@ -150,7 +156,7 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     syncer = Syncer(options, plan, lambda: [torch.zeros(case.task.numel)], network, security, note, disk)
     pipe.send(syncer.start())
     while pipe.recv() != "end":
-        pipe.send(events)
+        pipe.send({"events": events, "core_ms": cpu.ms(case.task.rounds)})
     # End without the last snapshot, which is not part of a round.
     pipe.close()
 
@@ -180,14 +186,20 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     spans = []
     beats = Beats(client, name, case.beat_every_s)
     at_start = (client.bytes_up, client.bytes_down)
+    cpu = Cpu()
     for step in range(task.rounds_in_all):
-        task.disturb(values, index, step)
+        if step == task.warm_up:
+            cpu.sample(ends=False)
+        with cpu.left_out():
+            task.disturb(values, index, step)
         began = time.monotonic()
         agent.after_step(StepInfo(step + 1, 1.0, 1, step + 1, 1_000_000, step + 1, 1.0, 1.0, applied=True))
         spans.append((began, time.monotonic()))
+    cpu.sample(ends=True)
     pipe.send(
         {
             "spans": spans[task.warm_up :],
+            "core_ms": cpu.ms(task.rounds),
             "beats_s": beats.stop(spans[task.warm_up][0]),
             "bytes_up": client.bytes_up - at_start[0],
             "bytes_down": client.bytes_down - at_start[1],
@@ -196,6 +208,42 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
         }
     )
     pipe.recv()
+
+
+class Cpu:
+    """CPU time of this process between two samples, by the names of its threads; "ended" is that of threads that ended
+    meanwhile."""
+
+    def __init__(self) -> None:
+        self._began: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+
+    def sample(self, *, ends: bool) -> None:
+        """Take the first sample, or the last."""
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
+        found: Counter[str] = Counter(all=time.process_time_ns())
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                name = names.get(int(task.name)) or (task / "comm").read_text()
+                found[name.strip().rstrip("0123456789_-")] += int((task / "schedstat").read_text().split()[0])
+        if ends:
+            self._ended = found
+        else:
+            self._began = found
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Do not count what this thread does in the context."""
+        began_ns = time.thread_time_ns()
+        yield
+        for name in ("all", threading.current_thread().name):
+            self._began[name] += time.thread_time_ns() - began_ns
+
+    def ms(self, rounds: int) -> dict[str, float]:
+        """Return the milliseconds of a round."""
+        found = {name: (ns - self._began[name]) / 1e6 / rounds for name, ns in self._ended.items()}
+        found["ended"] = 2 * found["all"] - sum(found.values())
+        return {name: round(each, 1) for name, each in sorted(found.items()) if each >= 0.5}
 
 
 class Beats:
@@ -226,7 +274,10 @@ class Beats:
 
 
 def measure_ours(case: Case, bound_s: float, watch: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Run ``case``; return its sites' measurements and the syncer's events.  Call ``watch`` once the syncer runs."""
+    """Run ``case``; return its sites' measurements, and the syncer's events and CPU time.
+
+    Call ``watch`` once the syncer runs.
+    """
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -246,7 +297,9 @@ def measure_ours(case: Case, bound_s: float, watch: Callable[[], None] | None = 
             jobs.append((run_site, (case, str(folder / name), f"{host}:{port}", index)))
         sites = in_processes(jobs, bound_s)
         ours.send("events")
-        return {"sites": sites, "events": ours.recv() if ours.poll(bound_s) else []}
+        if not ours.poll(bound_s):
+            raise TimeoutError(f"the syncer did not answer in {bound_s} s")
+        return {"sites": sites, **ours.recv()}
 
 
 def in_processes(jobs: list[tuple[Any, tuple[Any, ...]]], bound_s: float) -> list[dict[str, Any]]:
