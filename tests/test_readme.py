@@ -46,7 +46,7 @@ SHORT = {
     r"diloco train": [*UP, "run.tokens=3000"],
     r"diloco syncer run\.name=first": [*REAL, "run.track=jsonl"],
     r"diloco (syncer|standby follow) run\.name=second": [*LONG, "cluster.replication.mode=sync"],
-    r"diloco syncer run\.name=two": [*REAL, "run.tokens=60000", "outer.num_fragments=4"],
+    r"diloco syncer run\.name=(two|many)": [*REAL, "run.tokens=60000", "outer.num_fragments=4"],
     r"diloco syncer run\.name=top": [*REAL, "run.tokens=60000", "outer.final_wait_s=30"],
     r"diloco syncer run\.name=east": [*REAL, "run.tokens=60000", "upstream.updates=4"],
     r"diloco syncer run\.name=lora": ["run.tokens=100000", "outer.final_wait_s=60"],
@@ -93,7 +93,7 @@ LINKS = written("--link")
 LATER = written("^diloco (plan|export|generate|eval|launch|lab|runs|logs|report|track|journal|canary|sim|certs)")
 LATER = [*(command for command in LATER if command not in LINKS), *written("^diloco (replay|restore)")]
 STANDBY = written(r"run\.name=second|:7077,|promote")
-SEVERAL = written(r"run\.name=two|:7077/")
+SEVERAL = written(r"run\.name=(two|many)|:7077/")
 REGIONS = written(r"^diloco (syncer|site).*halos")
 BY_HAND = written(r"run\.name=first .*listen|(site\.syncer=|status |--watch )127.0.0.1:7077$")
 LOOPS = loops()
@@ -132,7 +132,7 @@ def test_every_command_is_run_here_or_by_ci() -> None:
     run = {*BY_CI, *RUNS, *LINKS, *LATER, *STANDBY, *SEVERAL, *REGIONS, *BY_HAND}
     assert set(commands()) == run.union(*LOOPS.values())
     # Their tests run these lines, one by one.
-    assert [len(lines) for lines in (LINKS, STANDBY, SEVERAL, REGIONS, BY_HAND)] == [1, 4, 4, 3, 6]
+    assert [len(lines) for lines in (LINKS, STANDBY, SEVERAL, REGIONS, BY_HAND)] == [1, 4, 5, 3, 6]
 
 
 def test_every_link_of_a_page_leads_to_a_file() -> None:
@@ -209,7 +209,8 @@ def test_a_standby_takes_over(place: Place) -> None:
 
 @pytest.mark.slow
 def test_several_syncers_hold_one_model(place: Place) -> None:
-    ports = {":7077": f":{free_port()}", ":7078": f":{free_port()}"}
+    first = free_port()
+    ports = {":7077": f":{first}", ":7078": f":{first + 1}"}
     syncers = [start(place, line, ports) for line in SEVERAL[:2]]
     for syncer in syncers:
         wait_for(lambda syncer=syncer: "listening on" in syncer.text(), "a syncer", syncer.text)  # type: ignore[misc]
@@ -219,6 +220,9 @@ def test_several_syncers_hold_one_model(place: Place) -> None:
     assert "two" in status.text()
     for verb in (site, *syncers):
         assert verb.end(120.0) == 0, verb.text()
+    both = start(place, SEVERAL[4], ports)
+    for verb in (start(place, SEVERAL[2], ports), both):
+        assert verb.end(120.0) == 0, verb.text() + both.text()
 
 
 @pytest.mark.slow

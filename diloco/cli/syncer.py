@@ -13,14 +13,14 @@ from diloco.config import compose as configs
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.compose import check_trackers, quorum
 from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, require, section, whole_steps
-from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
+from diloco.config.placing import BETWEEN, SYNCERS, at, has_several, on_this_machine, syncer_dir, syncer_name
 from diloco.config.run_dir import RunDir, name_run, run_dir_of
 from diloco.durable import LockedError, write_file
 from diloco.observe.console import syncer_log
 from diloco.observe.eventlog import recent_events
 from diloco.observe.text import whole
 from diloco.open_files import raise_limit
-from diloco.runs.process import Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas
+from diloco.runs.process import Child, Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas, verb
 from diloco.sync.options import how_to_restore
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ WAIT_S = 0.2
 STOP_S = 2.0
 HAND_OVER_S = 10.0
 """How long an upload may continue after a hand-over begins; the site sends a cut one again."""
+OF_EACH = (
+    *("run.name=", "run.resume=", "cluster.syncer.index=", "cluster.syncer.processes=", "cluster.syncer.listen="),
+    "cluster.syncer.metrics=",
+)
+"""Settings that each of several syncers on one machine gets its own value of."""
 FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
 
 
@@ -52,21 +57,19 @@ def main(arguments: Sequence[str]) -> ExitCode:
     """
     given = settings_parser("syncer", main.__doc__).parse_args(arguments)
     config = load_config(given)
+    name_run(config)
+    if len(parts := on_this_machine(config)) > 1:
+        return _several(config, parts, given)
     limit_threads(1)  # For one torch operation: a round itself uses several threads, each for a range of values.
     limit_arenas()
     raise_limit()
-    name_run(config)
     run_dir = syncer_dir(config)
     _check_resume(config, run_dir)
     config = goes_on(config, run_dir.config, given)
 
-    from diloco.config import build, build_syncer, connecting
-    from diloco.wire.options import check_bind
+    from diloco.config import build
 
-    build_syncer.check(config)
-    check_trackers(config.run.track)
-    with section("cluster.syncer", address="listen"):  # Before the first file: a refused start leaves no run behind.
-        check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
+    _check_settings(config)  # Before the first file: a refused start leaves no run behind.
     if not _data(config, run_dir).is_dir():
         build.check_version_zero(config)
     write_config(config, run_dir, given)
@@ -74,6 +77,49 @@ def main(arguments: Sequence[str]) -> ExitCode:
         log = syncer_log(config, stack)
         ending = serve(config, run_dir, log, stack, given)
     return said(config, run_dir, ending, again(config, given))
+
+
+def _check_settings(config: RunConfig) -> None:
+    from diloco.config import build_syncer, connecting
+    from diloco.wire.options import check_bind
+
+    build_syncer.check(config)
+    check_trackers(config.run.track)
+    with section("cluster.syncer", address="listen"):
+        check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
+
+
+def _several(config: RunConfig, parts: Sequence[RunConfig], given: argparse.Namespace) -> ExitCode:
+    """Run the syncers of ``parts``, each by this same verb in a process of its own."""
+    from diloco.runs.syncers import keep_running
+
+    root, children = run_dir_of(config).root, {}
+    begin = ["--config", str(given.config)] if given.config is not None else []
+    told = [text for text in given.settings if not text.lstrip("+").startswith(OF_EACH)]
+    for part in parts:
+        run_dir, own = syncer_dir(part), part.cluster.syncer
+        _check_resume(part, run_dir)
+        _check_settings(part)
+        listen, metrics = f"cluster.syncer.listen={own.listen}", f"cluster.syncer.metrics={own.metrics}"
+        settings = [*told, f"run.name={config.run.name}", "run.resume=auto", f"cluster.syncer.index={own.index}"]
+        settings += ["cluster.syncer.processes=1", listen, metrics]
+        name = syncer_name(own.index)
+        children[run_dir.address] = Child(name, verb("syncer", *begin, *settings), root / "logs" / f"{name}.log")
+
+    def begun(addresses: list[str]) -> None:
+        where = f"{len(addresses)} syncers of run {config.run.name} in {root}, listening on {BETWEEN.join(addresses)}"
+        print(f"{where}; {command} resumes it")
+        print(f"a site joins with:  {join_line(config, addresses, given.settings, given.config)}", flush=True)
+
+    command = again(config, given)
+    code = keep_running(children, begun)
+    how = (
+        f"has finished; final versions in {root / SYNCERS}"
+        if code is ExitCode.OK
+        else f"has stopped; {command} resumes it"
+    )
+    print(f"run {config.run.name} {how}")
+    return code
 
 
 def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
@@ -255,18 +301,19 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
         print(f"note: outer.quorum={least}: no round closes before {least} sites have sent an update")
     for sentence in whole_steps(config):
         print(f"note: {sentence}")
-    print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)
+    print(f"a site joins with:  {join_line(config, [address], given.settings, given.config)}", flush=True)
 
 
-def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
+def join_line(config: RunConfig, addresses: Sequence[str], settings: Sequence[str], file: Path | None) -> str:
     """Return the command with which a site joins; a call of ``diloco.join`` where the model comes from a file.
 
     The syncer sends a site all settings that they share.  So the command has the settings given here only where some of
-    them are a site's (a preset's inner optimizer, the text), and never the syncer's own.  Each of several syncers knows
-    only its own address, and shows placeholders for the others.
+    them are a site's (a preset's inner optimizer, the text), and never the syncer's own.  ``addresses`` are of the
+    syncers that this command runs, from its index on; there are placeholders for the others.
     """
     others = [f"SYNCER_{index}" for index in range(config.outer.num_syncers)]
-    others[config.cluster.syncer.index] = address
+    first = config.cluster.syncer.index
+    others[first : first + len(addresses)] = addresses
     if config.model.kind == "file":
         where = BETWEEN.join(others)
         return f'diloco.join(model, optimizer, syncer="{where}", site="site-a", tokens_per_step=...)'

@@ -36,6 +36,9 @@ def has_several(config: RunConfig) -> bool:
     require(len(rates) in (0, number), "outer.syncer_mbps", rates, f"one for each of num_syncers={number}")
     wanted = f"from 0 to {number - 1}, with outer.num_syncers={number}"
     require(0 <= index < number, "cluster.syncer.index", index, wanted)
+    processes, left = config.cluster.syncer.processes, number - index
+    wanted = f"1 to {left}, with outer.num_syncers={number} and cluster.syncer.index={index}"
+    require(1 <= processes <= left, "cluster.syncer.processes", processes, wanted)
     return number > 1
 
 
@@ -55,14 +58,40 @@ def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...
         return place(numels, rates or [1.0] * config.outer.num_syncers)
 
 
-def at(config: RunConfig, index: int) -> RunConfig:
-    """Return ``config`` for the syncer with number ``index``."""
-    return replace(config, cluster=replace(config.cluster, syncer=replace(config.cluster.syncer, index=index)))
+def at(config: RunConfig, index: int, **more: str) -> RunConfig:
+    """Return ``config`` for the syncer with number ``index`` alone; ``more`` are other settings of cluster.syncer."""
+    own = replace(config.cluster.syncer, index=index, processes=1, **more)  # type: ignore[arg-type]
+    return replace(config, cluster=replace(config.cluster, syncer=own))
 
 
 def syncer_configs(config: RunConfig) -> list[RunConfig]:
     """Return ``config`` for each of the syncers."""
     return [at(config, index) for index in range(config.outer.num_syncers)] if has_several(config) else [config]
+
+
+def on_this_machine(config: RunConfig) -> list[RunConfig]:
+    """Return ``config`` for each syncer that one ``diloco syncer`` starts, whose ports follow each other.
+
+    ConfigError for settings that several cannot share.
+    """
+    own = config.cluster.syncer
+    if has_several(config) and own.processes > 1:
+        each = "each of cluster.syncer.processes has its own; leave it out"
+        has_port = own.listen.rpartition(":")[2] not in ("", "0")
+        require(has_port, "cluster.syncer.listen", own.listen, "a port, which a syncer takes again when it has died")
+        require(own.folder is None, "cluster.syncer.folder", own.folder, each)
+        by_hand = "several syncers need a file each; start them by hand"
+        require(config.cluster.lease.kind != "file", "cluster.lease.path", config.cluster.lease.path, by_hand)
+    return [
+        at(config, own.index + more, listen=_port_after(own.listen, more), metrics=_port_after(own.metrics, more))
+        for more in range(own.processes)
+    ]
+
+
+def _port_after(address: str, more: int) -> str:
+    """Return ``address``, which may be empty, with a port higher by ``more``."""
+    host, colon, port = address.rpartition(":")
+    return f"{host}{colon}{int(port) + more}" if port.isascii() and port.isdigit() else address
 
 
 def towards(config: RunConfig) -> list[RunConfig]:

@@ -355,6 +355,8 @@ class SyncerSection:
     """host:port; port 0: the system chooses one. Any host but loopback needs TLS and identities."""
     index: int = 0
     """Which of outer.num_syncers this one is, from 0."""
+    processes: int = 1
+    """Syncers that `diloco syncer` starts, from index on, each as a process on the port after the one before."""
     folder: str | None = None
     """The syncer's data; null: RUN_DIR/syncer, or RUN_DIR/syncers/INDEX/syncer where there are several."""
     threads: int = 0

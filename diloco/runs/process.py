@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LAST_WORDS_BYTES = 4000
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 15.0
+DEATHS_MAX = 5
+PEACE_S = 30.0
+"""A child that has lived this long since its last start has its death count reset."""
 PROC = Path("/proc")
 
 
@@ -106,10 +109,14 @@ class Child:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def backed_off(self, now_s: float) -> None:
-        """Count an unexpected end, and set when the child may be started again: an exponential back-off."""
-        self.deaths += 1
+    def backed_off(self, now_s: float) -> bool:
+        """Count an unexpected end, and set when the child may be started again: an exponential back-off.
+
+        Return False after more than ``DEATHS_MAX`` deaths in a row.
+        """
+        self.deaths = 1 if now_s - self.started_s > PEACE_S else self.deaths + 1
         self.next_start_s = now_s + min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (self.deaths - 1))
+        return self.deaths <= DEATHS_MAX
 
     def last_words(self) -> str:
         """Return the last line that its latest process wrote, probably the reason of its end; "" without any."""

@@ -40,9 +40,6 @@ EVAL = "eval"
 EVAL_EVERY_S = "10"
 TICK_S = 0.1
 LINKS_EVERY_S = 1.0
-DEATHS_MAX = 5
-PEACE_S = 30.0
-"""A child that has lived this long since its last start has its death count reset."""
 END_GRACE_S = 5.0
 FAREWELL_S = 2.0
 """How long a site may take to end after the syncer has."""
@@ -243,14 +240,11 @@ class Up:
         told = f"{child.name} ended with exit code {child.code}: {brief} ({child.log})"
         if not child.proven and self._first_step_s is None and child.name != EVAL:
             self._fail(child, f"could not start: {told}")
-        if now_s - child.started_s > PEACE_S:
-            child.deaths = 0
         if self._winding_up() or child.code in (ExitCode.USAGE, ExitCode.MISMATCH):
             child.wanted = False
             self.outcome.wrong.append(told)
             return
-        child.backed_off(now_s)
-        if child.deaths > DEATHS_MAX:
+        if not child.backed_off(now_s):
             child.wanted = False
             self.outcome.wrong.append(f"{told}, for the {child.deaths}th time in a row")
             if child.name in self._syncers:
@@ -374,7 +368,7 @@ def check_syncers(config: RunConfig) -> None:
         return
     usual = SyncerSection()
     own = "diloco up gives each of outer.num_syncers its own; leave it out"
-    for name in ("index", "listen", "metrics"):
+    for name in ("index", "processes", "listen", "metrics"):
         value = getattr(config.cluster.syncer, name)
         require(value == getattr(usual, name), f"cluster.syncer.{name}", value, own)
     by_hand = "several syncers need a file each; start them by hand"

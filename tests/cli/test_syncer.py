@@ -28,7 +28,7 @@ def test_the_line_that_a_site_needs_means_the_same_run() -> None:
     settings = ["outer=diloco", "run.tokens=5", "cluster=local4", LISTEN, "run.dir=elsewhere", "data.path=a b"]
     settings.append("data=text")
     config = compose([*settings, "run.name=otter"])
-    line = join_line(config, "10.0.0.1:7077", settings, None)
+    line = join_line(config, ["10.0.0.1:7077"], settings, None)
     assert line.startswith("diloco site outer=diloco run.tokens=5 ")
     assert line.endswith(" site.syncer=10.0.0.1:7077 site.id=site-a")
     assert "'data.path=a b'" in line
@@ -36,14 +36,14 @@ def test_the_line_that_a_site_needs_means_the_same_run() -> None:
     joined = compose(shlex.split(line)[2:])
     assert shared_digest(joined) == shared_digest(config)
     assert list(joined.cluster.sites) == list(config.cluster.sites), "into how many shares the text is dealt"
-    assert join_line(config, "10.0.0.1:7077", ["run.tokens=5", "outer.lr=0.5", LISTEN, "run.track=jsonl"], None) == (
+    assert join_line(config, ["10.0.0.1:7077"], ["run.tokens=5", "outer.lr=0.5", LISTEN, "run.track=jsonl"], None) == (
         "diloco site site.syncer=10.0.0.1:7077 site.id=site-a"
     )
-    assert "--config run.yaml" in join_line(config, "x:1", [], Path("run.yaml"))
+    assert "--config run.yaml" in join_line(config, ["x:1"], [], Path("run.yaml"))
     secured = ("tls_cert=c", "tls_key=k", "tls_ca=a", "require_client_cert=true", "tokens_file=t")
     config = compose(["run.name=otter", *(f"cluster.syncer.{each}" for each in secured)])
     own = "site.tls_ca=ca.pem site.tls_cert=site-a.pem site.tls_key=site-a.key site.token_file=site-a.token"
-    assert join_line(config, "h:1", [], None).endswith(f" site.id=site-a {own}")
+    assert join_line(config, ["h:1"], [], None).endswith(f" site.id=site-a {own}")
 
 
 def test_a_run_without_a_name_says_how_it_goes_on_and_its_syncer_ends_in_words_once_its_folder_is_gone(

@@ -18,6 +18,7 @@ from diloco.config.placing import (
     has_several,
     in_whole_order,
     number_of,
+    on_this_machine,
     placement_of,
     syncer_configs,
     syncer_dir,
@@ -186,6 +187,23 @@ def test_a_site_has_an_address_for_each_syncer() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             towards(compose(settings))
+
+
+def test_syncers_on_one_machine_take_ports_in_a_row() -> None:
+    many = ["outer.num_fragments=4", "outer.num_syncers=4", "cluster.syncer.processes=3", "cluster.syncer.index=1"]
+    given = [*many, "cluster.syncer.listen=[::1]:7077", "cluster.syncer.metrics=9464"]
+    parts = [part.cluster.syncer for part in on_this_machine(compose(given))]
+    assert [(each.index, each.processes) for each in parts] == [(1, 1), (2, 1), (3, 1)]
+    assert [each.listen for each in parts] == ["[::1]:7077", "[::1]:7078", "[::1]:7079"]
+    assert [each.metrics for each in parts] == ["9464", "9465", "9466"]
+    assert {part.cluster.syncer.metrics for part in on_this_machine(compose(many))} == {""}
+    for setting, words in (
+        ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.listen is '127.0.0.1:0': a port, which a syncer takes"),
+        ("cluster.syncer.folder=/x", "cluster.syncer.folder is '/x': each of cluster.syncer.processes has its own"),
+        ("cluster.lease.path=/x/lease", "cluster.lease.path is '/x/lease': several syncers need a file each"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            on_this_machine(compose([*many, setting, "cluster.lease.kind=file"]))
 
 
 def test_a_syncers_own_numbers_and_the_whole_models(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_no_command_of_ours_trains_it_and_the_syncer_says_how_a_loop_joins(tmp_p
         build.build_model(config)
     assert "model.kind" not in shared_config(compose([])), "a run of our own model is what it was before"
     assert shared_config(config)["model.kind"] == "file"
-    line = join_line(compose(FILE), "10.0.0.1:7077", FILE, None)
+    line = join_line(compose(FILE), ["10.0.0.1:7077"], FILE, None)
     assert line == 'diloco.join(model, optimizer, syncer="10.0.0.1:7077", site="site-a", tokens_per_step=...)'
 
 

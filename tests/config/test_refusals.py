@@ -117,6 +117,15 @@ FILE = "cluster.lease.kind=file cluster.lease.path=/l.json"
         (f"{TWO} outer.syncer_mbps=[1,-2]", "outer.syncer_mbps is [1.0, -2.0]: rates has -2.0: positive"),
         (f"{TWO} outer.syncer_mbps=[1000,1]", "syncer 1 of 2 would hold none of 4 fragments"),
         (f"{TWO} cluster.syncer.index=2", "cluster.syncer.index is 2: from 0 to 1, with outer.num_syncers=2"),
+        (
+            "cluster.syncer.processes=2",
+            "cluster.syncer.processes is 2: 1 to 1, with outer.num_syncers=1 and cluster.sync",
+        ),
+        (
+            f"{TWO} cluster.syncer.index=1 cluster.syncer.processes=2",
+            "cluster.syncer.processes is 2: 1 to 1, with outer",
+        ),
+        (f"{TWO} cluster.syncer.processes=0", "cluster.syncer.processes is 0: 1 to 2"),
         ("cluster.syncer.index=1", "cluster.syncer.index is 1: from 0 to 0, with outer.num_syncers=1"),
         ("upstream.site_id=region-a", "upstream.site_id is 'region-a', and upstream.endpoint is null"),
         ("upstream.endpoint=127.0.0.1:1", "upstream.site_id is None"),

@@ -65,7 +65,7 @@ def test_a_region_is_told_when_the_run_is_over_and_says_nothing_of_its_own_to_it
     assert not is_region(alone)
     assert is_region(ruled)
     assert above_of(alone, Path(), build_syncer.plan(alone, build.layout_of(alone)), lambda what, fields: None) is None
-    line = join_line(ruled, "127.0.0.1:7", [*SMALL, *REGION], None)
+    line = join_line(ruled, ["127.0.0.1:7"], [*SMALL, *REGION], None)
     assert "upstream" not in line
     for address, settings, words in (
         ("nowhere", [], r"upstream\.endpoint"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import time
 from typing import Any
 
 import pytest
 
 from diloco.observe.summary import complaints
+from tests.loopback.cluster import free_port
 from tests.loopback.test_real_processes import balanced
 from tests.runs.processes import TINY, Place, Verb, wait_for
 
@@ -96,6 +100,31 @@ def test_one_of_two_syncers_dies_and_the_others_fragments_go_on(place: Place) ->
     for index in range(2):
         code, said = place.run("journal", "verify", f"runs/pair/syncers/{index}")
         assert code == 0, said
+
+
+@pytest.mark.slow
+def test_one_command_runs_both_syncers_and_starts_again_the_one_that_dies(place: Place) -> None:
+    settings = ["run.tokens=40000", "outer.quorum=1", "outer.staleness_max=60", "site.slowdown=3"]
+    settings += ["outer.updates_in_flight_max=1"]
+    port = free_port()
+    own = ["cluster.syncer.processes=2", f"cluster.syncer.listen=127.0.0.1:{port}"]
+    both = place.start("both", "syncer", *TINY, "run.name=both", *SYNCERS, *settings, *own)
+    wait_for(lambda: "a site joins with" in both.text() or both.process.poll() is not None, "both", both.text)
+    [line] = re.findall(r"a site joins with: .*", both.text())
+    addresses = f"127.0.0.1:{port}/127.0.0.1:{port + 1}"
+    assert f" site.syncer={addresses} " in line
+    site = place.site("both", addresses, SITES[0], *SYNCERS, *settings)
+    wait_for(lambda: newest(place, "both", (0, 1, 2, 3)) >= 2, "versions of all fragments", site.text)
+    log = place.folder / "runs/both/logs/syncer-1.log"
+    [first] = re.findall(r"\(process (\d+)\)", log.read_text())
+    os.kill(int(first), signal.SIGKILL)
+    wait_for(lambda: len(re.findall(r"\(process (\d+)\)", log.read_text())) == 2, "it again", both.text)
+    assert "syncer-1 was ended by signal 9" in both.text()
+    all_end(site, both)
+    (done,) = place.seen("both", SITES[0], "site_done")
+    assert balanced(done)["tokens_lost"] == 0
+    for index in range(2):
+        assert (place.folder / f"runs/both/syncers/{index}/syncer/final/model.safetensors").is_file()
 
 
 @pytest.mark.slow

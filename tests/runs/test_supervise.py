@@ -95,9 +95,20 @@ def test_what_cannot_be_passed_on_reaches_the_descendants(tmp_path: Path, number
 
 def test_back_off_grows_and_is_bounded(tmp_path: Path) -> None:
     child = python("pass", tmp_path / "a")
-    for wait_s in (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0):
-        child.backed_off(100.0)
+    child.started_s = 90.0
+    for wait_s, goes_on in (
+        (0.5, True),
+        (1.0, True),
+        (2.0, True),
+        (4.0, True),
+        (8.0, True),
+        (15.0, False),
+        (15.0, False),
+    ):
+        assert child.backed_off(100.0) is goes_on
         assert child.next_start_s == 100.0 + wait_s
+    assert child.backed_off(200.0), "it has lived for long"
+    assert child.next_start_s == 200.5
 
 
 def test_the_environment_leads_to_this_package_and_to_its_parent() -> None:

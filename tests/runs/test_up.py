@@ -351,6 +351,7 @@ def test_each_syncer_has_an_address_a_folder_and_what_is_typed_once_its_data_are
         (["cluster.syncer.listen=127.0.0.1:7123"], "cluster.syncer.listen is '127.0.0.1:7123': diloco up gives each"),
         (["cluster.syncer.metrics=9464"], "cluster.syncer.metrics is '9464': diloco up gives each"),
         (["cluster.syncer.index=1"], "cluster.syncer.index is 1: diloco up gives each"),
+        (["cluster.syncer.processes=2"], "cluster.syncer.processes is 2: diloco up gives each"),
         (
             ["cluster.lease.kind=file", "cluster.lease.path=/x/lease"],
             "cluster.lease.path is '/x/lease': several syncers need a file each",

@@ -1,0 +1,81 @@
+"""Several syncers behind one command: what starts again, what ends all, and which signals reach them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco.config.errors import ExitCode, VerbError
+from diloco.runs.process import Child
+from diloco.runs.syncers import keep_running
+
+SERVES = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+signal.signal(signal.SIGHUP, lambda *_: sys.exit(75))
+Path(sys.argv[1]).write_text(sys.argv[2])
+with open(sys.argv[1] + ".starts", "a") as starts:
+    print(len(open(sys.argv[1] + ".starts").readlines()), file=starts)
+"""
+UNTIL_TOLD = "time.sleep(60)"
+
+
+def syncers(folder: Path, *codes: str) -> dict[Path, Child]:
+    """A stand-in for each of ``codes``: it writes its address, and then runs the code."""
+    made = {}
+    for index, code in enumerate(codes):
+        path = folder / f"{index}.address"
+        command = [sys.executable, "-c", SERVES + code, str(path), f"host:{index}"]
+        made[path] = Child(f"syncer-{index}", command, folder / f"{index}.log")
+    return made
+
+
+def starts(path: Path) -> int:
+    return len(Path(f"{path}.starts").read_text().splitlines())
+
+
+def test_all_addresses_are_told_once_and_a_finished_one_is_not_started_again(tmp_path: Path) -> None:
+    made, told = syncers(tmp_path, "time.sleep(.5)", "time.sleep(.8)"), list[list[str]]()
+    stale = next(iter(made))
+    stale.write_text("of an earlier process")
+    os.utime(stale, (1, 1))
+    assert keep_running(made, told.append) is ExitCode.OK
+    assert told == [["host:0", "host:1"]]
+    assert [starts(path) for path in made] == [1, 1]
+
+
+def test_one_that_dies_is_started_again_and_the_other_is_left_alone(tmp_path: Path) -> None:
+    dies_once = (
+        "time.sleep(.4)\nif sys.argv[2] == 'host:1' and len(open(sys.argv[1] + '.starts').readlines()) < 2: sys.exit(3)"
+    )
+    made = syncers(tmp_path, "time.sleep(2)", dies_once)
+    assert keep_running(made, lambda addresses: None) is ExitCode.OK
+    assert [starts(path) for path in made] == [1, 2]
+
+
+def test_one_that_cannot_start_ends_all_with_its_own_words_and_code(tmp_path: Path) -> None:
+    made = syncers(tmp_path, UNTIL_TOLD)
+    refused = "import sys; print('cluster.syncer.listen is taken'); sys.exit(2)"
+    made[tmp_path / "other"] = Child("syncer-1", [sys.executable, "-c", refused], tmp_path / "1.log")
+    with pytest.raises(VerbError, match=r"syncer-1 ended with exit code 2: cluster\.syncer\.listen is taken") as raised:
+        keep_running(made, lambda addresses: None)
+    assert raised.value.code is ExitCode.USAGE
+    assert not any(child.running for child in made.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_request_to_stop_reaches_each_and_the_run_is_drained(tmp_path: Path, number: signal.Signals) -> None:
+    made = syncers(tmp_path, UNTIL_TOLD, UNTIL_TOLD)
+
+    def begun(addresses: list[str]) -> None:
+        threading.Thread(target=lambda: (time.sleep(0.2), os.kill(os.getpid(), number))).start()
+
+    assert keep_running(made, begun) is ExitCode.DRAINED
+    assert [starts(path) for path in made] == [1, 1]
