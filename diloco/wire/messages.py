@@ -22,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 from diloco.sync.data_units import SKIPPED, Piece, Span
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
 from diloco.sync.fates import PIECES_TOLD_MAX
+from diloco.sync.link import CHANNELS_MAX
 from diloco.sync.options import FATES_KEPT_LIMIT, PROTOCOL
 from diloco.sync.progress import SPANS_MAX, UnitAsk
 
@@ -44,7 +45,7 @@ FRAGMENTS_MAX = 4096
 UNDECIDED_MAX = 1024
 PARTS_MAX = 1024
 SHARED_CONFIG_MAX = 1024
-STREAMS_MAX = 6
+STREAMS_MAX = CHANNELS_MAX
 """Streams of one push or pull; the streams of a push, of a pull and of a waiting pull, a Watch and a heartbeat together
 fit in the calls that one caller may have."""
 WINDOW_BYTES = 8 * MIB

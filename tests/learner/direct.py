@@ -277,4 +277,4 @@ def undecided(syncer: Syncer) -> int:
 
 def agent_threads() -> list[str]:
     """The threads that agents of this process have left behind."""
-    return [thread.name for thread in threading.enumerate() if "_guarded" in thread.name]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("learner ")]

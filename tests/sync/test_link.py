@@ -44,13 +44,14 @@ def link(up: float = 1e7, rtt_ms: float = 10, down: float = 1e7) -> LinkEstimate
 @pytest.mark.parametrize(
     ("rtt_s", "bytes_per_s", "window_bytes", "channels"),
     [
-        (0.1, 1000 * MBIT, 4 << 20, 5),
+        (0.1, 1000 * MBIT, 4 << 20, 6),
+        (0.05, 1000 * MBIT, 4 << 20, 4),
         (0.1, 1000 * MBIT, 64 << 20, 1),
         (0.3, 10_000 * MBIT, 4 << 20, CHANNELS_MAX),
         (0.0, 1000 * MBIT, 4 << 20, 1),
         (0.1, 0.0, 4 << 20, 1),
-        (1.0, 65.0, 100, 1),
-        (1.0, 65.1, 100, 2),
+        (1.0, 45.0, 100, 1),
+        (1.0, 45.1, 100, 2),
     ],
 )
 def test_as_many_channels_as_fill_the_link(rtt_s: float, bytes_per_s: float, window_bytes: int, channels: int) -> None:
@@ -236,11 +237,11 @@ def test_round_trips_count_for_each_fragment_and_the_period_is_a_sites_own() -> 
 @pytest.mark.parametrize(
     ("up", "rtt_ms", "began", "channels"),
     [
-        (20e6, 100, 1, 2),  # 27 MB/s are one window's: it may be the window that bounds it
-        (20e6, 100, 2, 2),
-        (50e6, 100, 2, 3),
-        (12e6, 100, 3, 1),
-        (26e6, 100, 3, 2),  # one would do, at the very edge of what it can hold
+        (14e6, 100, 1, 2),  # 19 MB/s are one window's: it may be the window that bounds it
+        (14e6, 100, 2, 2),
+        (34e6, 100, 2, 3),
+        (8e6, 100, 3, 1),
+        (18e6, 100, 3, 2),  # one would do, at the very edge of what it can hold
         (500e6, 100, 1, 6),
         (20e6, 0, 3, 3),
     ],
@@ -253,7 +254,7 @@ def test_channels_follow_what_their_windows_hold(up: float, rtt_ms: float, began
 
 def test_a_connection_more_that_brings_nothing_is_not_followed_by_another() -> None:
     adapter = Adapter(options(ways=WAYS[:1], channels_max=6))
-    found = link(0.72 * 4 * (1 << 20) * 0.65 * 10, rtt_ms=100)  # 72 % of one window, and the link has no more.
+    found = link(0.72 * 4 * (1 << 20) * 0.45 * 10, rtt_ms=100)  # 72 % of one window, and the link has no more.
     assert [adapter.choose(found, STEP_NS).channels for _ in range(12)] == [1, *[2] * 11]
 
 
