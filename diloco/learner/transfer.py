@@ -591,7 +591,9 @@ class Participant:
     def begin_threads(self, *loops: Callable[[], None]) -> None:
         """Start the threads that seal, send and fetch, and one for each of ``loops``."""
         for loop in (self.sender.run, self.fetcher.run, self.sealer.run, *loops):
-            thread = threading.Thread(target=self._guarded, args=(loop,), name=f"learner {loop.__qualname__}", daemon=True)
+            thread = threading.Thread(
+                target=self._guarded, args=(loop,), name=f"learner {loop.__qualname__}", daemon=True
+            )
             thread.start()
             self.threads.append(thread)
 

@@ -24,13 +24,14 @@ TICK_S = 0.1
 
 
 def keep_running(children: Mapping[Path, Child], begun: Callable[[list[str]], None]) -> ExitCode:
-    """Run syncers until all of them have ended; start one that died again.  Return DRAINED if any was.
+    """Run syncers until all of them have ended; start one that died again.  Return DRAINED unless all have finished.
 
     ``children`` has for each the file to which it writes its address; ``begun`` gets all addresses once all serve.  The
     first SIGINT or SIGTERM asks each for a last round, a SIGHUP to stop without one.  Where one cannot start, or keeps
     dying, all are killed, and VerbError says why: what they acknowledged is on the disk, and the sites train on.
     """
-    environment, waiting, passed_on = child_environment(os.environ), dict(children), False
+    environment, passed_on = child_environment(os.environ), False
+    addresses: dict[Path, str] = {}
     with Stopping("a last round, then the syncers stop", "the syncers stop, and the sites train on") as stopping:
         stopping.ask(lambda: None)
         try:
@@ -38,29 +39,29 @@ def keep_running(children: Mapping[Path, Child], begun: Callable[[list[str]], No
             for child in children.values():
                 child.start(environment)
             while any(child.wanted for child in children.values()):
-                for path in [path for path in waiting if _is_newer(path, began_s)]:
-                    waiting.pop(path).proven = True
-                    if not waiting:
-                        begun([each.read_text() for each in children])
-                for child in children.values():
+                for path, child in children.items():
+                    if path not in addresses and (address := _written(path, began_s)):
+                        addresses[path], child.proven = address, True
+                        if len(addresses) == len(children):
+                            begun([addresses[each] for each in children])
                     _look_after(child, environment, ends=passed_on)
                 if (stopping.asked or stopping.handing_over) and not passed_on:
                     passed_on = True
                     for child in children.values():
+                        child.wanted = child.running  # One that has died is not started again.
                         child.signal(signal.SIGHUP if stopping.handing_over else signal.SIGTERM)
                 time.sleep(TICK_S)
         finally:
             end_all(children.values(), 0.0)
-    codes = {child.code for child in children.values()}
-    return next((code for code in (ExitCode.FAILED, ExitCode.DRAINED) if code in codes), ExitCode.OK)
+    return ExitCode.OK if all(child.code == ExitCode.OK for child in children.values()) else ExitCode.DRAINED
 
 
-def _is_newer(path: Path, than_s: float) -> bool:
-    """Return whether a file was written after that instant: an earlier process may have left one."""
+def _written(path: Path, since_s: float) -> str:
+    """Return what was written to a file since that instant; "" if nothing was: an earlier process may have left one."""
     try:
-        return path.stat().st_mtime >= than_s
+        return path.read_text() if path.stat().st_mtime >= since_s else ""
     except FileNotFoundError:
-        return False
+        return ""
 
 
 def _look_after(child: Child, environment: Mapping[str, str], *, ends: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 from diloco.config.errors import ExitCode, VerbError
 from diloco.runs.process import Child
 from diloco.runs.syncers import keep_running
+from tests.runs.test_supervise import until
 
 SERVES = """
 import signal, sys, time
@@ -79,3 +80,27 @@ def test_a_request_to_stop_reaches_each_and_the_run_is_drained(tmp_path: Path, n
 
     assert keep_running(made, begun) is ExitCode.DRAINED
     assert [starts(path) for path in made] == [1, 1]
+
+
+def test_one_that_has_died_is_not_started_again_after_the_request(tmp_path: Path) -> None:
+    made = syncers(tmp_path, UNTIL_TOLD, "time.sleep(.3); sys.exit(3)")
+    dies = list(made.values())[1]
+
+    def begun(addresses: list[str]) -> None:
+        def ask() -> None:
+            until(lambda: dies.code == 3)  # Half a second of back-off begins.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=ask).start()
+
+    assert keep_running(made, begun) is ExitCode.DRAINED
+    assert [starts(path) for path in made] == [1, 1]
+
+
+def test_one_that_is_ended_while_it_starts_leaves_the_run_to_be_resumed(tmp_path: Path) -> None:
+    made = syncers(tmp_path, UNTIL_TOLD)
+    slow = tmp_path / "slow"
+    made[slow] = Child("syncer-1", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "1.log")
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert keep_running(made, lambda addresses: None) is ExitCode.DRAINED
+    assert made[slow].code == -signal.SIGTERM
