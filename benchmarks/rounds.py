@@ -243,7 +243,7 @@ class Cpu:
         """Return the milliseconds of a round."""
         found = {name: (ns - self._began[name]) / 1e6 / rounds for name, ns in self._ended.items()}
         found["ended"] = 2 * found["all"] - sum(found.values())
-        return {name: round(each, 1) for name, each in sorted(found.items()) if each >= 0.5}
+        return {name: round(each, 1) for name, each in sorted(found.items()) if each >= 0.5 or name == "all"}
 
 
 class Beats:

@@ -209,7 +209,7 @@ def test_a_standby_takes_over(place: Place) -> None:
 
 @pytest.mark.slow
 def test_several_syncers_hold_one_model(place: Place) -> None:
-    first = free_port()
+    first = free_port(in_a_row=2)
     ports = {":7077": f":{first}", ":7078": f":{first + 1}"}
     syncers = [start(place, line, ports) for line in SEVERAL[:2]]
     for syncer in syncers:

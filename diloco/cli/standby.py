@@ -14,7 +14,7 @@ from diloco.cli.status import asking, leading, syncer_address
 from diloco.cli.syncer import again, said, serve, starting, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, parted, settings_parser
 from diloco.config.compose import check_trackers
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, refusing
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, refusing, require
 from diloco.config.placing import syncer_dir
 from diloco.observe.console import identity_lines, lines_to, syncer_log
 from diloco.observe.eventlog import EventLog
@@ -124,6 +124,8 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     from diloco.config import build_syncer, regional
 
     build_syncer.check(config)
+    processes = config.cluster.syncer.processes
+    require(processes == 1, "cluster.syncer.processes", processes, "1: a standby follows one syncer")
     check_trackers(config.run.track)
     build_syncer.standby_primary(config)
     write_config(config, run_dir, given, over=False)

@@ -38,7 +38,7 @@ STOP_S = 2.0
 HAND_OVER_S = 10.0
 """How long an upload may continue after a hand-over begins; the site sends a cut one again."""
 OF_EACH = (
-    *("run.name=", "run.resume=", "cluster.syncer.index=", "cluster.syncer.processes=", "cluster.syncer.listen="),
+    *("run.name=", "cluster.syncer.index=", "cluster.syncer.processes=", "cluster.syncer.listen="),
     "cluster.syncer.metrics=",
 )
 """Settings that each of several syncers on one machine gets its own value of."""
@@ -67,11 +67,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     _check_resume(config, run_dir)
     config = goes_on(config, run_dir.config, given)
 
-    from diloco.config import build
-
-    _check_settings(config)  # Before the first file: a refused start leaves no run behind.
-    if not _data(config, run_dir).is_dir():
-        build.check_version_zero(config)
+    _check_settings(config, run_dir)  # Before the first file: a refused start leaves no run behind.
     write_config(config, run_dir, given)
     with ExitStack() as stack:
         log = syncer_log(config, stack)
@@ -79,14 +75,16 @@ def main(arguments: Sequence[str]) -> ExitCode:
     return said(config, run_dir, ending, again(config, given))
 
 
-def _check_settings(config: RunConfig) -> None:
-    from diloco.config import build_syncer, connecting
+def _check_settings(config: RunConfig, run_dir: RunDir) -> None:
+    from diloco.config import build, build_syncer, connecting
     from diloco.wire.options import check_bind
 
     build_syncer.check(config)
     check_trackers(config.run.track)
     with section("cluster.syncer", address="listen"):
         check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
+    if not _data(config, run_dir).is_dir():
+        build.check_version_zero(config)
 
 
 def _several(config: RunConfig, parts: Sequence[RunConfig], given: argparse.Namespace) -> ExitCode:
@@ -99,10 +97,11 @@ def _several(config: RunConfig, parts: Sequence[RunConfig], given: argparse.Name
     for part in parts:
         run_dir, own = syncer_dir(part), part.cluster.syncer
         _check_resume(part, run_dir)
-        _check_settings(part)
-        listen, metrics = f"cluster.syncer.listen={own.listen}", f"cluster.syncer.metrics={own.metrics}"
-        settings = [*told, f"run.name={config.run.name}", "run.resume=auto", f"cluster.syncer.index={own.index}"]
-        settings += ["cluster.syncer.processes=1", listen, metrics]
+        _check_settings(part, run_dir)
+        # In quotes, so that each is read as text: a name of digits, an address with brackets, no page of metrics.
+        settings = [*told, f"run.name='{config.run.name}'", f"cluster.syncer.index={own.index}"]
+        settings += ["cluster.syncer.processes=1", f"cluster.syncer.listen='{own.listen}'"]
+        settings += [f"cluster.syncer.metrics='{own.metrics}'"]
         name = syncer_name(own.index)
         children[run_dir.address] = Child(name, verb("syncer", *begin, *settings), root / "logs" / f"{name}.log")
 
@@ -112,13 +111,11 @@ def _several(config: RunConfig, parts: Sequence[RunConfig], given: argparse.Name
         print(f"a site joins with:  {join_line(config, addresses, given.settings, given.config)}", flush=True)
 
     command = again(config, given)
+    if not run_dir_of(config).config.is_file():  # Here, because the children would write it at the same time.
+        configs.write(at(config, 0), run_dir_of(config).config)
     code = keep_running(children, begun)
-    how = (
-        f"has finished; final versions in {root / SYNCERS}"
-        if code is ExitCode.OK
-        else f"has stopped; {command} resumes it"
-    )
-    print(f"run {config.run.name} {how}")
+    finished = f"has finished; final versions in {root / SYNCERS}"
+    print(f"run {config.run.name} {finished if code is ExitCode.OK else f'has stopped; {command} resumes it'}")
     return code
 
 

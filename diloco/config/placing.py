@@ -79,6 +79,12 @@ def on_this_machine(config: RunConfig) -> list[RunConfig]:
         each = "each of cluster.syncer.processes has its own; leave it out"
         has_port = own.listen.rpartition(":")[2] not in ("", "0")
         require(has_port, "cluster.syncer.listen", own.listen, "a port, which a syncer takes again when it has died")
+        listens, pages = (
+            {int(_port_after(text, more).rpartition(":")[2] or 0) for more in range(own.processes)}
+            for text in (own.listen, own.metrics)
+        )
+        wanted = f"{own.processes} ports in a row, none of them one of cluster.syncer.listen={own.listen}"
+        require(not listens & pages, "cluster.syncer.metrics", own.metrics, wanted)
         require(own.folder is None, "cluster.syncer.folder", own.folder, each)
         by_hand = "several syncers need a file each; start them by hand"
         require(config.cluster.lease.kind != "file", "cluster.lease.path", config.cluster.lease.path, by_hand)
@@ -89,9 +95,9 @@ def on_this_machine(config: RunConfig) -> list[RunConfig]:
 
 
 def _port_after(address: str, more: int) -> str:
-    """Return ``address``, which may be empty, with a port higher by ``more``."""
+    """Return ``address``, which may be empty, with a port higher by ``more``; port 0, which is any, stays."""
     host, colon, port = address.rpartition(":")
-    return f"{host}{colon}{int(port) + more}" if port.isascii() and port.isdigit() else address
+    return f"{host}{colon}{int(port) + more}" if port.isascii() and port.isdigit() and int(port) else address
 
 
 def towards(config: RunConfig) -> list[RunConfig]:

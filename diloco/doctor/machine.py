@@ -145,7 +145,7 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
     up, down = (window * WINDOW_SHARE_PERCENT / 100 / rtt_s for window in (sends, takes))
     over = "the measured round trip" if link is not None else "100 ms"
     told = (
-        f"one connection sends at most {megabits(up)} and takes at most {megabits(down)} over {over} "
+        f"one connection is counted on to send {megabits(up)} and to take {megabits(down)} over {over} "
         f"(tcp_wmem {sends / MIB:.3g} MiB, tcp_rmem {takes / MIB:.3g} MiB)"
     )
     if link is None or link.rtt_s < FAR_S:
@@ -162,7 +162,7 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
         f"without root: site.data_channels={max(needed, 2)}, or site.adapt=true, which finds the number itself; "
         "a site measures the link's rate in its first rounds; site.up_mbps and site.down_mbps give it from the start"
     )
-    return warn("windows", f"{told}: this limits the link", remedy, channels=needed, **figures)
+    return warn("windows", f"{told}: this may limit the link", remedy, channels=needed, **figures)
 
 
 def _congestion(link: LinkFigures | None, values: Mapping[str, str]) -> Finding:

@@ -56,7 +56,7 @@ class Child:
     proven: bool = False
     """Whether it has ever done its work; a child that ends before that is not restarted."""
     deaths: int = 0
-    """How often it ended unexpectedly."""
+    """How often in a row it ended unexpectedly."""
     started_s: float = 0.0
     """The monotonic instant of its latest start."""
     next_start_s: float = 0.0

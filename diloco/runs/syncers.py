@@ -21,64 +21,76 @@ if TYPE_CHECKING:
     from diloco.runs.process import Child
 
 TICK_S = 0.1
+ORDERLY = frozenset({ExitCode.OK, ExitCode.DRAINED, -signal.SIGTERM, -signal.SIGHUP})
+"""Codes of a child that has finished, or was asked to stop, perhaps before it handled that signal."""
 
 
 def keep_running(children: Mapping[Path, Child], begun: Callable[[list[str]], None]) -> ExitCode:
-    """Run syncers until all of them have ended; start one that died again.  Return DRAINED unless all have finished.
+    """Run syncers until all of them have ended; start one that died again, with run.resume=auto.
 
     ``children`` has for each the file to which it writes its address; ``begun`` gets all addresses once all serve.  The
-    first SIGINT or SIGTERM asks each for a last round, a SIGHUP to stop without one.  Where one cannot start, or keeps
-    dying, all are killed, and VerbError says why: what they acknowledged is on the disk, and the sites train on.
+    first SIGINT or SIGTERM asks each for a last round, a SIGHUP to stop without one.  Where one cannot start, all are
+    killed, and VerbError says why.  One that keeps dying, or whose settings are refused, costs its own fragments alone:
+    the others go on.  Return FAILED if there was such a one, else DRAINED unless all have finished.
     """
-    environment, passed_on = child_environment(os.environ), False
+    environment, passed_on, failed = child_environment(os.environ), None, False
+    before = {path: _written(path) for path in children}
     addresses: dict[Path, str] = {}
     with Stopping("a last round, then the syncers stop", "the syncers stop, and the sites train on") as stopping:
         stopping.ask(lambda: None)
         try:
-            began_s = time.time()
             for child in children.values():
                 child.start(environment)
             while any(child.wanted for child in children.values()):
                 for path, child in children.items():
-                    if path not in addresses and (address := _written(path, began_s)):
-                        addresses[path], child.proven = address, True
+                    if not child.proven and (found := _written(path)) not in (None, before[path]):
+                        child.proven, addresses[path] = True, found[0]
+                        child.command = [*child.command, "run.resume=auto"]
                         if len(addresses) == len(children):
                             begun([addresses[each] for each in children])
-                    _look_after(child, environment, ends=passed_on)
-                if (stopping.asked or stopping.handing_over) and not passed_on:
-                    passed_on = True
+                    failed |= not _look_after(child, environment, ends=passed_on is not None)
+                asked = signal.SIGHUP if stopping.handing_over else signal.SIGTERM if stopping.asked else None
+                if asked is not None and asked is not passed_on:
+                    passed_on = asked
                     for child in children.values():
                         child.wanted = child.running  # One that has died is not started again.
-                        child.signal(signal.SIGHUP if stopping.handing_over else signal.SIGTERM)
+                        child.signal(asked)
                 time.sleep(TICK_S)
         finally:
             end_all(children.values(), 0.0)
+    if failed:
+        return ExitCode.FAILED
     return ExitCode.OK if all(child.code == ExitCode.OK for child in children.values()) else ExitCode.DRAINED
 
 
-def _written(path: Path, since_s: float) -> str:
-    """Return what was written to a file since that instant; "" if nothing was: an earlier process may have left one."""
+def _written(path: Path) -> tuple[str, int, int] | None:
+    """Return a file's text, and what tells it from an earlier file of that name; None where there is no file."""
     try:
-        return path.read_text() if path.stat().st_mtime >= since_s else ""
+        found = path.stat()
+        return path.read_text(), found.st_ino, found.st_mtime_ns
     except FileNotFoundError:
-        return ""
+        return None
 
 
-def _look_after(child: Child, environment: Mapping[str, str], *, ends: bool) -> None:
-    """Start a child again that has died, after its back-off, unless it ``ends``."""
+def _look_after(child: Child, environment: Mapping[str, str], *, ends: bool) -> bool:
+    """Start a child again that has died, after its back-off, unless it ``ends``; return False to give it up."""
     now_s = time.monotonic()
-    if child.ended():
-        if ends or child.code in (ExitCode.OK, ExitCode.DRAINED):
-            child.wanted = False
-            return
-        told = f"{child.name} ended with exit code {child.code}: {child.last_words() or 'it printed nothing'}"
-        if child.code is not None and child.code < 0:  # What it printed last is not the reason.
-            told = f"{child.name} was ended by signal {-child.code}"
-        told += f" ({child.log})"
-        if not child.proven:
-            raise VerbError(ExitCode(child.code) if child.code in set(ExitCode) else ExitCode.FAILED, told)
-        if not child.backed_off(now_s):
-            raise VerbError(ExitCode.FAILED, f"{told}, for the {child.deaths}th time in a row")
-        print(f"{told}; it is started again", flush=True)
-    elif child.wanted and not child.running and now_s >= child.next_start_s:
+    if child.wanted and not child.running and child.code is not None and now_s >= child.next_start_s:
         child.start(environment)
+    if not child.ended():
+        return True
+    if child.code in (ExitCode.OK, ExitCode.DRAINED) or (ends and child.code in ORDERLY):
+        child.wanted = False
+        return True
+    told = f"{child.name} ended with exit code {child.code}: {child.last_words() or 'it printed nothing'}"
+    if child.code is not None and child.code < 0:  # What it printed last is not the reason.
+        told = f"{child.name} was ended by signal {-child.code}"
+    told += f" ({child.log})"
+    if not child.proven and not ends:
+        raise VerbError(ExitCode(child.code) if child.code in set(ExitCode) else ExitCode.FAILED, told)
+    if ends or child.code in (ExitCode.USAGE, ExitCode.MISMATCH) or not child.backed_off(now_s):
+        child.wanted = False
+        print(f"{told}; it is not started again", flush=True)
+        return False
+    print(f"{told}; it is started again", flush=True)
+    return True

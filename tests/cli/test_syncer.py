@@ -12,9 +12,12 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.cli.syncer import again, join_line, old_copy
+from diloco.config.arguments import load_config, settings_parser
 from diloco.config.compose import compose, read, shared_digest, write
+from diloco.config.errors import ExitCode
 from diloco.config.run_dir import RunDir
 from diloco.durable import locked
+from diloco.runs.process import Child
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY, place_in, wait_for
 
@@ -22,6 +25,30 @@ LISTEN = "cluster.syncer.listen=127.0.0.1:0"
 
 
 pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_each_of_several_syncers_gets_the_same_settings_and_its_own_place(
+    here: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool
+) -> None:
+    commands: list[list[str]] = []
+
+    def kept(children: dict[Path, Child], begun: object) -> ExitCode:
+        commands.extend([list(child.command) for child in children.values()])
+        return ExitCode.OK
+
+    monkeypatch.setattr("diloco.runs.syncers.keep_running", kept)
+    own = ["cluster.syncer.processes=2", "cluster.syncer.listen='[::1]:7077'", "run.name='007'"]
+    several = ["outer.num_fragments=4", "outer.num_syncers=2", "run.tokens=5", "data=text", "data.path=.", *own]
+    write(compose([*several, "outer.lr=0.3"]), here / "all.yaml")
+    given = ["--config", "all.yaml", "outer.lr=0.5"] if by_file else [*several, "outer.lr=0.5"]
+    assert main(["syncer", *given]) == ExitCode.OK
+    assert (here / "runs/007/config.yaml").is_file()
+    for index, command in enumerate(commands):
+        config = load_config(settings_parser("syncer", "").parse_args(command[command.index("syncer") + 1 :]))
+        syncer = config.cluster.syncer
+        assert (syncer.index, syncer.processes, syncer.listen) == (index, 1, f"[::1]:{7077 + index}")
+        assert (config.run.name, syncer.metrics, config.outer.lr, config.run.tokens) == ("007", "", 0.5, 5)
 
 
 def test_the_line_that_a_site_needs_means_the_same_run() -> None:

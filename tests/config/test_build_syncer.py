@@ -196,8 +196,14 @@ def test_syncers_on_one_machine_take_ports_in_a_row() -> None:
     assert [(each.index, each.processes) for each in parts] == [(1, 1), (2, 1), (3, 1)]
     assert [each.listen for each in parts] == ["[::1]:7077", "[::1]:7078", "[::1]:7079"]
     assert [each.metrics for each in parts] == ["9464", "9465", "9466"]
-    assert {part.cluster.syncer.metrics for part in on_this_machine(compose(many))} == {""}
+    for page in ("", "0"):
+        found = on_this_machine(compose([*many, f"cluster.syncer.metrics='{page}'"]))
+        assert {part.cluster.syncer.metrics for part in found} == {page}
     for setting, words in (
+        (
+            "cluster.syncer.metrics=7076",
+            "cluster.syncer.metrics is '7076': 3 ports in a row, none of them one of",
+        ),
         ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.listen is '127.0.0.1:0': a port, which a syncer takes"),
         ("cluster.syncer.folder=/x", "cluster.syncer.folder is '/x': each of cluster.syncer.processes has its own"),
         ("cluster.lease.path=/x/lease", "cluster.lease.path is '/x/lease': several syncers need a file each"),

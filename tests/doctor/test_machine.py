@@ -52,8 +52,8 @@ def lines(root: Path, values: dict[str, str], link: LinkFigures | None) -> list[
 
 def test_a_stock_kernel_bounds_a_long_link(tmp_path: Path) -> None:
     windows, congestion = lines(tmp_path, STOCK, FAR)
-    assert windows.startswith("warn  windows     one connection sends at most 151 Mbit/s and takes at most 226 Mbit/s")
-    assert "this limits the link -> on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 67108864'" in windows
+    assert windows.startswith("warn  windows     one connection is counted on to send 151 Mbit/s and to take 226")
+    assert "this may limit the link -> on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 67108864'" in windows
     assert "without root: site.data_channels=2, or site.adapt=true" in windows
     assert windows.endswith(
         "a site measures the link's rate in its first rounds; site.up_mbps and site.down_mbps give it from the start"

@@ -17,10 +17,16 @@ from tests.forked import forkserver
 from tests.loopback.toy import Toy, ToySite, Twin, main
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(in_a_row: int = 1) -> int:
+    """A free port; with ``in_a_row`` the first of several."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            first = 0
+            for more in range(in_a_row):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", first and first + more))
+                first = first or int(probe.getsockname()[1])
+            return first
 
 
 def files_under(folder: Path) -> list[Path]:

@@ -106,7 +106,7 @@ def test_one_of_two_syncers_dies_and_the_others_fragments_go_on(place: Place) ->
 def test_one_command_runs_both_syncers_and_starts_again_the_one_that_dies(place: Place) -> None:
     settings = ["run.tokens=40000", "outer.quorum=1", "outer.staleness_max=60", "site.slowdown=3"]
     settings += ["outer.updates_in_flight_max=1"]
-    port = free_port()
+    port = free_port(in_a_row=2)
     own = ["cluster.syncer.processes=2", f"cluster.syncer.listen=127.0.0.1:{port}"]
     both = place.start("both", "syncer", *TINY, "run.name=both", *SYNCERS, *settings, *own)
     wait_for(lambda: "a site joins with" in both.text() or both.process.poll() is not None, "both", both.text)

@@ -54,7 +54,7 @@ def test_all_addresses_are_told_once_and_a_finished_one_is_not_started_again(tmp
 
 def test_one_that_dies_is_started_again_and_the_other_is_left_alone(tmp_path: Path) -> None:
     dies_once = (
-        "time.sleep(.4)\nif sys.argv[2] == 'host:1' and len(open(sys.argv[1] + '.starts').readlines()) < 2: sys.exit(3)"
+        "time.sleep(1)\nif sys.argv[2] == 'host:1' and len(open(sys.argv[1] + '.starts').readlines()) < 2: sys.exit(3)"
     )
     made = syncers(tmp_path, "time.sleep(2)", dies_once)
     assert keep_running(made, lambda addresses: None) is ExitCode.OK
@@ -80,6 +80,36 @@ def test_a_request_to_stop_reaches_each_and_the_run_is_drained(tmp_path: Path, n
 
     assert keep_running(made, begun) is ExitCode.DRAINED
     assert [starts(path) for path in made] == [1, 1]
+
+
+def test_one_whose_settings_are_refused_later_costs_only_its_own_fragments(tmp_path: Path) -> None:
+    refused = "time.sleep(.5); print('permissions is no JSON'); sys.exit(2)"
+    made = syncers(tmp_path, "time.sleep(1.5)", refused)
+    assert keep_running(made, lambda addresses: None) is ExitCode.FAILED
+    assert [starts(path) for path in made] == [1, 1]
+    assert [child.code for child in made.values()] == [0, 2]
+
+
+def test_one_that_fails_after_the_request_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fails = "signal.signal(signal.SIGTERM, lambda *_: (print('memory is damaged', flush=True), sys.exit(1)));"
+    made = syncers(tmp_path, UNTIL_TOLD, fails + UNTIL_TOLD)
+
+    def begun(addresses: list[str]) -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    assert keep_running(made, begun) is ExitCode.FAILED
+    assert "syncer-1 ended with exit code 1: memory is damaged" in capfd.readouterr().out
+
+
+def test_a_hand_over_ends_the_wait_for_a_last_round(tmp_path: Path) -> None:
+    waits = "signal.signal(signal.SIGTERM, lambda *_: None); time.sleep(60)"
+    made = syncers(tmp_path, waits, waits)
+
+    def begun(addresses: list[str]) -> None:
+        for after_s, number in ((0.3, signal.SIGTERM), (0.8, signal.SIGHUP)):
+            threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
+
+    assert keep_running(made, begun) is ExitCode.DRAINED
 
 
 def test_one_that_has_died_is_not_started_again_after_the_request(tmp_path: Path) -> None:
