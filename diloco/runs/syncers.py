@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from diloco.runs.process import Child
 
 TICK_S = 0.1
-ORDERLY = frozenset({ExitCode.OK, ExitCode.DRAINED, -signal.SIGTERM, -signal.SIGHUP})
-"""Codes of a child that has finished, or was asked to stop, perhaps before it handled that signal."""
 
 
 def keep_running(children: Mapping[Path, Child], begun: Callable[[list[str]], None]) -> ExitCode:
@@ -79,7 +77,8 @@ def _look_after(child: Child, environment: Mapping[str, str], *, ends: bool) -> 
         child.start(environment)
     if not child.ended():
         return True
-    if child.code in (ExitCode.OK, ExitCode.DRAINED) or (ends and child.code in ORDERLY):
+    early = (-signal.SIGTERM, -signal.SIGHUP) if ends else ()  # It did not handle the signal yet.
+    if child.code in (ExitCode.OK, ExitCode.DRAINED, *early):
         child.wanted = False
         return True
     told = f"{child.name} ended with exit code {child.code}: {child.last_words() or 'it printed nothing'}"
