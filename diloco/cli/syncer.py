@@ -37,11 +37,6 @@ WAIT_S = 0.2
 STOP_S = 2.0
 HAND_OVER_S = 10.0
 """How long an upload may continue after a hand-over begins; the site sends a cut one again."""
-OF_EACH = (
-    *("run.name=", "cluster.syncer.index=", "cluster.syncer.processes=", "cluster.syncer.listen="),
-    "cluster.syncer.metrics=",
-)
-"""Settings that each of several syncers on one machine gets its own value of."""
 FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
 
 
@@ -93,13 +88,12 @@ def _several(config: RunConfig, parts: Sequence[RunConfig], given: argparse.Name
 
     root, children = run_dir_of(config).root, {}
     begin = ["--config", str(given.config)] if given.config is not None else []
-    told = [text for text in given.settings if not text.lstrip("+").startswith(OF_EACH)]
     for part in parts:
         run_dir, own = syncer_dir(part), part.cluster.syncer
         _check_resume(part, run_dir)
         _check_settings(part, run_dir)
-        # In quotes, so that each is read as text: a name of digits, an address with brackets, no page of metrics.
-        settings = [*told, f"run.name='{config.run.name}'", f"cluster.syncer.index={own.index}"]
+        # The last value of a setting counts.  In quotes each is text: a name of digits, an address with brackets, "".
+        settings = [*given.settings, f"run.name='{config.run.name}'", f"cluster.syncer.index={own.index}"]
         settings += ["cluster.syncer.processes=1", f"cluster.syncer.listen='{own.listen}'"]
         settings += [f"cluster.syncer.metrics='{own.metrics}'"]
         name = syncer_name(own.index)

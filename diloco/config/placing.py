@@ -76,28 +76,36 @@ def on_this_machine(config: RunConfig) -> list[RunConfig]:
     """
     own = config.cluster.syncer
     if has_several(config) and own.processes > 1:
-        each = "each of cluster.syncer.processes has its own; leave it out"
-        has_port = own.listen.rpartition(":")[2] not in ("", "0")
-        require(has_port, "cluster.syncer.listen", own.listen, "a port, which a syncer takes again when it has died")
-        listens, pages = (
-            {int(_port_after(text, more).rpartition(":")[2] or 0) for more in range(own.processes)}
-            for text in (own.listen, own.metrics)
-        )
+        listen, page = _port_of(own.listen), _port_of(own.metrics)
+        wanted = "host:port, with a port that a syncer takes again when it has died"
+        require(listen > 0, "cluster.syncer.listen", own.listen, wanted)
         wanted = f"{own.processes} ports in a row, none of them one of cluster.syncer.listen={own.listen}"
-        require(not listens & pages, "cluster.syncer.metrics", own.metrics, wanted)
-        require(own.folder is None, "cluster.syncer.folder", own.folder, each)
-        by_hand = "several syncers need a file each; start them by hand"
-        require(config.cluster.lease.kind != "file", "cluster.lease.path", config.cluster.lease.path, by_hand)
+        require(not page or abs(page - listen) >= own.processes, "cluster.syncer.metrics", own.metrics, wanted)
+        wanted = "each of cluster.syncer.processes has its own; leave it out"
+        require(own.folder is None, "cluster.syncer.folder", own.folder, wanted)
+        check_lease(config)
     return [
         at(config, own.index + more, listen=_port_after(own.listen, more), metrics=_port_after(own.metrics, more))
         for more in range(own.processes)
     ]
 
 
+def check_lease(config: RunConfig) -> None:
+    """Raise ConfigError for a lease that several syncers of one command would share."""
+    by_hand = "several syncers need a file each; start them by hand"
+    require(config.cluster.lease.kind != "file", "cluster.lease.path", config.cluster.lease.path, by_hand)
+
+
+def _port_of(address: str) -> int:
+    """Return the port of host:port, or of a port alone; 0 where there is none, or any."""
+    port = address.rpartition(":")[2]
+    return int(port) if port.isascii() and port.isdigit() else 0
+
+
 def _port_after(address: str, more: int) -> str:
-    """Return ``address``, which may be empty, with a port higher by ``more``; port 0, which is any, stays."""
-    host, colon, port = address.rpartition(":")
-    return f"{host}{colon}{int(port) + more}" if port.isascii() and port.isdigit() and int(port) else address
+    """Return ``address`` with a port higher by ``more``, unless ``_port_of`` is 0."""
+    host, colon, _ = address.rpartition(":")
+    return f"{host}{colon}{port + more}" if (port := _port_of(address)) else address
 
 
 def towards(config: RunConfig) -> list[RunConfig]:

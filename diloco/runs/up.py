@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from diloco.config.errors import ExitCode, VerbError, failing, require
-from diloco.config.placing import BETWEEN, backup_of, has_several, syncer_configs, syncer_dir, syncer_name
+from diloco.config.placing import BETWEEN, backup_of, check_lease, has_several, syncer_configs, syncer_dir, syncer_name
 from diloco.config.run_dir import RunDir, run_dir_of
 from diloco.config.schema import SyncerSection
 from diloco.observe.eventlog import EventLog, event_blocks, new_events
@@ -371,8 +371,7 @@ def check_syncers(config: RunConfig) -> None:
     for name in ("index", "processes", "listen", "metrics"):
         value = getattr(config.cluster.syncer, name)
         require(value == getattr(usual, name), f"cluster.syncer.{name}", value, own)
-    by_hand = "several syncers need a file each; start them by hand"
-    require(config.cluster.lease.kind != "file", "cluster.lease.path", config.cluster.lease.path, by_hand)
+    check_lease(config)
 
 
 # --- Polls a syncer's status, and sends it a request to drain, in a thread of its own --------------------------------

@@ -60,7 +60,7 @@ WINDOW_SHARE_PERCENT = 45
 """Payload that crosses within a round trip, as a share of a socket's largest buffer.
 
 Measured with a loss in every round trip (.1 % of the packets at 1 Gbit/s and 100 ms): 46 %, because what arrives after
-a lost packet stays in the sender's buffer for another round trip.  Without losses it is nearly all of the buffer.
+a lost packet stays in the sender's buffer for another round trip.  Without losses more crosses.
 """
 
 

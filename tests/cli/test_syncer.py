@@ -44,6 +44,7 @@ def test_each_of_several_syncers_gets_the_same_settings_and_its_own_place(
     given = ["--config", "all.yaml", "outer.lr=0.5"] if by_file else [*several, "outer.lr=0.5"]
     assert main(["syncer", *given]) == ExitCode.OK
     assert (here / "runs/007/config.yaml").is_file()
+    assert len(commands) == 2
     for index, command in enumerate(commands):
         config = load_config(settings_parser("syncer", "").parse_args(command[command.index("syncer") + 1 :]))
         syncer = config.cluster.syncer

@@ -204,7 +204,8 @@ def test_syncers_on_one_machine_take_ports_in_a_row() -> None:
             "cluster.syncer.metrics=7076",
             "cluster.syncer.metrics is '7076': 3 ports in a row, none of them one of",
         ),
-        ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.listen is '127.0.0.1:0': a port, which a syncer takes"),
+        ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.listen is '127.0.0.1:0': host:port, with a port"),
+        ("cluster.syncer.listen=localhost:abc", "cluster.syncer.listen is 'localhost:abc': host:port, with a port"),
         ("cluster.syncer.folder=/x", "cluster.syncer.folder is '/x': each of cluster.syncer.processes has its own"),
         ("cluster.lease.path=/x/lease", "cluster.lease.path is '/x/lease': several syncers need a file each"),
     ):
