@@ -23,7 +23,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 signal.signal(signal.SIGHUP, lambda *_: sys.exit(75))
 Path(sys.argv[1]).write_text(sys.argv[2])
 with open(sys.argv[1] + ".starts", "a") as starts:
-    print(len(open(sys.argv[1] + ".starts").readlines()), file=starts)
+    print(*sys.argv[3:], file=starts)
 """
 UNTIL_TOLD = "time.sleep(60)"
 
@@ -59,6 +59,8 @@ def test_one_that_dies_is_started_again_and_the_other_is_left_alone(tmp_path: Pa
     made = syncers(tmp_path, "time.sleep(2)", dies_once)
     assert keep_running(made, lambda addresses: None) is ExitCode.OK
     assert [starts(path) for path in made] == [1, 2]
+    # What the command says of an existing run holds for the first start alone.
+    assert Path(f"{list(made)[1]}.starts").read_text().splitlines() == ["", "run.resume=auto"]
 
 
 def test_one_that_cannot_start_ends_all_with_its_own_words_and_code(tmp_path: Path) -> None:
