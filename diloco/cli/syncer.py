@@ -21,6 +21,7 @@ from diloco.observe.eventlog import recent_events
 from diloco.observe.text import whole
 from diloco.open_files import raise_limit
 from diloco.runs.process import Child, Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas, verb
+from diloco.runs.syncers import JOINS, keep_running
 from diloco.sync.options import how_to_restore
 
 if TYPE_CHECKING:
@@ -84,8 +85,6 @@ def _check_settings(config: RunConfig, run_dir: RunDir) -> None:
 
 def _several(config: RunConfig, parts: Sequence[RunConfig], given: argparse.Namespace) -> ExitCode:
     """Run the syncers of ``parts``, each by this same verb in a process of its own."""
-    from diloco.runs.syncers import keep_running
-
     root, children = run_dir_of(config).root, {}
     begin = ["--config", str(given.config)] if given.config is not None else []
     for part in parts:
@@ -102,7 +101,7 @@ def _several(config: RunConfig, parts: Sequence[RunConfig], given: argparse.Name
     def begun(addresses: list[str]) -> None:
         where = f"{len(addresses)} syncers of run {config.run.name} in {root}, listening on {BETWEEN.join(addresses)}"
         print(f"{where}; {command} resumes it")
-        print(f"a site joins with:  {join_line(config, addresses, given.settings, given.config)}", flush=True)
+        print(f"{JOINS}  {join_line(config, addresses, given.settings, given.config)}", flush=True)
 
     command = again(config, given)
     if not run_dir_of(config).config.is_file():  # Here, because the children would write it at the same time.
@@ -292,7 +291,7 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
         print(f"note: outer.quorum={least}: no round closes before {least} sites have sent an update")
     for sentence in whole_steps(config):
         print(f"note: {sentence}")
-    print(f"a site joins with:  {join_line(config, [address], given.settings, given.config)}", flush=True)
+    print(f"{JOINS}  {join_line(config, [address], given.settings, given.config)}", flush=True)
 
 
 def join_line(config: RunConfig, addresses: Sequence[str], settings: Sequence[str], file: Path | None) -> str:

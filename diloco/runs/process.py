@@ -63,6 +63,7 @@ class Child:
     code: int | None = None
     _process: subprocess.Popen[bytes] | None = None
     _log_begins: int = 0
+    _log_read: int = 0
 
     @property
     def pid(self) -> int:
@@ -80,7 +81,7 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.wanted, self.code, self.started_s = True, None, time.monotonic()
         with self.log.open("ab") as log:
-            self._log_begins = log.tell()
+            self._log_begins = self._log_read = log.tell()
             self._process = subprocess.Popen(
                 list(self.command),
                 stdin=subprocess.DEVNULL,
@@ -117,6 +118,15 @@ class Child:
         self.deaths = 1 if now_s - self.started_s > PEACE_S else self.deaths + 1
         self.next_start_s = now_s + min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (self.deaths - 1))
         return self.deaths <= DEATHS_MAX
+
+    def new_lines(self) -> list[str]:
+        """Return the whole lines that its latest process has written since the last call."""
+        with suppress(OSError), self.log.open("rb") as log:
+            log.seek(self._log_read)
+            whole, end, _ = log.read().rpartition(b"\n")
+            self._log_read += len(whole + end)
+            return whole.decode(errors="replace").splitlines()
+        return []
 
     def last_words(self) -> str:
         """Return the last line that its latest process wrote, probably the reason of its end; "" without any."""

@@ -21,19 +21,23 @@ if TYPE_CHECKING:
     from diloco.runs.process import Child
 
 TICK_S = 0.1
+JOINS = "a site joins with:"
+"""The beginning of a syncer's last line of greeting."""
 
 
 def keep_running(children: Mapping[Path, Child], begun: Callable[[list[str]], None]) -> ExitCode:
     """Run syncers until all of them have ended; start one that died again, with run.resume=auto.
 
-    ``children`` has for each the file to which it writes its address; ``begun`` gets all addresses once all serve.  The
-    first SIGINT or SIGTERM asks each for a last round, a SIGHUP to stop without one.  Where one cannot start, all are
-    killed, and VerbError says why.  One that keeps dying, or whose settings are refused, costs its own fragments alone:
-    the others go on.  Return FAILED if there was such a one, else DRAINED unless all have finished.
+    ``children`` has for each the file to which it writes its address; ``begun`` gets all addresses once all serve.
+    What a syncer prints after its greeting is printed here too, with its name.  The first SIGINT or SIGTERM asks each
+    for a last round, a SIGHUP to stop without one.  Where one cannot start, all are killed, and VerbError says why.
+    One that keeps dying, or whose settings are refused, costs its own fragments alone: the others go on.  Return FAILED
+    if there was such a one, else DRAINED unless all have finished.
     """
     environment, passed_on, failed = child_environment(os.environ), None, False
     before = {path: _written(path) for path in children}
     addresses: dict[Path, str] = {}
+    greeted: set[int] = set()
     with Stopping("a last round, then the syncers stop", "the syncers stop, and the sites train on") as stopping:
         stopping.ask(lambda: None)
         try:
@@ -46,6 +50,7 @@ def keep_running(children: Mapping[Path, Child], begun: Callable[[list[str]], No
                         child.command = [*child.command, "run.resume=auto"]
                         if len(addresses) == len(children):
                             begun([addresses[each] for each in children])
+                    _pass_on(child, greeted)
                     failed |= not _look_after(child, environment, ends=passed_on is not None)
                 asked = signal.SIGHUP if stopping.handing_over else signal.SIGTERM if stopping.asked else None
                 if asked is not None and asked is not passed_on:
@@ -54,11 +59,22 @@ def keep_running(children: Mapping[Path, Child], begun: Callable[[list[str]], No
                         child.wanted = child.running  # One that has died is not started again.
                         child.signal(asked)
                 time.sleep(TICK_S)
+            for child in children.values():
+                _pass_on(child, greeted)
         finally:
             end_all(children.values(), 0.0)
     if failed:
         return ExitCode.FAILED
     return ExitCode.OK if all(child.code == ExitCode.OK for child in children.values()) else ExitCode.DRAINED
+
+
+def _pass_on(child: Child, greeted: set[int]) -> None:
+    """Print what a child has written since the last call, but for the greeting of those not in ``greeted``, by pid."""
+    for line in child.new_lines():
+        if child.pid in greeted:
+            print(f"[{child.name}] {line}", flush=True)
+        elif line.startswith(JOINS):
+            greeted.add(child.pid)
 
 
 def _written(path: Path) -> tuple[str, int, int] | None:

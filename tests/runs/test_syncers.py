@@ -52,6 +52,16 @@ def test_all_addresses_are_told_once_and_a_finished_one_is_not_started_again(tmp
     assert [starts(path) for path in made] == [1, 1]
 
 
+def test_what_a_syncer_prints_after_its_greeting_is_printed_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dies_once = "if len(open(sys.argv[1] + '.starts').readlines()) < 2: sys.exit(3)"
+    prints = "print('a greeting\\na site joins with:  it\\nBEHIND: an old copy', flush=True); time.sleep(.5)\n"
+    assert keep_running(syncers(tmp_path, prints + dies_once), lambda addresses: None) is ExitCode.OK
+    said = [line for line in capsys.readouterr().out.splitlines() if "again" not in line]
+    assert said == ["[syncer-0] BEHIND: an old copy"] * 2
+
+
 def test_one_that_dies_is_started_again_and_the_other_is_left_alone(tmp_path: Path) -> None:
     dies_once = (
         "time.sleep(1)\nif sys.argv[2] == 'host:1' and len(open(sys.argv[1] + '.starts').readlines()) < 2: sys.exit(3)"
