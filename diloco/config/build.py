@@ -46,6 +46,8 @@ from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import (
     ADOPT_KEEPS_UNSENT,
     CORPUS,
+    FATES_KEPT,
+    FATES_KEPT_LIMIT,
     PROTOCOL,
     UNITS_AHEAD_MAX,
     Agreement,
@@ -159,6 +161,9 @@ def outer_options(config: RunConfig) -> OuterOptions:
     least = quorum(outer.quorum)
     wanted = f"at most outer.sites_max={outer.sites_max}, since no more sites are in the run at once"
     require(isinstance(least, str) or least <= outer.sites_max, "outer.quorum", least, wanted)
+    fates = outer.updates_in_flight_max * (outer.staleness_max + 2)
+    wanted = f"(outer.staleness_max + 2) x outer.updates_in_flight_max={outer.updates_in_flight_max} may be at most"
+    require(fates <= FATES_KEPT_LIMIT, "outer.staleness_max", outer.staleness_max, f"{wanted} {FATES_KEPT_LIMIT}")
     return options_of(
         OuterOptions,
         outer,
@@ -169,6 +174,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
         grace_period_percent=outer.grace_period_percent if all_train_on else 0,
         share_weighted=outer.share_weighted and outer.kind != "delayed_nesterov",
         site_timeout_ns=to_ns("outer.site_timeout_s", outer.site_timeout_s, least_s=0.001),
+        fates_kept_max=max(FATES_KEPT, fates),
         final_wait_ns=to_ns("outer.final_wait_s", outer.final_wait_s, least_s=0.001),
         token_budget=(config.run.tokens or 0) * ends_itself,
         run_ns=to_ns("run.seconds", (config.run.seconds or 0.0) * ends_itself),

@@ -44,8 +44,8 @@ ADOPT_KEEPS_UNSENT = ("rebase", "eager")
 ADMISSION_POLICIES = ("refuse", "hold", "admit")
 
 UNITS_AHEAD_MAX = 4096
-FATES_KEPT_LIMIT = 1024
-"""Largest ``fates_kept_max``: the fates that one message to a site may carry."""
+FATES_KEPT, FATES_KEPT_LIMIT = 64, 1024
+"""Usual and largest ``fates_kept_max``: the fates that one message to a site may carry."""
 
 
 def smoothed(previous_ns: int, sample_ns: int) -> int:
@@ -181,7 +181,7 @@ class OuterOptions:
     """Tokens to merge before the last round; 0 for no bound."""
     run_ns: Natural = 0
     """Machine time from the first join to the last round; 0 for no bound."""
-    fates_kept_max: int = 64
+    fates_kept_max: int = FATES_KEPT
     """Fates kept for each site and fragment, for a site that missed one: at least those it can still ask for."""
     sites_max: Count = 256
     """Most sites in the run, without those that have left or were evicted.  ``SyncerStarted`` journals it, so that the

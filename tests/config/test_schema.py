@@ -102,6 +102,28 @@ def test_a_verbs_error_comes_whole_out_of_another_process() -> None:
     assert (type(told), told.code, str(told)) == (RankLost, ExitCode.MISMATCH, "not the same")
 
 
+def test_updates_may_be_as_old_as_a_site_can_be_told_of() -> None:
+    assert build.outer_options(compose(["outer.staleness_max=200"])).fates_kept_max == 2 * 202
+    with pytest.raises(ConfigError, match=r"^outer\.staleness_max is 511: .*outer\.updates_in_flight_max=2 .* 1024$"):
+        build.outer_options(compose(["outer.staleness_max=511"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["-1", "0", "33", "4294967296"])
+def test_a_number_that_is_refused_is_named_by_its_setting(value: str) -> None:
+    keys = {key.replace("<name>", "a") for key, _, _ in leaves()}
+    for key in sorted(each for each in keys if type_of(each) in (int, float)):
+        refused = ""
+        try:
+            config = settle(compose([f"{key}={value}", "run.name=x", "site.id=a", "data.cache=cache"]))
+            build_syncer.check(config)
+            build.trainer_options(config)
+            build.inner_options(config)
+        except ConfigError as error:
+            refused = str(error)
+        assert not refused or refused.split(" ")[0] in keys, refused
+
+
 WINDOWS = "experiment=async_dn inner.batch_sequences=8 inner.sequence_length=128"
 
 
