@@ -7,16 +7,20 @@ import os
 import re
 import signal
 import time
+from random import Random
 from typing import Any
 
 import pytest
 
 from diloco.observe.summary import complaints
+from diloco.runs.process import DEATHS_MAX, PEACE_S
 from tests.loopback.cluster import free_port
 from tests.loopback.test_real_processes import balanced
 from tests.runs.processes import TINY, Place, Verb, wait_for
 
 SITES = ("site-a", "site-b")
+SEED = int(os.environ.get("SEED", "0"))
+KILLS = int(os.environ.get("KILLS", "100"))
 SYNCERS = ["outer.num_fragments=4", "outer.num_syncers=2"]
 
 
@@ -125,6 +129,60 @@ def test_one_command_runs_both_syncers_and_starts_again_the_one_that_dies(place:
     assert balanced(done)["tokens_lost"] == 0
     for index in range(2):
         assert (place.folder / f"runs/both/syncers/{index}/syncer/final/model.safetensors").is_file()
+
+
+@pytest.mark.hunt
+def test_a_hundred_kills_of_one_commands_syncers_lose_nothing_and_send_little_again(place: Place) -> None:
+    print(f"SEED={SEED} KILLS={KILLS} make hunts ARGS='-k a_hundred_kills'")
+    random = Random(SEED)
+    settings = ["run.tokens=1e12", "run.seconds=7200", "outer.quorum=1", "outer.inner_steps=4", "model.dim=256"]
+    settings += ["outer.staleness_max=200", "codec.up=fp32", "site.up_mbps=50"]
+    port = free_port(in_a_row=2)
+    own = ["cluster.syncer.processes=2", f"cluster.syncer.listen=127.0.0.1:{port}"]
+    both = place.start("both", "syncer", *TINY, "run.name=both", *SYNCERS, *settings, *own)
+    wait_for(lambda: "a site joins with" in both.text() or both.process.poll() is not None, "both", both.text)
+    assert both.process.poll() is None, both.text()
+    sites = [place.site("both", f"127.0.0.1:{port}/127.0.0.1:{port + 1}", name, *SYNCERS, *settings) for name in SITES]
+    logs = [place.folder / f"runs/both/logs/{name}.log" for name in ("syncer", "syncer-1")]
+
+    def serving(which: int) -> int:
+        """The id of the process that took the place of the last killed one."""
+        found: list[str] = []
+
+        def serves() -> bool:
+            text = logs[which].read_text() if logs[which].is_file() else ""
+            found[:] = re.findall(r"\(process (\d+)\)", text)
+            return len(found) == killed[which] + 1
+
+        wait_for(serves, "it again", both.text)
+        return int(found[-1])
+
+    killed = [0, 0]
+    wait_for(lambda: newest(place, "both", (0, 1, 2, 3)) >= 2, "versions of all fragments", sites[0].text)
+    while sum(killed) < KILLS:
+        which = random.randrange(2)
+        pid = serving(which)
+        # A syncer that dies more than five times in a row is given up.
+        time.sleep(PEACE_S + 1.0 if killed[which] % DEATHS_MAX == DEATHS_MAX - 1 else random.expovariate(1.0))
+        os.kill(pid, signal.SIGKILL)
+        killed[which] += 1
+    assert all(serving(which) for which in range(2))
+    held = newest(place, "both", (0, 1, 2, 3))
+    wait_for(lambda: newest(place, "both", (0, 1, 2, 3)) >= held + 2, "versions after the last kill", both.text)
+    both.signal(signal.SIGINT)
+    assert both.end(90.0) == 75, both.text()
+    for name, site in zip(SITES, sites, strict=True):
+        assert site.end(90.0) in (0, 75), site.text()
+        (done,) = place.seen("both", name, "site_done")
+        ledger = balanced(done)
+        assert ledger["tokens_lost"] == ledger["tokens_refused"] == 0, ledger
+        pushed = sum(int(str(event["bytes"])) for event in place.seen("both", name, "pushed") if event["bytes"])
+        sent = int(str(place.seen("both", name, "meter")[-1]["bytes_up"]))
+        print(f"{name}: killed {killed}, {sent} bytes sent, {pushed} in {ledger['tokens_merged']} merged tokens")
+        assert pushed <= sent <= 1.05 * pushed
+    for index in range(2):
+        code, said = place.run("journal", "verify", f"runs/both/syncers/{index}")
+        assert code == 0, said
 
 
 @pytest.mark.slow
