@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 
 from diloco.codec.registry import make_codec
@@ -210,6 +212,15 @@ def eventually(condition: Callable[[], object], what: str, bound_s: float = 10.0
     while not condition():
         assert time.monotonic() < until, f"not in {bound_s} s: {what}"
         time.sleep(0.01)
+
+
+def serves(address: str, name: str = RUN) -> bool:
+    """What the standard health service says of ``name``."""
+    with grpc.insecure_channel(address) as channel:
+        asked = health_pb2.HealthCheckRequest(service=name)
+        status = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=20).status
+    assert status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
+    return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def stored(spool: Spool, reference: str, digest: str) -> bytes:

@@ -17,9 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco.durable import PLAIN_DISK, DiskFullError, locked
 from diloco.sync.effects import AnswerJoin, AnswerPush, OuterEffect, StartOuterStep
@@ -29,7 +27,6 @@ from diloco.sync.events import (
     OuterEvent,
     OuterStepDone,
     Reason,
-    SiteEvicted,
     SyncerStarted,
 )
 from diloco.sync.journal import Record
@@ -39,12 +36,10 @@ from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
 from diloco.syncer import core as core_module
 from diloco.syncer.core import (
-    HELD,
     Core,
     CoreHeld,
     CoreStopped,
     FolderLostError,
-    Readiness,
     Room,
     Unready,
     Want,
@@ -54,7 +49,7 @@ from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.sync.test_syncer import play
-from tests.syncer.building import QUIET, RUN, Events, eventually, join, new_syncer, serving
+from tests.syncer.building import QUIET, RUN, Events, eventually, join, new_syncer, serves, serving
 from tests.syncer.desk import arrived
 
 MS = 1_000_000
@@ -209,13 +204,6 @@ def test_an_event_that_cannot_be_or_work_that_fails_ends_the_loop_and_is_told() 
             assert desk.failures == [desk.core.failed]
 
 
-def test_concurrent_calls_get_their_own_answers() -> None:
-    with running(sites_max=64) as desk, ThreadPoolExecutor(40) as pool:
-        names = [f"s{number}" for number in range(40)]
-        assert [answer.site for answer in pool.map(desk.join, names)] == names
-        assert desk.disk.log.count("flush") <= desk.disk.log.count("append"), "one fsync for a turn"
-
-
 def test_a_question_that_raises_reaches_the_asker_and_nobody_else() -> None:
     with running() as desk:
         for error in (Refusal(WireStatus.NOT_FOUND, "no"), TimeoutError("mine"), KeyError("x"), SystemExit(3)):
@@ -368,17 +356,6 @@ def test_what_was_due_is_decided_by_a_record_of_its_own() -> None:
         assert "DeadlinePassed" in desk.journalled()
 
 
-def test_heartbeats_and_refusals_write_nothing(desk: Desk) -> None:
-    written = len(desk.disk.events)
-    desk.core.heard("a")
-    desk.join("a")
-    assert desk.push("a", 5).reason is Reason.GAP
-    assert desk.push("b", 1).reason is Reason.NOT_JOINED
-    answer = desk.core.call(lambda call: SiteEvicted(call, "nobody"))
-    assert answer.reason is Reason.NOT_JOINED
-    assert len(desk.disk.events) == written
-
-
 def test_a_start_is_decided_before_what_came_due_while_nobody_was_there() -> None:
     """Otherwise the round's outer step is begun by the deadline and once more by the start, and its end comes twice."""
     clock_ns = [0]
@@ -508,44 +485,25 @@ def test_a_lease_that_is_lost_ends_the_loop_before_a_turn_is_told(is_away: bool,
 # --- What a probe is told --------------------------------------------------------------------------------------------
 
 
-def test_it_is_ready_only_when_no_reason_is_left() -> None:
-    readiness, told = Readiness(), list[bool]()
-    readiness.told_to(told.append)
-    assert readiness.reasons() == ["starting"]
-    readiness.change(begins=[Unready.DISK_FULL])
-    readiness.change(ends=[Unready.STARTING])
-    readiness.change(begins=[Unready.DRAINING])
-    readiness.change(begins=[Unready.DISK_FULL], ends=HELD)
-    assert readiness.reasons() == ["draining", "disk_full"]
-    for reason in (Unready.DISK_FULL, Unready.DISK_FULL, Unready.DRAINING):
-        readiness.change(ends=[reason])
-    assert readiness.reasons() == []
-    assert told == [False, False, False, False, False, False, False, True]
-
-
-def served(address: str, name: str) -> bool:
-    with grpc.insecure_channel(address) as channel:
-        asked = health_pb2.HealthCheckRequest(service=name)
-        status = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=20).status
-    assert status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
-    return bool(status == health_pb2.HealthCheckResponse.SERVING)
-
-
 def test_a_full_disk_and_a_drain_are_told_by_the_run_s_name_and_the_server_lives(tmp_path: Path) -> None:
     syncer = new_syncer(tmp_path, Events().emit, **QUIET)
     syncer.readiness.change(begins=[Unready.DISK_FULL])  # What happens before it serves is not forgotten.
-    address = syncer.start()
+    assert syncer.readiness.reasons() == ["starting", "disk_full"]
+    address, full = syncer.start(), Want(Unready.DISK_FULL, "2 MB are left")
     try:
         for reasons in (["disk_full"], [], ["disk_full"], []):
             if syncer.readiness.reasons() != reasons:
-                syncer._room_changed(Want(Unready.DISK_FULL, "2 MB are left") if reasons else None)
-            assert [served(address, name) for name in ("", SYNC_SERVICE, RUN)] == [True, not reasons, not reasons]
+                syncer._room_changed(full if reasons else None)
+            assert [serves(address, name) for name in ("", SYNC_SERVICE, RUN)] == [True, not reasons, not reasons]
             assert syncer.api.status()["not_ready"] == reasons
         join(syncer)
         syncer.drain()
-        eventually(lambda: not served(address, RUN), "a run that drains")
-        assert served(address, "")
-        assert syncer.api.status()["not_ready"] == ["draining"]
+        eventually(lambda: not serves(address), "a run that drains")
+        assert serves(address, "")
+        for want, reasons in ((full, ["draining", "disk_full"]), (None, ["draining"])):
+            syncer._room_changed(want)
+            assert syncer.api.status()["not_ready"] == reasons
+            assert not serves(address)
         syncer.api.leave("a", 1)
         eventually(lambda: syncer.wait(0.1), "the end of this part")
     finally:
@@ -636,15 +594,11 @@ def test_the_thread_sees_it_heal_and_says_when_it_cannot_look(folder: Path, monk
         assert "Input/output error" in str(looking.exception(10.0))
 
 
-@pytest.mark.parametrize(
-    ("lose", "words"),
-    [
-        ("removed", "was removed or emptied while this process served from it"),
-        ("emptied", "was removed or emptied while this process served from it"),
-        ("replaced", "was replaced: it is not the folder that this process serves from"),
-    ],
-)
-def test_a_folder_that_is_lost_takes_nothing_in(folder: Path, lose: str, words: str) -> None:
+@pytest.mark.parametrize("lose", ["removed", "emptied", "replaced"])
+def test_a_folder_that_is_lost_takes_nothing_in(folder: Path, lose: str) -> None:
+    words = "was removed or emptied while this process served from it"
+    if lose == "replaced":
+        words = "was replaced: it is not the folder that this process serves from"
     changes = list[Want | None]()
     room = Room(folder, 64 * MB, changes.append)
     with ThreadPoolExecutor(1) as pool:

@@ -9,16 +9,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -51,6 +48,7 @@ from tests.syncer.building import (
     push,
     refused,
     report,
+    serves,
     serving,
     update,
     version_zero,
@@ -241,28 +239,25 @@ def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path
             syncer.wait(20.0)
 
 
-def test_a_stop_leaves_a_snapshot_of_the_last_state(tmp_path: Path) -> None:
+def test_a_snapshot_is_written_every_so_many_outer_steps_when_one_is_asked_for_and_by_a_stop(tmp_path: Path) -> None:
     snapshots, events = Snapshots(tmp_path / "snapshots"), Events()
-    with serving(tmp_path, snapshot_every=1000) as syncer:
-        join(syncer)
-        merged(syncer, 2)
-        syncer.api.snapshot()
-        assert snapshots.load(max(snapshots.numbers())).fragments[0].version == 2, "durable when it is answered"
-        merged(syncer, 1, begin=3)
-    with serving(tmp_path, events) as again:
-        assert events.of("syncer_started")[0]["recovered"] == 0, "nothing had to be replayed"
-        assert [each.digest for each in again.holdings.values] == [each.digest for each in syncer.holdings.values]
-        merged(again, 1, begin=4)
 
+    def kept() -> list[int]:
+        return [snapshots.load(number).fragments[0].version for number in snapshots.numbers()]
 
-def test_a_snapshot_is_written_every_so_many_outer_steps(tmp_path: Path) -> None:
-    events = Events()
     with serving(tmp_path, events, snapshot_every=2) as syncer:
         join(syncer)
         merged(syncer, 2)
         events.wait_for("snapshot")
-        snapshots = Snapshots(tmp_path / "snapshots")
-        assert [snapshots.load(number).fragments[0].version for number in snapshots.numbers()] == [0, 2]
+        assert kept() == [0, 2]
+        merged(syncer, 1, begin=3)
+        syncer.api.snapshot()
+        assert kept() == [2, 3], "durable when it is answered"
+        merged(syncer, 1, begin=4)
+    with serving(tmp_path, events) as again:
+        assert events.of("syncer_started")[1]["recovered"] == 0, "nothing had to be replayed"
+        assert [each.digest for each in again.holdings.values] == [each.digest for each in syncer.holdings.values]
+        merged(again, 1, begin=5)
 
 
 def test_rounds_without_a_finite_result_do_not_end_the_run(tmp_path: Path) -> None:
@@ -299,35 +294,6 @@ def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch
         time.sleep(0.05)
 
 
-def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path) -> None:
-    accepted: list[tuple[str, int]] = []
-    sites = ("a", "b", "c")
-
-    def pushing(site: str) -> None:
-        sequence = 1
-        while True:
-            try:
-                outcome = push(syncer, *update(site, sequence, base_version=versions(syncer)[0])).outcome
-            except Refusal:
-                return
-            if outcome is Outcome.ACCEPTED:
-                accepted.append((site, sequence))
-                sequence += 1
-
-    with ThreadPoolExecutor(3) as pushes:
-        with serving(tmp_path, snapshot_every=2) as syncer:
-            for site in sites:
-                join(syncer, site)
-            ended = [pushes.submit(pushing, site) for site in sites]
-            eventually(lambda: len(accepted) > 30, "pushes are under way")
-        for each in ended:
-            each.result(10.0)
-    with serving(tmp_path) as again:
-        standing = again.core.ask(lambda machine: {s: machine.state.sites[s].lines[0].watermark for s in sites})
-    for site in sites:
-        assert standing[site] >= max(n for name, n in accepted if name == site)
-
-
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
@@ -361,20 +327,6 @@ def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(
     assert_exported()
 
 
-def test_a_drained_run_goes_on_with_the_next_process(tmp_path: Path) -> None:
-    with serving(tmp_path, outer={"final_wait_ns": 50_000_000}) as syncer:
-        join(syncer)
-        merged(syncer, 1)
-        syncer.drain()
-        assert syncer.wait(20.0) is Ending.DRAINED
-        assert not (tmp_path / "final").exists()
-    events = Events()
-    with serving(tmp_path, events) as again:
-        assert again.wait(0.05) is None
-        assert "ending" not in events.of("syncer_started")[0]
-        merged(again, 1, begin=2)
-
-
 @pytest.mark.parametrize("archive", ["serves", "serves a hand-over", "fails", "never answers"])
 def test_a_run_that_ends_has_a_last_backup_unless_the_archive_fails_for_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archive: str
@@ -392,6 +344,7 @@ def test_a_run_that_ends_has_a_last_backup_unless_the_archive_fails_for_too_long
             syncer.drain()
             syncer.api.leave("a", 1)
             assert syncer.wait(10.0) is Ending.DRAINED
+    assert not (tmp_path / "run" / "final").exists(), "the next process goes on"
     told = syncer.backups.status()
     if archive == "serves":
         ((name, facts),) = vault.backups(RUN).items()
@@ -437,8 +390,6 @@ def test_a_start_with_less_room_serves_the_sites_that_are_there(tmp_path: Path) 
 
 # --- A disk that is really full: acknowledgements stop, the process does not, and it heals when there is room ------
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
@@ -464,12 +415,6 @@ def fill(ballast: Path) -> None:
                 continue
 
 
-def health(address: str) -> int:
-    with grpc.insecure_channel(address) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=RUN), timeout=10)
-        return int(answer.status)
-
-
 def test_a_full_disk_stops_acknowledgements_and_not_the_process_and_heals(small_disk: Path) -> None:
     events, ballast = Events(), small_disk / "ballast"
     said = "disk full: No space left on device"
@@ -477,7 +422,7 @@ def test_a_full_disk_stops_acknowledgements_and_not_the_process_and_heals(small_
         address = syncer._server.address
         join(syncer)
         merged(syncer, 3)
-        assert health(address) == SERVING
+        assert serves(address)
         fill(ballast)
         with refused(Status.UNAVAILABLE, said):
             push(syncer, *update(fragment=1))
@@ -485,15 +430,11 @@ def test_a_full_disk_stops_acknowledgements_and_not_the_process_and_heals(small_
             for number in range(200):
                 join(syncer, f"more-{number}")
         assert syncer.api.status()["wanting"] == said
-        assert health(address) == NOT_SERVING
-        with refused(Status.UNAVAILABLE, said):
-            push(syncer, *update(sequence=4, base_version=3))
-        with pytest.raises(Refusal, match="disk full"):
-            syncer.api.snapshot()
+        assert not serves(address)
         assert syncer.drain() is False, "it can be asked again"
         ballast.unlink()
         eventually(lambda: syncer.core.held is None, "the loop goes on")
-        eventually(lambda: health(address) == SERVING, "it says so")
+        eventually(lambda: serves(address), "it says so")
         notes = [(each["note"], each.get("why")) for each in events.of("note") if "disk" in each["note"]]
         assert notes == [("disk_full", said), ("disk_has_room", None)]
         for header in (update(sequence=4, base_version=3), update(fragment=1)):
