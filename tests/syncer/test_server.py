@@ -122,14 +122,16 @@ def test_the_epoch_is_larger_with_every_start_and_version_0_is_made_once(tmp_pat
         events = Events()
         with serving(tmp_path, events, zero=zero) as syncer:
             (started,) = events.of("syncer_started")
-            assert started["epoch"] == epoch
+            assert (started["epoch"], started["versions"]) == (epoch, [epoch - 1] * 2)
+            assert started["tokens_merged"] == ({"a": 200 * (epoch - 1)} if epoch > 1 else {}), "over all fragments"
             assert started["kernels"] == description() == syncer.status()["kernels"]
             bound = memory_bytes_max(syncer.options, syncer.plan, syncer.network)
             assert started["memory_bytes_max"] == bound == syncer.status()["memory_bytes_max"]
             with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"):
                 new_syncer(tmp_path, Events().emit).start()
             join(syncer)
-            merged(syncer, 1, begin=epoch)
+            for fragment in (0, 1):
+                merged(syncer, 1, fragment, begin=epoch)
     assert made == [1]
 
 
@@ -235,7 +237,7 @@ def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path
         (path,) = (tmp_path / "spool").glob("a/*.update")
         path.write_bytes(b"other" + path.read_bytes()[5:])
         push(syncer, *update("b"))
-        with pytest.raises(ValueError, match="is damaged: its digest is not the one that was acknowledged"):
+        with pytest.raises(ValueError, match=f"{path} is damaged: its digest is not the one that was acknowledged"):
             syncer.wait(20.0)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from diloco.codec.base import digest
-from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step
+from diloco.durable import Disk, DiskFullError
 from diloco.outer.fragments import Fragment, Layout, Piece
 from diloco.outer.optimizer import NOTHING, OuterState
 from diloco.syncer import snapshots as snapshots_module
@@ -127,29 +126,6 @@ def test_a_manifest_of_another_kind_is_named(tmp_path: Path) -> None:
         if b"state.json" not in manifest:
             with pytest.raises(SnapshotError, match="00000001"):
                 snapshots.peek(1)
-
-
-def test_a_crash_while_one_is_written_or_dropped_leaves_no_half_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshots = three(tmp_path)
-
-    def dies(folder: Path) -> None:
-        (folder / "state.json").unlink()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", dies)
-        with pytest.raises(KeyboardInterrupt):
-            snapshots.prune(RECOVERY_ONLY, lambda segments: 0)
-    (tmp_path / ".00000004.tmp").mkdir()
-    (tmp_path / ".00000004.tmp" / "fragment-0.safetensors").write_bytes(b"half")
-    again = Snapshots(tmp_path)
-    PLAIN_DISK.sweep(tmp_path, Step.SNAPSHOT_PRUNE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
-    again.write(snapshot(4))
-    assert again.numbers() == [2, 3, 4]
-    assert_equal(again.load(4), snapshot(4))
 
 
 def test_a_damaged_one_is_set_aside_and_its_number_not_given_again(tmp_path: Path) -> None:
