@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.outer.optimizer import OuterRule
-from diloco.sync.journal import JournalError
 from diloco.sync.rounds import Selection, parse_selection
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.replaying import Replayer, Rules
@@ -19,7 +16,7 @@ from diloco.syncer.restoring import Kept, KeptError
 from diloco.syncer.snapshots import Choice, Snapshot, same_values
 from diloco.wire.messages import PullAsk
 from tests.syncer.building import RUN, files
-from tests.syncer.desk import OPTIMIZER, OUTER, RULE, Desk
+from tests.syncer.desk import OUTER, RULE, Desk
 from tests.syncer.test_store import Story, assert_same, telling
 
 RULES = Rules(OUTER, RULE, "int8")
@@ -167,17 +164,3 @@ def test_record_by_record_it_becomes_what_the_process_was(tmp_path: Path, codec:
     header = replayer.holdings.choose(PullAsk(RUN, "a", 0, held.version - 1, 0, 0), (), replayer.machine.state).header
     assert (header.version, header.digest) == (held.version, held.digest)
     assert header.whole is (codec == "fp32"), "it keeps the down-links of the steps that it made"
-
-
-def test_other_decisions_are_named_by_the_record_and_other_bits_by_the_version(tmp_path: Path) -> None:
-    told = Told(tmp_path, 4)
-    replayer = told.replayer()
-    replayer.apply(told.records[0])
-    with pytest.raises(JournalError, match=r"record 1 .* had effects 0123456789abcdef"):
-        replayer.apply(replace(told.records[1], effects_digest="0123456789abcdef"))
-    replayer = told.replayer()
-    replayer.rule = OuterRule(replace(OPTIMIZER, lr=0.125))
-    with pytest.raises(
-        JournalError, match=r"version 1 of fragment \d was xxh3:\w{12} when it was published and is xxh3:\w{12}"
-    ):
-        told.replay(replayer)

@@ -322,18 +322,11 @@ def test_a_start_whose_lease_is_not_renewed_in_time_says_so(tmp_path: Path, monk
 HEIR = Claim("second", 0, 1, by_itself=True)
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_an_heir_takes_over_when_the_count_has_stood_still_for_the_holders_own_time(path: Path) -> None:
-    holder, clock = FileLease(path, "run", TTL_S), Clock()
+    holder, clock = FileLease(path, "run", TTL_S), SimpleNamespace(now_s=100.0)
     held = taken(holder)
     assert held.mark("second")
-    heir = FileLease(path, "run", 1.0, clock_s=clock)
+    heir = FileLease(path, "run", 1.0, clock_s=lambda: clock.now_s)
     assert heir.acquire(HEIR) is None
     clock.now_s += TTL_S - 0.1
     assert heir.acquire(HEIR) is None, "the holder's time counts, not the taker's shorter one"
@@ -420,10 +413,10 @@ class Frozen(Disk):
 
 @pytest.mark.parametrize("passage", [1, 3, 7])
 def test_a_holder_that_is_frozen_while_it_writes_keeps_no_heir_from_the_lease(path: Path, passage: int) -> None:
-    disk, clock = Frozen(), Clock()
+    disk, clock = Frozen(), SimpleNamespace(now_s=100.0)
     holder = taken(FileLease(path, "run", TTL_S, disk))
     assert holder.mark("second")
-    heir = FileLease(path, "run", TTL_S, clock_s=clock)
+    heir = FileLease(path, "run", TTL_S, clock_s=lambda: clock.now_s)
     assert heir.acquire(HEIR) is None
     disk.passage = passage
     renewed: list[bool] = []

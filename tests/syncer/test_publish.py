@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,21 +12,16 @@ import pytest
 
 from diloco.codec.base import digest, digest_of
 from diloco.codec.registry import make_codec
-from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
+from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, Reason
 from diloco.sync.options import PROTOCOL, PROTOCOL_OLDEST
-from diloco.syncer import publish
 from diloco.syncer.publish import EVENTS_MAX, EarlierDigests, Feed, Feeds
 from diloco.syncer.server import Syncer
 from diloco.wire import convert
 from diloco.wire.handlers import PullSource
 from diloco.wire.messages import (
-    Alive,
     Dropped,
-    JoinReply,
-    LearnerSettings,
     Published,
     PullAsk,
-    PushResult,
     Refusal,
     Status,
     short_digest,
@@ -135,35 +129,8 @@ def test_closing_wakes_who_waits() -> None:
 
 # --- Protocol 3 serves protocol 2 ------------------------------------------------------------------------------------
 
-DIGEST = digest_of(b"values")
-SHA256 = hashlib.sha256(b"values").hexdigest()
-SETTINGS = LearnerSettings(1, 65536, 2, 1, keep_until_decided=True)
 IN_2 = re.compile("[0-9a-f]{64}")
 LIKE_2 = "0" * 64
-
-
-def test_every_digest_that_a_site_of_protocol_2_is_told_is_one_that_it_can_read() -> None:
-    fates = tuple(Fate(0, 1, 2, 100, told, Reason.CORRUPT) for told in (DIGEST, SHA256))
-    standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), fates)
-    said = (
-        JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS, protocol=2),
-        Published(2, 3, 4, DIGEST, 5, 6, 7),
-        PushResult(Outcome.REFUSED, 1, Reason.CORRUPT, fates[0]),
-        fates,
-        FateTold(fates[1]),
-        Dropped(Reason.EVICTED),
-        Alive(),
-    )
-    reply, event, result, own, *unchanged = (publish.as_known(each, 2) for each in said)
-    told = [reply.standings[0].digest, event.digest, result.fate.digest]
-    told += [each.digest for each in (*reply.standings[0].fates, *own)]
-    assert all(IN_2.fullmatch(each) for each in told)
-    assert own[1] == fates[1], "that of its own update is the one that it knows"
-    assert (reply.protocol, reply.settings.keep_until_decided) == (2, True)
-    assert result.reason is Reason.CORRUPT
-    assert tuple(unchanged) == said[4:]
-    assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply
-    assert all(publish.as_known(each, PROTOCOL) == each for each in said)
 
 
 def joined(syncer: Syncer) -> None:
@@ -200,8 +167,15 @@ def test_a_site_that_speaks_2_joins_pushes_watches_and_pulls(tmp_path: Path) -> 
         assert (source.header.payload_crc32 != 0, of_3.header.payload_crc32) == (True, 0)
         start = make_codec("fp32").decode(pulled(syncer, "a", -1).parts[0], held.numel())
         assert digest(start) == digest(held)
-        push(syncer, *update(sequence=2, base_version=1))
+        assert push(syncer, header, payload).fate.digest == header.digest, "its own is the one that it knows"
+        header, payload = update("b", base_version=1)
+        push(syncer, replace(header, digest=digest_of(payload)), payload)
         eventually(lambda: syncer.holdings.values[0].version == 2, "the second version")
+        reply = syncer.api.join(join_ask("b", "89abcdef", protocol=2))  # Its process is of an earlier release now.
+        result = push(syncer, replace(header, digest=digest_of(payload)), payload)
+        (fate,) = reply.standings[0].fates
+        assert all(IN_2.fullmatch(each) for each in (reply.standings[0].digest, fate.digest, result.fate.digest))
+        assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply
         again = pulled(syncer, "a", 0, want_version=1, offset=1)
         assert (again.header.version, again.header.digest) == (1, source.header.digest), "one that broke off goes on"
         syncer.api._earlier = EarlierDigests(2)

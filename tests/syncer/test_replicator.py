@@ -244,12 +244,3 @@ def test_a_standby_of_another_run_or_with_another_journal_is_refused(replicating
             replicator.follow(start(**changes))
     replicator.follow(start(shared_digest=EARLIER))
     assert len(log.of("standby_follows")) == 1, "one of an earlier release follows by its digest"
-
-
-def test_options_that_cannot_work() -> None:
-    for options, text in (
-        ({"mode": "both"}, "mode is 'both': one of off, sync, async"),
-        ({"timeout_s": 0.5}, "timeout_s is 0.5: longer than"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            ReplicationOptions(**options)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from diloco.sync.events import Ending, Outcome, OuterStepDone, Reason
 from diloco.syncer import backups, server
 from diloco.syncer.backups import BackupOptions, Vault
 from diloco.syncer.options import PAGES_BYTES, RANGES, TAKING, VERSIONS_MAX, SyncerOptions, memory_bytes_max
+from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import Snapshots, full_parameters
 from diloco.syncer.store import StoreError, verify
@@ -39,7 +41,6 @@ from tests.hunts import crowd
 from tests.hunts.reporting import Hunt
 from tests.syncer.building import (
     LAYOUT,
-    QUIET,
     RUN,
     Events,
     eventually,
@@ -417,10 +418,13 @@ def fill(ballast: Path) -> None:
                 continue
 
 
-def test_a_full_disk_stops_acknowledgements_and_not_the_process_and_heals(small_disk: Path) -> None:
-    events, ballast = Events(), small_disk / "ballast"
+def test_a_full_disk_stops_acknowledgements_and_not_the_process_ends_a_start_in_words_and_heals(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "START_WAIT_S", 0.5)
+    events, ballast, folder = Events(), small_disk / "ballast", small_disk / "run"
     said = "disk full: No space left on device"
-    with serving(small_disk / "run", events, disk_reserve_mb=0, snapshot_every=1000) as syncer:
+    with serving(folder, events, disk_reserve_mb=0, snapshot_every=1000) as syncer:
         address = syncer._server.address
         join(syncer)
         merged(syncer, 3)
@@ -444,8 +448,19 @@ def test_a_full_disk_stops_acknowledgements_and_not_the_process_and_heals(small_
         eventually(lambda: syncer.holdings.values[0].version == 4, "it is merged")
         known = syncer.core.ask(lambda machine: set(machine.state.sites))
         digest = syncer.holdings.values[0].digest
-    assert verify(small_disk / "run").torn_bytes == 0
-    with serving(small_disk / "run", disk_reserve_mb=0) as again:
+    assert verify(folder).torn_bytes == 0
+    fill(ballast)
+
+    def start_often() -> None:
+        for _ in range(40):  # What is left of the journal's last page may do for some starts.
+            with serving(folder, disk_reserve_mb=0):
+                pass
+
+    with pytest.raises(OSError, match="No space left on device") as full:
+        start_often()
+    assert full.value.errno == errno.ENOSPC
+    ballast.unlink()
+    with serving(folder, disk_reserve_mb=0) as again:
         assert again.holdings.values[0].digest == digest
         assert again.core.ask(lambda machine: set(machine.state.sites)) == known
 
@@ -464,38 +479,22 @@ def test_below_the_reserve_nothing_is_taken_in_before_its_first_byte(tmp_path: P
         assert push(syncer, *update()).outcome is Outcome.ACCEPTED
 
 
-def test_a_start_on_a_full_disk_ends_in_words_and_goes_on_when_there_is_room(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "START_WAIT_S", 0.5)
-    ballast, folder = small_disk / "ballast", small_disk / "run"
-    with serving(folder, disk_reserve_mb=0) as syncer:
-        join(syncer)
-        merged(syncer, 2)
-    fill(ballast)
-
-    def start_often() -> None:
-        for _ in range(40):  # What is left of the journal's last page may do for some starts.
-            with serving(folder, disk_reserve_mb=0):
-                pass
-
-    with pytest.raises(OSError, match="No space left on device") as full:
-        start_often()
-    assert full.value.errno == errno.ENOSPC
-    ballast.unlink()
-    with serving(folder, disk_reserve_mb=0) as healed:
-        assert healed.holdings.values[0].version == 2
-
-
-def test_the_status_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> None:
+def test_the_status_is_complete_before_and_after_a_site_has_reported_and_left(tmp_path: Path) -> None:
     with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "token_budget": 1000}) as syncer:
         join(syncer, "a")
         join(syncer, "b")
         push(syncer, *update("a"))
-        syncer.api.report(
-            report("b", step=12, loss=None, train_ns=200, stall_ns=50, versions=(), link=LINK, units=None)
-        )
+        figures = {"train_ns": 200, "stall_ns": 50, "tokens_processed": 900, "tokens_in_flight": 700}
+        syncer.api.report(report("b", step=12, loss=None, versions=(), link=LINK, **figures))
         status = syncer.api.status()
+        syncer.api.report(report("a", tokens_processed=900, tokens_in_flight=700))
+        in_flight = []
+        for site in ("", "a", "b"):
+            if site:
+                syncer.api.leave(site, 1)
+            sites: Any = syncer.api.status()["sites"]
+            in_flight.append([sites[name]["tokens_in_flight"] for name in "ab"])
+        assert in_flight == [[700, 700], [50, 700], [50, 0]], "of one that left: the mean of what is undecided here"
         assert json.loads(json.dumps(status, allow_nan=False)) == status
     found: Any = status
     assert set(found) == set(TOP.split())
@@ -524,39 +523,28 @@ payload_bytes_up payload_bytes_down updates_corrupt bases_differed link"""
 LINK = LinkInfo(80_000_000, 12_500_000, 25_000_000, "int4:32")
 
 
-def test_what_a_site_that_left_has_in_flight_is_what_is_undecided_here(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        for site in "ab":
-            join(syncer, site)
-            syncer.api.report(report(site, tokens_processed=900, tokens_in_flight=700))
-        header, payload = update("a")
-        push(syncer, header, payload)
-
-        def in_flight() -> list[int]:
-            sites: Any = syncer.api.status()["sites"]
-            return [sites[site]["tokens_in_flight"] for site in "ab"]
-
-        assert in_flight() == [700, 700], "a live site knows better"
-        syncer.api.leave("a", 1)
-        assert in_flight() == [header.tokens // 2, 700], "the mean over its fragments, as all its tokens"
-
-
 # --- What a syncer is told before it starts --------------------------------------------------------------------------
 
 
 def test_an_option_that_cannot_work_is_refused_with_its_value() -> None:
-    for field, value, words in (
-        ("up_codecs", ["int5"], "'int5'"),
-        ("down_codec", "int5", "'int5'"),
-        ("snapshot_every", 0, "0"),
-        ("downlinks_kept", 0, "0"),
-        ("downlinks_kept", 1025, "1025"),
-        ("heartbeat_s", 0.0, r"0\.0"),
-        ("linger_s", -1.0, r"-1\.0"),
-        ("threads", -1, "-1"),
+    of_a_syncer = partial(SyncerOptions, folder="x")
+    for kind, field, value, words in (
+        (of_a_syncer, "up_codecs", ["int5"], "'int5'"),
+        (of_a_syncer, "down_codec", "int5", "'int5'"),
+        (of_a_syncer, "snapshot_every", 0, "0"),
+        (of_a_syncer, "downlinks_kept", 0, "0"),
+        (of_a_syncer, "downlinks_kept", 1025, "1025"),
+        (of_a_syncer, "heartbeat_s", 0.0, r"0\.0"),
+        (of_a_syncer, "linger_s", -1.0, r"-1\.0"),
+        (of_a_syncer, "threads", -1, "-1"),
+        (ReplicationOptions, "mode", "both", "mode is 'both': one of off, sync, async"),
+        (ReplicationOptions, "timeout_s", 0.5, "timeout_s is 0.5: longer than"),
+        (BackupOptions, "every_s", 0.0, "backup_every_s is 0.0"),
+        (BackupOptions, "keep", 0, "backup_keep is 0"),
+        (BackupOptions, "url", "zz://x", "zz://x"),
     ):
         with pytest.raises(ValueError, match=words):
-            SyncerOptions(folder="x", **{field: value})  # type: ignore[arg-type]
+            kind(**{field: value})
 
 
 # --- The bound of a syncer's memory ----------------------------------------------------------------------------------

@@ -276,18 +276,6 @@ class Scene:
         assert "succession" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_lease_over(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    with scene as standing:
-        warm = standing.wait(BOUND_S)
-        assert warm is not None
-        assert warm.leadership is not None
-        assert warm.leadership.epoch == 2
-        assert warm.leadership.status()["valid"]
-        warm.leadership.stop(release=True)
-    assert not scene.held.renew()
-
-
 def test_who_is_not_the_heir_never_does_and_an_operator_hears_why(tmp_path: Path) -> None:
     scene = Scene(tmp_path, heir=False)
     with scene as standing:
@@ -320,7 +308,7 @@ def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again_and_else_the_standby_ends_in_words(
+def test_an_heir_takes_over_once_the_holder_is_silent_also_after_a_full_disk_and_any_other_failure_ends_it_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     scene, lead, left = Scene(tmp_path), try_to_lead, [2]
@@ -338,8 +326,11 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
     with scene as standing:
         if error == errno.ENOSPC:
             scene.note("disk full: No space left")
-            assert standing.promoted.wait(BOUND_S)
+            warm = standing.wait(BOUND_S)
             assert left == [0]
+            assert warm.leadership.status()["valid"], "it hands over the lease that it has taken"
+            warm.leadership.stop(release=True)
+            assert not scene.held.renew()
             return
         (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
     assert isinstance(failed["error"], StandbyError)

@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco.durable import Disk, LockedError, Step, locked
 from diloco.syncer.restoring import begin_lineage
@@ -27,6 +25,7 @@ from diloco.wire.options import SecurityOptions
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
 from tests.sooner import sooner
+from tests.syncer.building import serves
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
 
 
@@ -176,10 +175,7 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(
         with ThreadPoolExecutor(1) as operators, AdminClient(address) as operator:
             status = operator.status()
             assert (status["primary"], status["identity_complaints"]) == (first, [])
-            with grpc.insecure_channel(address) as channel:
-                health = health_pb2_grpc.HealthStub(channel)
-                answer = health.Check(health_pb2.HealthCheckRequest(service=toy.run_id))
-                assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert not serves(address, toy.run_id)
             eventually(lambda: standing.standby.state() is not None, BOUND_S, "it has a state")
             assert standing.wait(0.0) is None
             said = operators.submit(operator.promote, lossy=True)
@@ -188,14 +184,8 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(
         promoted = toy.syncer(Log().emit, folder="standby", port=port)
         assert promoted.start(warm) == address
         standing.stop()
-        try:
-            with SiteThread(toy, "a", f"{first},{address}", step_s=STEP_S) as site, AdminClient(address) as operator:
-                site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["syncer"] == address)
-                site.log.wait_for("adopted", 2, BOUND_S, where=lambda event: event["merged"])
-                operator.drain()
-                assert site.join(BOUND_S).ending == "drained"
-        finally:
-            promoted.stop()
+        assert serves(address, toy.run_id)
+        promoted.stop()
 
 
 @pytest.mark.parametrize("stale", ["", "async", "detached"])
