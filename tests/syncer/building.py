@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
@@ -23,6 +25,7 @@ from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.events import Reason
 from diloco.sync.options import PROTOCOL, Agreement, HealthOptions, OuterOptions
 from diloco.sync.region import Above
+from diloco.syncer.api import Reception
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.spool import Spool
@@ -177,16 +180,19 @@ def update(
     return replace(header, **changes), payload
 
 
+def finish(session: Reception, header: PushHeader, payload: bytes) -> PushResult:
+    """The rest of an update that was admitted, and its answer."""
+    try:
+        session.write(session.offset, memoryview(payload)[session.offset :])
+        return session.commit(header.digest)
+    finally:
+        session.close()
+
+
 def push(syncer: Syncer, header: PushHeader, payload: bytes) -> PushResult:
     """What ``wire.handlers`` does with a push that arrives whole."""
     opened = syncer.api.open_push(header)
-    if isinstance(opened, PushResult):
-        return opened
-    try:
-        opened.write(opened.offset, memoryview(payload)[opened.offset :])
-        return opened.commit(header.digest)
-    finally:
-        opened.close()
+    return opened if isinstance(opened, PushResult) else finish(opened, header, payload)
 
 
 @contextmanager
@@ -221,6 +227,11 @@ def serves(address: str, name: str = RUN) -> bool:
         status = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=20).status
     assert status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
     return bool(status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def no_room(*_: object, **__: object) -> NoReturn:
+    """In the place of an operation of a disk that is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def stored(spool: Spool, reference: str, digest: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -310,25 +309,6 @@ def test_a_site_that_pushes_pulls_or_reports_is_alive(syncer: Syncer, monkeypatc
     assert heard == ["a"] * 3
 
 
-def test_the_loop_is_asked_once_for_a_header_and_makes_no_checksum(
-    syncer: Syncer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, threads = list[object](), list[str]()
-    ask, checksum = syncer.core.ask, api_module.checksum
-    monkeypatch.setattr(syncer.core, "ask", lambda question, *rest: (asked.append(question), ask(question))[1])
-    syncer.api.open_push(update(incarnation=5)[0])
-    assert len(asked) == 1
-    here = threading.current_thread().name
-    monkeypatch.setattr(
-        api_module, "checksum", lambda parts: (threads.append(threading.current_thread().name), checksum(parts))[1]
-    )
-    syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
-    assert threads == [], "protocol 3 has none"
-    syncer.api.pull(PullAsk(RUN, "", 0, -1, protocol=2), ANYONE)
-    assert threads == [here]
-    monkeypatch.undo()
-
-
 def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Path) -> None:
     events = Events()
     with serving(tmp_path, events, **QUIET) as syncer:
@@ -341,15 +321,13 @@ def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Pa
         assert [event["step"] for event in events.of("reported")] == [1, 4], "its last words, and no more of them"
 
 
-def test_leaving_is_answered_and_an_old_incarnation_cannot(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer, process="00000001")
-        join(syncer, process="00000002")
-        for site, incarnation, status in (("a", 1, Status.FAILED_PRECONDITION), ("b", 1, Status.NOT_FOUND)):
-            with refused(status):
-                syncer.api.leave(site, incarnation)
-        syncer.api.leave("a", 2)
-        assert syncer.core.ask(lambda machine: machine.state.live()) == []
+def test_leaving_is_answered_and_an_old_incarnation_cannot(syncer: Syncer) -> None:
+    join(syncer, process="00000002")
+    for site, incarnation, status in (("a", 1, Status.FAILED_PRECONDITION), ("b", 1, Status.NOT_FOUND)):
+        with refused(status):
+            syncer.api.leave(site, incarnation)
+    syncer.api.leave("a", 2)
+    assert syncer.core.ask(lambda machine: machine.state.live()) == []
 
 
 def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from diloco.sync.events import JoinRequested, Outcome, UpdateArrived
 from diloco.sync.options import OuterOptions
 from diloco.sync.rounds import Selection
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.replaying import LeaveOutError, ReplayerWithout
+from diloco.syncer.replaying import ReplayerWithout
+from diloco.syncer.restoring import Kept, KeptError
 from diloco.syncer.snapshots import FragmentValues
 from tests.sooner import sooner
 from tests.syncer.building import stored, update, version_zero
@@ -173,13 +174,6 @@ def test_what_has_no_finite_result_is_an_error(tmp_path: Path) -> None:
     for site, value in (("a", 3e38), ("b", 0.0)):
         desk.push(*update(site, 1, 0, torch.full((desk.values[0].theta.numel(),), value)))
     desk.finish(0)
-    *before, done = desk.store.journal.read(1)
-    first = desk.store.snapshots.load(1)
     desk.close()
-    machine = OuterSync.restore(desk.machine.options, first.state)
-    chosen = [Selection("b", "versions", 1, 1)]
-    replayer = ReplayerWithout(machine, first.fragments, desk.store.spool, desk.rules, desk.store.lineages, chosen)
-    for record in before:
-        replayer.apply(record)
-    with pytest.raises(LeaveOutError, match="version 1 of fragment 0 has no finite result"):
-        replayer.apply(done)
+    with pytest.raises(KeptError, match="version 1 of fragment 0 has no finite result"):
+        Kept(tmp_path).replay(desk.rules, [Selection("b", "versions", 1, 1)])

@@ -4,47 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from diloco.durable import PLAIN_DISK
 from diloco.sync.events import DeadlinePassed, OuterEvent
 from diloco.sync.journal import Record
 from diloco.sync.leadership import Place
 from diloco.syncer.replicator import ReplicationOptions, Replicator
 from diloco.syncer.snapshots import RECOVERY_ONLY, Retention
-from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import Alive, FollowAck, Follows, FollowStart, Item, Refusal, Status
-from tests.loopback.audit import version_zero
-from tests.loopback.cluster import Log
-from tests.loopback.toy import Toy
-from tests.syncer.building import refused
-from tests.syncer.desk import arrived
+from tests.syncer.building import Events, refused
+from tests.syncer.desk import CARD, Desk, arrived
 
-Replicating = Callable[..., tuple[Replicator, Log]]
-PRINT, SHARED, EARLIER = "a" * 64, "b" * 64, "e" * 64
+Replicating = Callable[..., tuple[Replicator, Events]]
+EARLIER = "e" * 64
 
 
 @pytest.fixture
 def replicating(tmp_path: Path) -> Iterator[Replicating]:
     with ExitStack() as closing:
 
-        def a_replicator(mode: str = "sync", retention: Retention = RECOVERY_ONLY) -> tuple[Replicator, Log]:
-            toy, log = Toy(folder=str(tmp_path)), Log()
-            store = Store(tmp_path / mode, RunCard("toy", PRINT, SHARED, EARLIER), PLAIN_DISK, retention, log.emit)
-            machine, values = version_zero(toy)
-            store.begin(machine, values)
-            closing.callback(store.journal.close)
-            replicator = Replicator(ReplicationOptions(mode=mode), store)
-            replicator.options.alive_s = 0.01
+        def a_replicator(mode: str = "sync", retention: Retention = RECOVERY_ONLY) -> tuple[Replicator, Events]:
+            desk, log = Desk(tmp_path / mode, retention=retention), Events()
+            closing.callback(desk.close)
+            desk.store.emit, desk.store.card = log.emit, replace(CARD, earlier_digest=EARLIER)
+            replicator = Replicator(ReplicationOptions(mode=mode, alive_s=0.01), desk.store)
             core = SimpleNamespace(
-                machine=machine,
+                machine=desk.machine,
+                snapshot=desk.snapshot,
                 nudge=lambda: None,
                 post=lambda event: log.emit("attach", {"standby": event.standby}),
-                ask=lambda question, early: question(machine),
+                ask=lambda question, early: question(desk.machine),
             )
             replicator.begin(core, detached=False)  # type: ignore[arg-type]
             return replicator, log
@@ -80,8 +74,7 @@ def test_sync_waits_for_the_standby_async_for_one_that_follows_and_off_for_none(
 
 
 def start(**changes: Any) -> FollowStart:
-    fields = {"run_id": "toy", "standby": "s", "layout_fingerprint": PRINT, "shared_digest": SHARED}
-    return FollowStart(**{**fields, "segment": 0, "chain": "", **changes})
+    return FollowStart(**{**CARD.facts(), "standby": "s", "segment": 0, "chain": "", **changes})
 
 
 def a_turn(replicator: Replicator) -> Place:
@@ -182,10 +175,9 @@ def test_a_segment_that_no_turn_has_come_to_yet_is_followed_into(replicating: Re
 
 def three_snapshots(replicator: Replicator) -> None:
     """Each with a turn behind it; without a pin the first one goes, and the segments before the last two."""
-    store, (machine, values) = replicator.store, version_zero(Toy(folder=str(replicator.store.folder)))
     for _ in range(3):
         journalled(replicator, DeadlinePassed())
-        store.snapshot_writer(machine, values)()
+        replicator.core.snapshot()
 
 
 def test_what_a_slow_standby_is_being_sent_is_kept_until_it_has_it(replicating: Replicating) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 from diloco.codec.base import digest
-from diloco.durable import Disk, DiskFullError
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step
 from diloco.outer.fragments import Fragment, Layout, Piece
 from diloco.outer.optimizer import NOTHING, OuterState
 from diloco.syncer import snapshots as snapshots_module
@@ -126,6 +127,22 @@ def test_a_manifest_of_another_kind_is_named(tmp_path: Path) -> None:
         if b"state.json" not in manifest:
             with pytest.raises(SnapshotError, match="00000001"):
                 snapshots.peek(1)
+
+
+def test_a_crash_while_one_is_dropped_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/hunts/test_disks.py`` ends it in each operation of what is written."""
+    snapshots = three(tmp_path)
+
+    def dies(folder: Path) -> None:
+        (folder / "state.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        snapshots.prune(RECOVERY_ONLY, lambda segments: 0)
+    monkeypatch.undo()
+    PLAIN_DISK.sweep(tmp_path, Step.SNAPSHOT_PRUNE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
 
 
 def test_a_damaged_one_is_set_aside_and_its_number_not_given_again(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from diloco.codec.base import Buffers
 from diloco.codec.registry import make_codec
 from diloco.syncer.spool import CutShortError, Mapped, PartialUpdate, Spool, SpoolError, read_part
 from diloco.wire.messages import PushHeader
-from tests.syncer.building import files, stored, update
+from tests.syncer.building import files, no_room, stored, update
 
 
 def kept(spool: Spool, header: PushHeader, payload: bytes) -> tuple[str, PartialUpdate]:
@@ -129,11 +129,8 @@ def test_a_payload_is_opened_also_where_there_is_no_room_to_unpack_it(
     spool = Spool(tmp_path)
     reference, _ = kept(spool, header, payload)
 
-    def full(**_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     if not there_is_room:
-        monkeypatch.setattr(tempfile, "TemporaryFile", full)
+        monkeypatch.setattr(tempfile, "TemporaryFile", no_room)
     reads, mapped = spool.opened(reference, header.digest, codec, 5000)
     assert (reads is codec.plain) == there_is_room
     assert torch.equal(reads.decode(mapped.payload, 5000), values)

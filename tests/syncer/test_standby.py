@@ -27,7 +27,7 @@ from diloco.wire.messages import Chunk, Item, ProbeAsk, Refused, Status, Unreach
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
-from tests.syncer.building import LAYOUT, RUN, agreement, refused
+from tests.syncer.building import LAYOUT, RUN, agreement, no_room, refused
 from tests.syncer.leases import taken
 
 BOUND_S = 40.0
@@ -191,16 +191,6 @@ def test_what_is_not_what_was_declared_gets_no_name(tmp_path: Path) -> None:
     assert list((tmp_path / "spool" / "a").iterdir()) == []
 
 
-class Failing(Disk):
-    """One operation fails."""
-
-    def __init__(self, operation: str) -> None:
-        def fails(*_: object, **__: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        setattr(self, operation, fails)
-
-
 @pytest.mark.parametrize(
     ("operation", "full"),
     [("make_folder", True), ("open", True), ("write", True), ("rename", True), ("sync", False)],
@@ -209,8 +199,9 @@ def test_where_there_is_no_room_nothing_is_left_and_a_sync_that_fails_is_final(
     tmp_path: Path, operation: str, full: bool
 ) -> None:
     (tmp_path / "spool" / "a").mkdir(parents=True)
+    setattr(disk := Disk(), operation, no_room)
     with pytest.raises(OSError, match="No space left") as failed:
-        bring(incoming(tmp_path, disk=Failing(operation)))
+        bring(incoming(tmp_path, disk=disk))
     assert isinstance(failed.value, DiskFullError) is full
     assert list((tmp_path / "spool" / "a").iterdir()) == []
 

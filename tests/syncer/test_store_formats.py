@@ -95,24 +95,6 @@ def test_the_folder_of_an_earlier_release_gives_the_same_bits(tmp_path: Path, fi
     assert card["format"] == FORMAT, "a process of the earlier version must not touch it any more"
 
 
-@pytest.mark.parametrize(
-    ("fixture", "where", "words"),
-    [
-        (FIXTURE, "journal/journal-*.log", "journal record at byte 0 is damaged"),
-        (FIXTURE_2, "spool/a/0-11-*.update", "is damaged"),
-    ],
-)
-def test_damage_in_the_folder_of_an_earlier_release_is_named(
-    tmp_path: Path, fixture: Path, where: str, words: str
-) -> None:
-    toy = left(tmp_path, fixture)
-    path = max((Path(toy.folder) / "syncer").glob(where))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
-    with pytest.raises(StoreError, match=f"{path}.*{words}"):
-        recovered(toy)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", [FIXTURE, FIXTURE_2])
 def test_sites_with_checkpoints_of_an_earlier_release_go_on_with_it(tmp_path: Path, fixture: Path) -> None:
