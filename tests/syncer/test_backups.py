@@ -287,18 +287,34 @@ def content(folder: Path) -> dict[str, Path | bytes]:
     return {"run.json": b"{}", "snapshots/00000001/large": folder / "large"}
 
 
+class WatchingDisk(Disk):
+    """Notes which folders' names were made durable."""
+
+    def __init__(self) -> None:
+        self.synced: set[Path] = set()
+
+    def sync_folder(self, folder: Path, step: Step) -> None:
+        super().sync_folder(folder, step)
+        self.synced.add(folder)
+
+
 @pytest.mark.parametrize("kind", ["folder", "memory"])
-def test_what_is_put_there_comes_back(tmp_path: Path, kind: str) -> None:
-    vault = Vault(str(tmp_path / "vault") if kind == "folder" else f"memory://{uuid.uuid4()}")
+def test_what_is_put_there_comes_back_and_in_a_folder_every_name_is_durable(tmp_path: Path, kind: str) -> None:
+    """``tests/hunts/test_disks.py`` ends it before its last file."""
+    disk, url = WatchingDisk(), str(tmp_path / "vault") if kind == "folder" else f"memory://{uuid.uuid4()}"
+    vault = Vault(url, disk)
     assert list(vault.backups("run")) == []
     told = vault.put("run", "first", content(tmp_path), FACTS)
     vault.put("run", "second", {"run.json": b"2"}, FACTS)
     assert (list(vault.backups("run")), list(vault.backups("another"))) == (["first", "second"], [])
     assert vault.facts("run", "first") == told
     assert (told.versions, told.files["run.json"].bytes) == ((4, 5), 2)
-    assert vault.fetch("run", "first", tmp_path / "back") == told
+    assert vault.fetch("run", "first", tmp_path / "back", disk) == told
     large = (tmp_path / "large").read_bytes()
     assert files(tmp_path / "back") == {"run.json": b"{}", "snapshots/00000001/large": large}
+    for place in (tmp_path / "vault", tmp_path / "back") if kind == "folder" else ():
+        made = {path.parent for path in [place, *place.rglob("*")]}
+        assert made <= disk.synced, made - disk.synced
     vault.drop("run", "first")
     assert (list(vault.backups("run")), vault.leftovers("run")) == (["second"], [])
 
@@ -354,25 +370,3 @@ def test_damage_is_named_and_nothing_is_written_outside(tmp_path: Path) -> None:
     assert (list(vault.backups("run")), vault.leftovers("run")) == ([], ["first"])
     with pytest.raises(BackupError, match=r"run/first/backup\.json is missing"):
         vault.fetch("run", "first", tmp_path / "back")
-
-
-class WatchingDisk(Disk):
-    """Notes which folders' names were made durable."""
-
-    def __init__(self) -> None:
-        self.synced: set[Path] = set()
-
-    def sync_folder(self, folder: Path, step: Step) -> None:
-        super().sync_folder(folder, step)
-        self.synced.add(folder)
-
-
-def test_every_name_of_a_backup_is_durable_where_it_is_put_and_where_it_is_fetched(tmp_path: Path) -> None:
-    """``tests/hunts/test_disks.py`` ends it before its last file."""
-    disk = WatchingDisk()
-    vault = Vault(str(tmp_path / "vault"), disk)
-    vault.put("run", "first", content(tmp_path), FACTS)
-    vault.fetch("run", "first", tmp_path / "back", disk)
-    for place in (tmp_path / "vault", tmp_path / "back"):
-        made = {path.parent for path in [place, *place.rglob("*")]}
-        assert made <= disk.synced, made - disk.synced

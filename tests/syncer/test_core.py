@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,7 @@ from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.sync.test_syncer import play
-from tests.syncer.building import QUIET, RUN, Events, eventually, join, new_syncer, serves, serving
+from tests.syncer.building import QUIET, RUN, Events, eventually, files, join, new_syncer, serves, serving
 from tests.syncer.desk import arrived
 
 MS = 1_000_000
@@ -202,19 +201,6 @@ def test_an_event_that_cannot_be_or_work_that_fails_ends_the_loop_and_is_told() 
             eventually(lambda: not desk.core.thread.is_alive(), "the loop ends")
             assert isinstance(desk.core.failed, error)
             assert desk.failures == [desk.core.failed]
-
-
-def test_a_question_that_raises_reaches_the_asker_and_nobody_else() -> None:
-    with running() as desk:
-        for error in (Refusal(WireStatus.NOT_FOUND, "no"), TimeoutError("mine"), KeyError("x"), SystemExit(3)):
-
-            def question(machine: OuterSync, error: BaseException = error) -> None:
-                raise error
-
-            with pytest.raises(type(error)) as raised:
-                desk.core.ask(question)
-            assert raised.value is error
-        assert desk.core.ask(lambda machine: 7) == 7
 
 
 def test_a_call_that_is_given_up_is_decided_and_a_question_is_not(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,34 +578,23 @@ def test_the_thread_sees_it_heal_and_says_when_it_cannot_look(folder: Path, monk
 
 
 @pytest.mark.parametrize("lose", ["removed", "emptied", "replaced"])
-def test_a_folder_that_is_lost_takes_nothing_in(folder: Path, lose: str) -> None:
-    words = "was removed or emptied while this process served from it"
-    if lose == "replaced":
-        words = "was replaced: it is not the folder that this process serves from"
-    changes = list[Want | None]()
-    room = Room(folder, 64 * MB, changes.append)
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(room.run, threading.Event())
-        assert room.wanting() is None
-        folder.rename(folder.with_name("away"))
-        if lose != "removed":
-            folder.mkdir()
-        if lose == "replaced":
-            (folder / "lock").touch()
-        assert str(looking.exception(10.0)) == f"{folder} {words}"
-    assert room.wanting() == f"{folder} {words}"
-    assert changes == [], "it is not full: nothing may be let go of in there"
-
-
-def test_a_syncer_that_lost_its_folder_ends_in_words(tmp_path: Path) -> None:
+def test_a_syncer_that_lost_its_folder_takes_nothing_in_and_ends_in_words(tmp_path: Path, lose: str) -> None:
     """It had gone on for the rest of the run, and had answered every update with a defect."""
-    folder = tmp_path / "syncer"
-    syncer = new_syncer(folder, Events().emit)
+    folder, words = tmp_path / "syncer", "was removed or emptied while this process served from it"
+    events = Events()
+    syncer = new_syncer(folder, events.emit)
     syncer.start()
-    shutil.rmtree(folder)
-    with pytest.raises(FolderLostError, match="syncer was removed or emptied while this process served from it"):
+    folder.rename(folder.with_name("away"))
+    if lose != "removed":
+        folder.mkdir()
+    if lose == "replaced":
+        (folder / "lock").touch()
+        words = "was replaced: it is not the folder that this process serves from"
+    assert syncer.room.wanting() == f"{folder} {words}"
+    with pytest.raises(FolderLostError, match=f"syncer {words}"):
         eventually(lambda: syncer.wait(0.1), "an end")
     syncer.stop(0.1)
-    assert not folder.exists(), "nothing was written there afterwards"
+    assert events.of("note") == [], "it is not full: nothing may be let go of in there"
+    assert files(folder).keys() <= {"lock"}, "nothing was written there afterwards"
     with serving(folder) as anew:
         assert anew.core.ask(lambda machine: machine.state.epoch) == 1

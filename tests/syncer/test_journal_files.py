@@ -9,7 +9,6 @@ import errno
 import os
 import shutil
 from contextlib import closing
-from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +16,7 @@ import pytest
 
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError, ReadingDisk, Step
 from diloco.sync.events import JoinRequested
-from diloco.sync.journal import CHAIN_START, FRAME_1, UNIT, JournalError, Record, Segment, units
+from diloco.sync.journal import CHAIN_START, FRAME_1, UNIT, JournalError, Record, Segment
 from diloco.syncer.journal_files import SLOT_BYTES, JournalEnd, JournalFiles, Position, read_file
 from tests.sync.format_1 import encode_record
 
@@ -131,20 +130,6 @@ def test_a_segment_that_its_maker_died_over_is_dropped_and_its_number_given_agai
         assert len(gone_on(folder)) == (size > 0)
         assert JournalFiles(folder).segments() == [1, 2, 3]
         assert read(folder, 2, places[1].chain) == [*records[2:], record(7)]
-
-
-def test_a_flipped_bit_in_any_unit_of_a_segment_is_damage_there(tmp_path: Path) -> None:
-    """Of header, frames and marks; ``tests/sync/test_journal.py`` has every bit of the last segment."""
-    _, places = written(tmp_path, segments=2, each=5)
-    path = tmp_path / "journal-000001.log"
-    whole = path.read_bytes()
-    bounds = list(pairwise([0, *(unit.end for unit in units(whole))]))
-    assert bounds[-1][1] == len(whole)
-    for begin, end in bounds:
-        for at in {*range(begin, end, 7), end - 1}:
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
-            with pytest.raises(JournalError, match=rf"{path}.*byte {begin}\D"):
-                read(tmp_path, 1, places[0].chain)
 
 
 @pytest.mark.parametrize(("lost", "first"), [((2,), 1), ((4,), 4), ((1, 2, 3, 4), 1)])
