@@ -280,17 +280,6 @@ def test_strangers_leave_nothing_in_memory(syncer: Syncer) -> None:
     assert memory(syncer) == before
 
 
-def test_a_site_that_pushes_pulls_or_reports_is_alive(syncer: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[str] = []
-    monkeypatch.setattr(syncer.core, "heard", heard.append)
-    syncer.api.open_push(update()[0]).close()
-    assert heard == ["a"]
-    syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
-    assert heard == ["a"] * 2
-    syncer.api.report(report())
-    assert heard == ["a"] * 3
-
-
 def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Path) -> None:
     events = Events()
     with serving(tmp_path, events, **QUIET) as syncer:

@@ -203,6 +203,13 @@ def test_an_event_that_cannot_be_or_work_that_fails_ends_the_loop_and_is_told() 
             assert desk.failures == [desk.core.failed]
 
 
+def test_concurrent_calls_get_their_own_answers() -> None:
+    with running(sites_max=64) as desk, ThreadPoolExecutor(40) as pool:
+        names = [f"s{number}" for number in range(40)]
+        assert [answer.site for answer in pool.map(desk.join, names)] == names
+        assert desk.disk.log.count("flush") <= desk.disk.log.count("append"), "one fsync for a turn"
+
+
 def test_a_call_that_is_given_up_is_decided_and_a_question_is_not(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer that comes too late is given to who was named for it."""
     late, asked = list[object](), list[str]()

@@ -25,9 +25,11 @@ from diloco.syncer.api import LARGEST, Measuring, Reception, Vitals
 from diloco.syncer.server import Syncer
 from diloco.syncer.spool import PartialUpdate
 from diloco.syncer.store import verify
-from diloco.wire.messages import PushHeader, PushResult, Status
+from diloco.wire.messages import PullAsk, PushHeader, PushResult, Status
 from tests.syncer.building import (
+    ANYONE,
     QUIET,
+    RUN,
     Events,
     dice,
     eventually,
@@ -38,6 +40,7 @@ from tests.syncer.building import (
     no_room,
     push,
     refused,
+    report,
     serving,
     update,
 )
@@ -201,19 +204,26 @@ def test_values_are_in_memory_only_where_there_is_room_for_them(syncer: Syncer) 
     assert checks.acquire(blocking=False), "there is room again"
 
 
-@pytest.mark.parametrize(("every_s", "wanted"), [(0.0, 4), (1e9, 1)])
-def test_a_push_that_moves_is_a_sign_of_life_now_and_then(
+@pytest.mark.parametrize(("every_s", "wanted"), [(0.0, 5), (1e9, 2)])
+def test_a_push_that_moves_is_a_sign_of_life_now_and_then_and_so_are_a_pull_and_a_report(
     syncer: Syncer, monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: int
 ) -> None:
     monkeypatch.setattr(api, "HEARD_EVERY_S", every_s)
     heard: list[str] = []
     monkeypatch.setattr(syncer.core, "heard", heard.append)
-    session = reception(syncer, HEADER)
+    session = syncer.api.open_push(HEADER)
+    assert heard == [HEADER.site_id]
     for at in range(0, len(PAYLOAD), -(-len(PAYLOAD) // 4)):
         session.write(at, memoryview(PAYLOAD)[at : at + -(-len(PAYLOAD) // 4)])
     assert session.commit(HEADER.digest).outcome is Outcome.ACCEPTED
     session.close()
     assert heard == [HEADER.site_id] * wanted
+    for more, call in (
+        (1, lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)),
+        (2, lambda: syncer.api.report(report())),
+    ):
+        call()
+        assert heard == [HEADER.site_id] * (wanted + more)
 
 
 def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(

@@ -96,11 +96,15 @@ def test_the_standby_has_the_journal_byte_for_byte_the_same_versions_and_all_tha
         assert all(lines[fragment].watermark >= sequence for fragment, sequence in acknowledged)
 
 
-def test_nothing_is_acknowledged_before_there_is_a_standby_and_it_is_said(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path)
+def test_nothing_is_acknowledged_without_a_standby_unless_an_operator_says_so_and_until_one_has_caught_up(
+    tmp_path: Path,
+) -> None:
+    def held(log: Log, times: int) -> str:
+        return str(log.wait_for("note", times, BOUND_S, where=lambda note: note["note"] == "held")[-1]["why"])
+
+    toy = a_toy(tmp_path, snapshot_every=1000)  # So that the journal which the standby goes on from is still kept.
     with serving(toy) as (_, address, log), AdminClient(address) as operator:
-        (held,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "held")
-        assert "no standby has followed" in str(held["why"])
+        assert "no standby has followed" in held(log, 1)
         assert "diloco standby detach" in str(operator.status()["wanting"])
         with pytest.raises(Refused, match="not a standby"):
             operator.promote()
@@ -108,29 +112,18 @@ def test_nothing_is_acknowledged_before_there_is_a_standby_and_it_is_said(tmp_pa
             with following(toy, address):
                 site.log.wait_for("pushed", 3, BOUND_S)
             pushed = len(site.log.of("pushed"))
-            log.wait_for("note", 2, BOUND_S, where=lambda note: note["note"] == "held")
+            assert "the standby is away" in held(log, 2)
             steps = site.toy_site.trained
             eventually(lambda: site.toy_site.trained > steps + 20, BOUND_S, "the site trains on")
             assert len(site.log.of("pushed")) <= pushed + 2
             operator.detach()
             site.log.wait_for("pushed", pushed + 4, BOUND_S)
             assert operator.status()["replication"]["detached"] is True  # type: ignore[index]
-
-
-@pytest.mark.slow
-def test_one_that_has_caught_up_is_waited_for_again_also_after_a_restart(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path, snapshot_every=1000)  # So that the journal which the standby goes on from is still kept.
-    with serving(toy) as (_, address, log), AdminClient(address) as operator:
-        log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "held")
-        operator.detach()
-        with SiteThread(toy, "a", address, step_s=STEP_S) as site:
-            site.log.wait_for("pushed", 3, BOUND_S)
             with following(toy, address):
                 log.wait_for("standby_attached", 1, BOUND_S)
-                site.log.wait_for("pushed", 8, BOUND_S)
+                site.log.wait_for("pushed", len(site.log.of("pushed")) + 4, BOUND_S)
     with serving(toy) as (_, address, log):
-        (held,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "held")
-        assert "no standby has followed" in str(held["why"])
+        assert "no standby has followed" in held(log, 1), "it is waited for again, also after a restart"
         with following(toy, address):
             log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "goes_on")
 
