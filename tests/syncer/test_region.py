@@ -100,10 +100,9 @@ class SomebodyAbove:
         eventually(lambda: self.of(Release), "what was sent is let go")
 
 
-def a_region(folder: Path, above: SomebodyAbove | None, **options: Any) -> tuple[Syncer, Events]:
+def a_region(folder: Path, above: SomebodyAbove, **options: Any) -> tuple[Syncer, Events]:
     events = Events()
-    make = None if above is None else lambda: above
-    return new_syncer(folder, events.emit, {"round_updates": 1}, SGD, above=make, **options), events
+    return new_syncer(folder, events.emit, {"round_updates": 1}, SGD, above=lambda: above, **options), events
 
 
 @contextmanager
@@ -196,14 +195,6 @@ def sealed(folder: Path, above: SomebodyAbove, sequence: int) -> Path:
     return path
 
 
-def a_standby(folder: Path, syncer: Syncer) -> tuple[Standby, Events]:
-    """One that follows ``syncer``."""
-    events, client = Events(), FollowClient(syncer._server.address)
-    standby = Standby("standby", replace(syncer.options, folder=str(folder)), syncer.plan, client, events.emit)
-    standby.start()
-    return standby, events
-
-
 def alike(syncer: Syncer, standby: Standby) -> bool:
     """Whether both hold the same values."""
     held, replayer = syncer.holdings.values, standby._replayer
@@ -229,7 +220,10 @@ def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(
         eventually(lambda: above.sealed, "an update for the one above")
         first = sealed(ours, above, 1)
         syncer.api.snapshot()
-        standby, events = a_standby(theirs, syncer)
+        events, client = Events(), FollowClient(syncer._server.address)
+        options = replace(syncer.options, folder=str(theirs))
+        standby = Standby("standby", options, syncer.plan, client, events.emit)
+        standby.start()
         ending.callback(standby.close)
         eventually(lambda: alike(syncer, standby), "the values of a snapshot, and what came since")
         assert (theirs / outbox_file(0, 1)).read_bytes() == first.read_bytes()
