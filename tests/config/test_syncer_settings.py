@@ -19,7 +19,7 @@ from diloco.config.syncer_settings import Told, fill_in, of_client, of_site
 from diloco.inner.tokenizer import END, make_tokenizer
 from diloco.learner.transfer import JoinFailed
 from diloco.sync.options import PROTOCOL
-from diloco.wire.checkup import Checkup, Probed
+from diloco.wire.checkup import Checkup
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refused, Status, Unreachable
 from diloco.wire.options import SecurityOptions
 from tests.integrations.serving import serving
@@ -78,7 +78,7 @@ def test_who_is_not_there_yet_is_waited_for_and_that_is_said_once(
         return SimpleNamespace(answer=answer())
 
     monkeypatch.setattr(Checkup, "probe", probe)
-    assert syncer_settings.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
+    assert of_client("127.0.0.1:1", [], 60.0).run.name == "mine"
     said = "no answer from 127.0.0.1:1 yet: not yet; trying for 60 s more (site.join_timeout_s)\n"
     assert capsys.readouterr().err == said
 
@@ -153,27 +153,22 @@ def test_a_syncer_decides_nothing_that_is_this_machines(monkeypatch: pytest.Monk
 
 
 def test_a_site_that_was_here_before_needs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
     def nobody(address: str, security: SecurityOptions, timeout_s: float) -> Told:
-        raise JoinFailed("unreachable", f"after {timeout_s:g} s")
+        waited.append(timeout_s)
+        raise JoinFailed("unreachable", "nobody")
 
     monkeypatch.setattr(syncer_settings, "ask", nobody)
     words = [f"run.dir={tmp_path}", "site.id=fra", "site.syncer=127.0.0.1:1"]
-    with pytest.raises(JoinFailed, match="after 60 s"):
+    with pytest.raises(JoinFailed):
         of_site(words)
     before = compose([*words, "run.name=mine", "outer.lr=0.4"])
     write(before, tmp_path / "mine" / "sites" / "fra" / "config.yaml")
     (tmp_path / "latest").symlink_to("mine")
-    waited: list[float] = []
-
-    def nobody_again(address: str, security: SecurityOptions, timeout_s: float) -> Told:
-        waited.append(timeout_s)
-        raise JoinFailed("unreachable", "nobody")
-
-    monkeypatch.setattr(syncer_settings, "ask", nobody_again)
     assert of_site(words).outer.lr == 0.4
-    assert of_site([*words, "run.name=mine"]).outer.lr == 0.4
-    assert waited == [60.0, 0.0], "another run may be about to begin at that address"
     assert of_site([*words, "run.name=mine"]) == before
+    assert waited == [60.0, 60.0, 0.0], "another run may be about to begin at that address"
     write(before, tmp_path / "second" / "sites" / "fra" / "config.yaml")
     with pytest.raises(JoinFailed):
         of_site(words)
@@ -224,11 +219,8 @@ def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(hand: Hand, monke
     told = syncer_settings.ask(hand.address, PLAIN, 0.0)
     for key, text, words in (
         ("data.tokenizer", "${oc.env:HOME}", r"data\.tokenizer is '\$\{oc\.env:HOME\}': text"),
-        ("data.tokenizer", "???", r"data\.tokenizer is '\?\?\?': text"),
         ("data.tokenizer", "bytes,bpe1024", r"data\.tokenizer is 'bytes,bpe1024'"),
         ("model.layers", "2 model.dim=8", r"model\.layers is '2 model\.dim=8': a whole number"),
-        ("model.layers", "{dim: 8}", r"model\.layers is '\{dim: 8\}': a whole number"),
-        ("model.lairs", "2", r"unknown key model\.lairs: did you mean model\.layers"),
         ("data.tokenizer@run", "bytes", r"unknown key data\.tokenizer@run"),
     ):
         strange = replace(told, shared={**told.shared, key: text})
@@ -236,20 +228,3 @@ def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(hand: Hand, monke
         with pytest.raises(ConfigError, match=words) as refused:
             of_client(hand.address, [])
         assert "\n" not in str(refused.value)
-
-
-def test_a_client_waits_for_a_syncer_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe, there = Checkup.probe, [False]
-
-    def first_in_vain(checkup: Checkup, ask: ProbeAsk) -> Probed:
-        there.append(True)
-        if there[-2]:
-            return probe(checkup, ask)
-        raise Unreachable("Probe: Connection refused")
-
-    monkeypatch.setattr(Checkup, "probe", first_in_vain)
-    with serving(tmp_path, "outer.lr=0.25") as served:
-        with pytest.raises(VerbError, match="does not answer"):
-            of_client(served.address, [])
-        there[:] = [False]
-        assert of_client(served.address, [], 20.0).run.name == "mine"

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from diloco.config.errors import ConfigError
-from diloco.deploy.rendering import check_reachable, documents, filled, label, processes
+from diloco.deploy.rendering import documents, filled, label, processes
 from tests.deploy.rendered import LABEL, configured
 
 
@@ -65,14 +65,10 @@ def test_accelerators_and_memory_are_those_of_the_ranks_and_the_model_unless_sai
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("launch.image", "a b", "launch.image is 'a b'"),
         ("launch.image", "x\ny", "launch.image is"),
-        ("launch.partition", "a b", "launch.partition is 'a b'"),
         ("launch.namespace", "Up", "launch.namespace is 'Up'"),
         ("launch.hours", 0.0, "launch.hours is 0.0: more than 0"),
-        ("launch.memory_gib", -1, "launch.memory_gib is -1: more than 0"),
         ("launch.gpus", -1, "launch.gpus is -1: 0 or more"),
-        ("launch.accelerator", "H 100", "launch.accelerator is 'H 100'"),
         ("launch.leave_s", 20, r"launch.leave_s is 20: from 30 \(site.finish_timeout_s"),
         ("run.name", "7up", "'7up-syncer': a DNS label of it needs a first letter"),
         ("cluster.sites", {}, r"cluster\.sites is {}"),
@@ -99,19 +95,6 @@ def test_machines_have_names_of_their_own() -> None:
         config.cluster.sites[name] = config.cluster.sites["fra"]
         with pytest.raises(ConfigError, match=rf"cluster\.sites has {words}"):
             processes(config)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["site.syncer=a:1,localhost:2"], r"site\.syncer is 'a:1,localhost:2'"),
-        (["cluster.syncer.insecure_non_loopback=false"], r"listen is '0\.0\.0\.0:7077': not a loopback address"),
-    ],
-)
-def test_sites_elsewhere_must_reach_the_syncer(settings: list[str], words: str) -> None:
-    check_reachable(configured())
-    with pytest.raises(ConfigError, match=words):
-        check_reachable(configured(*settings))
 
 
 def test_text_of_several_lines_reads_as_such_and_every_hole_of_a_template_is_filled() -> None:
