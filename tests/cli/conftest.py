@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,16 +25,31 @@ def here(own_environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """A verb ends with this code, prints nothing, and says these words in its one line."""
+class Cli:
+    """Runs verbs in this process, and looks at what they say."""
 
-    def ends(code: int, words: str, *arguments: str) -> None:
-        capsys.readouterr()
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def out(self, *arguments: str, code: int = 0) -> str:
+        """What a verb prints that ends with ``code``."""
         assert main([*arguments]) == code
-        said = capsys.readouterr()
+        return self.capsys.readouterr().out
+
+    def json(self, *arguments: str) -> Any:
+        """What a verb prints for a program."""
+        return json.loads(self.out(*arguments, "--json"))
+
+    def refuses(self, code: int, words: str, *arguments: str) -> None:
+        """A verb ends with this code, prints nothing, and says these words in its one line."""
+        self.capsys.readouterr()
+        assert main([*arguments]) == code
+        said = self.capsys.readouterr()
         assert words in said.err
         assert said.err.count("\n") == 1, said.err
         assert arguments[0] == "doctor" or not said.out, "the doctor has looked at the machine before"
 
-    return ends
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from argparse import Namespace
@@ -22,8 +21,8 @@ from diloco.config.run_dir import RunDir
 from diloco.doctor import syncer as link
 from diloco.doctor import warn
 from diloco.runs import canary
-from diloco.wire.checkup import Greeting, greet
 from diloco.wire.options import ServerOptions
+from tests.cli.conftest import Cli
 from tests.loopback.cluster import eventually, free_port
 from tests.loopback.cluster import serving as serving_toy
 from tests.runs.processes import TINY, place_in
@@ -34,26 +33,20 @@ from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from diloco.wire.options import SecurityOptions
 
 
 def test_a_digest_from_elsewhere_or_of_a_second_time_may_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     site = trained_site(tmp_path)
-    assert main(["canary", str(site), "--steps", "2", "--json", "--expect", digest_of(site)]) == 0
-    assert json.loads(capsys.readouterr().out)["same"] is True
+    assert cli.json("canary", str(site), "--steps", "2", "--expect", digest_of(site))["same"] is True
     digests = iter([(each * 64, 3) for each in "aaaab"])
     monkeypatch.setattr(canary, "digest_after", lambda *asked: next(digests))
-    assert main(["canary", str(site), "--steps", "2"]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
+    first, *rest = cli.out("canary", str(site), "--steps", "2").splitlines()
     assert "2 steps from step 3 on" in first
     assert [line.split() for line in rest] == [["digest", "a" * 64], ["again", "a" * 64], ["same"]]
     for expected in (["--expect", "0" * 64], []):
-        assert main(["canary", str(site), *expected]) == 1
-        assert "DIFFERENT" in capsys.readouterr().out
+        assert "DIFFERENT" in cli.out("canary", str(site), *expected, code=1)
 
 
 @pytest.fixture
@@ -68,17 +61,13 @@ def mine(tmp_path: Path) -> list[str]:
     return [*TINY, f"run.dir={tmp_path}"]
 
 
-def test_the_machine_alone_and_the_way_to_a_syncer(
-    mine: list[str], address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", *mine]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_machine_alone_and_the_way_to_a_syncer(mine: list[str], address: str, cli: Cli) -> None:
+    lines = cli.out("doctor", *mine).splitlines()
     assert [line.split()[1] for line in lines[:6]] == ["software", "devices", "format", "kernels", "limits", "store"]
     assert lines[-1].endswith(" 0 fail")
     assert not any(" tcp " in line for line in lines)
 
-    assert main(["doctor", f"server={address}", f"run={RUN}", "--json", *mine]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    told: dict[str, Any] = cli.json("doctor", f"server={address}", f"run={RUN}", *mine)
     levels = {each["check"]: each["level"] for each in told["checks"]}
     assert {"dns", "tcp", "grpc", "run", "identity", "rtt"} <= set(levels)
     assert (told["exit"], told["counts"]["fail"]) == (0, 0)
@@ -86,64 +75,34 @@ def test_the_machine_alone_and_the_way_to_a_syncer(
     assert rtt["address"] == address
     assert 0 < rtt["figures"]["median_ms"] < 1000
 
-    for setting, words in (
-        ("run=run-2", "run run-2 is not served there"),
-        ("site.token_file=/nowhere/token", "fail  files       site.token_file is '/nowhere/token': No such file"),
-    ):
-        assert main(["doctor", f"server={address}", *mine, setting, "--seconds", "0"]) == 1
-        assert words in capsys.readouterr().out
+    out = cli.out("doctor", f"server={address}", *mine, "site.token_file=/nowhere/token", "--seconds", "0", code=1)
+    assert "fail  files       site.token_file is '/nowhere/token': No such file" in out
 
 
-def test_nobody_anywhere_is_3(
-    mine: list[str], address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["doctor", f"server=127.0.0.1:{free_port()}", *mine]) == 3
-    assert "Connection refused" in capsys.readouterr().out
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        _, its_port = silent.getsockname()
-        dead = f"127.0.0.1:{its_port}"
-
-        def briefly(to: str, port: int, host: str, security: SecurityOptions, timeout_s: float) -> Greeting:
-            return greet(to, port, host, security, 0.2 if port == its_port else timeout_s)
-
-        monkeypatch.setattr(link, "greet", briefly)  # Nobody waits long for who never says anything.
-        assert main(["doctor", f"server={dead}", *mine]) == 3
-        assert "it accepts and says nothing" in capsys.readouterr().out
-        # One of two is enough to have reached somebody; that the other is dead is a failure all the same.
-        assert main(["doctor", f"server={dead},{address}", *mine]) == 1
-    out = capsys.readouterr().out
+def test_nobody_anywhere_is_3(mine: list[str], address: str, cli: Cli) -> None:
+    dead = f"127.0.0.1:{free_port()}"
+    assert "Connection refused" in cli.out("doctor", f"server={dead}", *mine, code=3)
+    # One of two is enough to have reached somebody; that the other is dead is a failure all the same.
+    out = cli.out("doctor", f"server={dead},{address}", *mine, code=1)
     assert f"--    {dead}\n" in out
     assert f"--    {address}\n" in out
 
 
 @pytest.mark.slow
-def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(tmp_path: Path, cli: Cli) -> None:
     with place_in(tmp_path) as place:
         _, there = place.syncer("first")
         asked = ["doctor", f"site.syncer={there}", "site.id=fra", "run=first", f"run.dir={tmp_path}/runs"]
-        assert main(asked) == 0
-        out = capsys.readouterr().out
-        for words in (
-            "ok    settings    layout and shared settings are those of run first",
-            "ok    store       syncer: ",
-            "ok    bandwidth   up ",
-        ):
-            assert words in out
+        assert "ok    settings    layout and shared settings are those of run first" in cli.out(*asked)
         for setting, words in (
             ("outer.lr=0.1", "fail  settings    outer.lr is 0.1 at the site and 0.7 at the syncer -> "),
             ("model.dim=64", "model.dim is 64 at the site and"),
         ):
-            assert main([*asked, setting, "--seconds", "0"]) == 1
-            assert words in capsys.readouterr().out
-        assert main(["status", there, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["sites"] == {}
+            assert words in cli.out(*asked, setting, "--seconds", "0", code=1)
+        assert cli.json("status", there)["sites"] == {}
 
 
-def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(
-    mine: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(mine: list[str], cli: Cli) -> None:
     asked: list[str] = []
 
     class Telling(FakeSyncer):
@@ -161,9 +120,8 @@ def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(
             each.stop(0.2)
     assert sorted(set(asked)) == ["0", "1"]
     assert asked == sorted(asked)
-    capsys.readouterr()
-    assert main(["doctor", where, *mine]) == 3, "no setting tells how many there are"
-    assert capsys.readouterr().out.count("Connection refused") == 2
+    said = cli.out("doctor", where, *mine, code=3)  # No setting tells how many there are.
+    assert said.count("Connection refused") == 2
 
 
 # --- A run that is watched -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from diloco.cli.launch import TOOLS, write
 from diloco.cli.main import main
 from diloco.config.errors import ConfigError
+from tests.cli.conftest import Cli
 from tests.deploy.rendered import AWAY, OPEN, SOURCE
 
 EVERY = [*AWAY, *OPEN, "launch.secrets=false"]
@@ -51,17 +52,14 @@ def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, capsys: 
     assert all(f"  {line}\n" in told for line in wanted), "it is said before it is done"
 
 
-def test_what_is_printed_is_what_is_written_and_the_same_again_changes_nothing(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", "slurm", "--dry-run", *EVERY]) == 0
-    printed = capsys.readouterr().out
+def test_what_is_printed_is_what_is_written_and_the_same_again_changes_nothing(place: Path, cli: Cli) -> None:
+    text = cli.out("launch", "slurm", "--dry-run", *EVERY)
     assert main(["launch", "slurm", "--dry-run", "--to", "out", *EVERY]) == 0
     files = sorted((place / "out").iterdir())
     assert files
     for file in files:
-        assert f"# --- {file.name} ---\n{file.read_text()}" in printed
-    assert printed.count("# --- ") == len(files)
+        assert f"# --- {file.name} ---\n{file.read_text()}" in text
+    assert text.count("# --- ") == len(files)
     assert called(place) == []
     same = files[0].name
     write(place / "out", {same: files[0].read_text()})

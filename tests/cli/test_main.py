@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,6 +13,7 @@ from diloco.cli import recover
 from diloco.cli.main import main
 from diloco.config import syncer_settings
 from diloco.config.compose import compose
+from tests.cli.conftest import Cli
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY
 
@@ -21,6 +21,7 @@ HELPED = """
 import io, sys
 from contextlib import redirect_stdout
 from diloco.cli.main import VERBS, main
+from tests.cli.conftest import Cli
 settled = ("syncer", "site", "train", "eval", "export", "lab", "launch", "status", "standby")
 with_grpc = ("up", "dashboard")
 last = [verb.name for verb in VERBS if verb.name not in with_grpc]
@@ -38,6 +39,8 @@ for asked in ([], ["--help"], ["--version"], *([verb, "--help"] for verb in (*la
     assert out.getvalue().startswith(("usage: diloco", "diloco 0.")) or asked in ([], ["--help"]), asked
     if asked[:1] in [[verb] for verb in settled]:
         assert "diloco config lists all" in out.getvalue(), asked
+    if asked[:1] in [[verb] for verb in ("admit", "refuse", "evict", "readmit", "drain")]:
+        assert f"diloco {asked[0]} runs/nimble-otter" in out.getvalue(), "the words that follow"
 """
 
 
@@ -47,9 +50,8 @@ def test_help_and_a_question_to_a_syncer_load_no_torch() -> None:
     subprocess.run([sys.executable, "-c", asked], check=True, timeout=60)
 
 
-def test_the_tab_key_finds_verbs_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion"]) == 0
-    script = capsys.readouterr().out
+def test_the_tab_key_finds_verbs_and_settings(cli: Cli) -> None:
+    script = cli.out("completion")
     for typed, found in (
         ("st", {"status", "standby"}),
         ("status site.tok", {"site.token_file="}),
@@ -86,12 +88,11 @@ def test_what_the_machine_refuses_is_one_line_and_exit_1(
     assert told.count("\n") == 1, told
 
 
-def test_a_full_disk_is_said_in_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_said_in_words(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     for where in ("/data/x", None):
         full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", where))
         monkeypatch.setattr(recover, "journal", full)
-        assert main(["journal", "show", "x"]) == 1
-        assert f"{where or 'diloco journal'}: the disk is full: free space there" in capsys.readouterr().err
+        cli.refuses(1, f"{where or 'diloco journal'}: the disk is full: free space there", "journal", "show", "x")
 
 
 def test_only_its_address_is_blamed_on_where_a_syncer_listens(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,13 +113,11 @@ def test_the_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) ->
     assert "note: without the settings that the run shares, since site site-a cannot reach the syncer" in printed.err
 
 
-def test_under_torchrun_a_rank_reads_a_resolved_file(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., None]
-) -> None:
+def test_under_torchrun_a_rank_reads_a_resolved_file(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for verb in ("site", "train"):
-        refused(2, "ranks read a resolved file", verb, "run.name=x")
+        cli.refuses(2, "ranks read a resolved file", verb, "run.name=x")
 
 
 REFUSING = """

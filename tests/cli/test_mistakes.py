@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from diloco.cli import model
 from diloco.cli.main import main
+from tests.cli.conftest import Cli
 from tests.lab.laboratories import rows, written
 from tests.models.pasts import with_a_past
 from tests.runs.processes import TINY, Place
@@ -221,9 +221,9 @@ def test_a_mistake_is_one_line_and_nothing_is_done(
     words: str,
     line: str,
     here: Path,
-    refused: Callable[..., None],
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
+    cli: Cli,
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # As where the harness is not installed.
     monkeypatch.delitem(sys.modules, "diloco.integrations.lm_eval", raising=False)
@@ -241,6 +241,6 @@ def test_a_mistake_is_one_line_and_nothing_is_done(
         assert main(["certs", "init", "pki"]) == 0
     there = sorted(here.rglob("*"))
     arguments = [each for word in shlex.split(line) for each in meant.get(word, [word])]
-    refused(code, words, *arguments)
+    cli.refuses(code, words, *arguments)
     assert sorted(here.rglob("*")) == there or line.startswith(BEGIN)
     assert not [*here.rglob("cells")]

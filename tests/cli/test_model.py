@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -27,6 +26,7 @@ from diloco.models.read import take
 from diloco.models.sources import Kind, kind_of
 from diloco.observe.eventlog import read_events
 from diloco.outer.fragments import named_parameters_once
+from tests.cli.conftest import Cli
 from tests.models.pasts import Hand, configured, with_a_past
 from tests.runs.processes import TINY, Place
 from tests.syncer.building import eventually, files
@@ -40,17 +40,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 pytestmark = pytest.mark.usefixtures("own_environment")
 
 
-def test_a_version_of_a_run_becomes_a_folder_and_can_be_rounded_and_cut(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_version_of_a_run_becomes_a_folder_and_can_be_rounded_and_cut(run: Path, tmp_path: Path, cli: Cli) -> None:
     before = files(run)
     for name, version, dtype, asked in (
         ("third", 3, torch.float32, ["--version", "3"]),
         ("newest", 8, torch.bfloat16, ["--dtype", "bf16", "--shard-size", "20kB"]),
     ):
         out = tmp_path / name
-        assert main(["export", str(run), "--to", str(out), *asked]) == 0
-        said = capsys.readouterr().out
+        said = cli.out("export", str(run), "--to", str(out), *asked)
         assert f"{out}: version {version} of past, " in said
         assert ("bytes of bf16" in said) is (dtype == torch.bfloat16)
         found = read_values(str(out), read_options(str(out)))
@@ -64,7 +61,7 @@ def test_a_version_of_a_run_becomes_a_folder_and_can_be_rounded_and_cut(
 
 @pytest.mark.parametrize("url", ["memory://models/otter", "file://HERE/models/otter/"])
 def test_a_version_is_sent_to_a_url_whole_or_not_at_all(
-    url: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., None]
+    url: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     files, root = fsspec.core.url_to_fs(url := url.replace("HERE", str(tmp_path)))
     asked = ["export", str(run), "--shard-size", "20kB", "--to"]
@@ -78,36 +75,31 @@ def test_a_version_is_sent_to_a_url_whole_or_not_at_all(
 
     with monkeypatch.context() as patched:
         patched.setattr(files, "put_file", put)
-        refused(1, f"--to is {url!r}: the store is full", *asked, url)
+        cli.refuses(1, f"--to is {url!r}: the store is full", *asked, url)
         patched.setattr(files, "put_file", Mock(side_effect=TimeoutError))
-        refused(1, f"--to is {url!r}: TimeoutError", *asked, url)
+        cli.refuses(1, f"--to is {url!r}: TimeoutError", *asked, url)
     assert len(sent) > 4
     assert files.find(root) == []
     assert main([*asked, url]) == 0
     assert main([*asked, str(tmp_path / "model")]) == 0
     there = {Path(name).name: files.cat_file(name) for name in files.find(root)}
     assert there == {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    refused(2, "files are there already", *asked, url)
+    cli.refuses(2, "files are there already", *asked, url)
 
 
-def test_a_syncer_says_of_which_model_its_values_are(
-    here: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_syncer_says_of_which_model_its_values_are(here: Path, cli: Cli) -> None:
     hand = Hand(configured(here))
     asked = ["export", "--syncer", hand.address]
     with_file = [*asked, "--config", "past/config.yaml", "--to"]
     try:
-        assert main([*with_file, "first"]) == 0
-        assert "version 0 of past" in capsys.readouterr().out
+        assert "version 0 of past" in cli.out(*with_file, "first")
         hand.join("a")
         hand.push("a", 0)
-        assert main([*asked, "--to", "model"]) == 0
-        assert "versions 1 0 of past" in capsys.readouterr().out
-        refused(4, "model.heads is 2 in run past and 1 here", *asked, "--to", "other", "model.heads=1")
-        refused(4, "by the settings here: give the run's own", *with_file, "other", "model.dim=64")
-        refused(2, "--version is 2: a syncer serves only its newest", *with_file, "other", "--version", "2")
-        assert main(["generate", "--syncer", hand.address, "--tokens", "3", "a"]) == 0
-        generated = capsys.readouterr().out
+        assert "versions 1 0 of past" in cli.out(*asked, "--to", "model")
+        cli.refuses(4, "model.heads is 2 in run past and 1 here", *asked, "--to", "other", "model.heads=1")
+        cli.refuses(4, "by the settings here: give the run's own", *with_file, "other", "model.dim=64")
+        cli.refuses(2, "--version is 2: a syncer serves only its newest", *with_file, "other", "--version", "2")
+        generated = cli.out("generate", "--syncer", hand.address, "--tokens", "3", "a")
     finally:
         hand.stop()
     assert generated == wanted(here / "past", b"a", tokens=3)
@@ -122,15 +114,11 @@ def wanted(run: Path, prompt: bytes, version: int | None = None, **options: floa
     return prompt.decode() + make_tokenizer("bytes").decode(tokens) + "\n"
 
 
-def test_it_goes_on_with_the_prompt_and_without_one_a_text_begins(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_goes_on_with_the_prompt_and_without_one_a_text_begins(run: Path, cli: Cli) -> None:
     options = ["--version", "2", "--tokens", "9", "--seed", "4", "--top-k", "3", "--temperature", "0.5"]
-    assert main(["generate", str(run), "x=1 the sites", *options]) == 0
     sampled = {"tokens": 9, "seed": 4, "top_k": 3, "temperature": 0.5}
-    assert capsys.readouterr().out == wanted(run, b"x=1 the sites", 2, **sampled)
-    assert main(["generate", str(run), ""]) == 0
-    assert len(capsys.readouterr().out) > 1
+    assert cli.out("generate", str(run), "x=1 the sites", *options) == wanted(run, b"x=1 the sites", 2, **sampled)
+    assert len(cli.out("generate", str(run), "")) > 1
 
 
 def test_letters_come_whole_and_nothing_is_held_for_ever() -> None:
@@ -165,11 +153,8 @@ def test_what_lies_somewhere_is_known_by_what_is_in_it(tmp_path: Path, monkeypat
     for source, kind, path in (
         ("otter", Kind.FOLDER, Path("otter")),
         ("warm", Kind.TRAINED, warm),
-        ("runs/warm", Kind.TRAINED, warm),
-        (str(warm), Kind.TRAINED, warm),
         (str(warm / "step-1"), Kind.TRAINED, warm / "step-1"),
         (str(site), Kind.TRAINED, site),
-        (str(site / "checkpoints"), Kind.TRAINED, site / "checkpoints"),
         (str(final), Kind.TRAINED, final),
         ("runs/first/syncer", Kind.DATA, Path("runs/first/syncer")),
         ("first", Kind.RUN, Path("runs/first")),
@@ -193,21 +178,10 @@ def ended(here: Path) -> Path:
     return folder
 
 
-def test_a_finished_run_is_evaluated_on_the_whole_validation_split(
-    ended: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", str(ended), "--follow"]) == 0
-    assert "versions 7: val loss 5.5" in capsys.readouterr().out
+def test_a_finished_run_is_evaluated_on_the_whole_validation_split(ended: Path, cli: Cli) -> None:
+    assert "versions 7: val loss 5.5" in cli.out("eval", str(ended), "--follow")
     (event,) = read_events(ended / "events.jsonl")
     assert (event["who"], event["what"], event["versions"], event["whole"]) == ("eval", "eval", [7], True)
-
-
-def test_a_text_that_cannot_be_used_is_a_mistake_of_one_line(
-    ended: Path, tmp_path: Path, refused: Callable[..., None]
-) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    refused(2, "data: path is", "eval", str(ended), "data.kind=text", f"data.path={empty}")
 
 
 def test_one_who_follows_begins_with_version_zero(ended: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,9 +203,7 @@ def test_one_who_follows_begins_with_version_zero(ended: Path, capsys: pytest.Ca
     assert events[0]["val_loss"] == pytest.approx(5.5, abs=0.1)
 
 
-def test_the_loss_is_of_the_model_that_the_syncer_says(
-    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_loss_is_of_the_model_that_the_syncer_says(tmp_path: Path, cli: Cli) -> None:
     Place(tmp_path)
     text = [
         "data=text",
@@ -241,10 +213,9 @@ def test_the_loss_is_of_the_model_that_the_syncer_says(
     ]
     hand = Hand(configured(tmp_path / "runs", "model.rope_theta=70000", *text))
     try:
-        assert main(["eval", "--syncer", hand.address, "--json", "inner.precision=fp32", *text]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = cli.json("eval", "--syncer", hand.address, "inner.precision=fp32", *text)
         words = "model.rope_theta is 70000.0 in run past and 10000.0 here"
-        refused(4, words, "eval", "--syncer", hand.address, "model.rope_theta=10000", *text)
+        cli.refuses(4, words, "eval", "--syncer", hand.address, "model.rope_theta=10000", *text)
         config = hand.config
     finally:
         hand.stop()
@@ -253,30 +224,24 @@ def test_the_loss_is_of_the_model_that_the_syncer_says(
     assert found["val_loss"] == pytest.approx(score.val_loss, abs=1e-6)
 
 
-def test_what_lies_in_files_has_the_loss_of_the_run(
-    ended: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_lies_in_files_has_the_loss_of_the_run(ended: Path, cli: Cli) -> None:
     values = load_file(ended / "syncer/final/model.safetensors")
     folder = ended.parent / "warm" / "train" / "checkpoints"
     checkpoint.save(folder, "step-0000000001", {f"model/{name}": value for name, value in values.items()}, {})
     (folder.parents[1] / "config.yaml").write_bytes((ended / "config.yaml").read_bytes())
     trained = str(folder)
 
-    assert main(["eval", str(ended), "--json"]) == 0
-    of_run = json.loads(capsys.readouterr().out)
+    of_run = cli.json("eval", str(ended))
     assert of_run["versions"] == [7]
-    assert main(["export", trained, "--to", "model"]) == 0
-    assert main(["export", trained, "--to", "parts", "--format", "dcp"]) == 0
-    capsys.readouterr()
+    cli.out("export", trained, "--to", "model")
+    cli.out("export", trained, "--to", "parts", "--format", "dcp")
     text = ["data=text", "data.path=text", "data.cache=cache", "inner.precision=fp32"]
     for source, settings in ((trained, []), ("warm", []), ("model", text), ("parts", text)):
-        assert main(["eval", source, *settings, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = cli.json("eval", source, *settings)
         assert found["whole"], source
         assert found["val_loss"] == pytest.approx(of_run["val_loss"], abs=1e-5), source
         assert found["val_bits_per_byte"] == pytest.approx(of_run["val_bits_per_byte"], abs=1e-5), source
-    assert main(["eval", trained]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("eval", trained)
     assert f"val loss {found['val_loss']:.4f} nats/token" in said
     assert said.endswith("(whole validation split), of the text text text\n"), "which text it is judged on"
     assert len(list(read_events(ended / "events.jsonl"))) == 1, "only of the run itself"
@@ -286,17 +251,16 @@ def test_what_lies_in_files_has_the_loss_of_the_run(
         ("data: path is 'nowhere'", ["data.path=nowhere"]),
         ("of another model", ["model.dim=64"]),
     ):
-        refused(2, words, "eval", trained, *more)
+        cli.refuses(2, words, "eval", trained, *more)
 
 
 @pytest.mark.slow
-def test_an_earlier_version_is_evaluated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_version_is_evaluated_too(tmp_path: Path, cli: Cli) -> None:
     Place(tmp_path)
     past = with_a_past(tmp_path / "runs", 2, f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}")
     losses = []
     for version in (0, 4):
-        assert main(["eval", str(past), "--version", str(version), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = cli.json("eval", str(past), "--version", str(version))
         assert found["versions"] == [version, version]
         losses.append(found["val_loss"])
     assert losses[0] != losses[1]

@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -20,22 +19,16 @@ from diloco.config.compose import compose, folder
 from diloco.lab import experiment as labs
 from diloco.plan import studies
 from diloco.plan.estimate import PRESETS, Question
+from tests.cli.conftest import Cli
 from tests.lab.laboratories import rows, written
 from tests.loopback.cluster import eventually
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_answers_in_time(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_answers_in_time(name: str, cli: Cli) -> None:
     began_s = time.process_time()
-    found = told(capsys, f"+experiment={name}")
+    found = cli.json("plan", f"+experiment={name}")
     assert time.process_time() - began_s < 10
     assert found["experiment"] == name
     bits = PRESETS[name].parameters * 4.5
@@ -46,9 +39,9 @@ def test_a_preset_answers_in_time(name: str, capsys: pytest.CaptureFixture[str])
     assert found["goodput"] == pytest.approx(found["goodput_formula"], abs=0.03)
 
 
-def test_settings_go_over_an_experiment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_go_over_an_experiment(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(studies, "SITE_ROUNDS", 100)
-    found = told(capsys, "+experiment=100t_20dc", "sites=40", "utilisation=0.9", "chips=0")
+    found = cli.json("plan", "+experiment=100t_20dc", "sites=40", "utilisation=0.9", "chips=0")
     assert (found["asked"]["sites"], found["asked"]["utilisation"]) == (40, 0.9)
     assert found["bytes_wan_per_round"] == 39 * 2 * 56.25e12
     assert found["gbps_for_utilisation"] == pytest.approx(0.9 * 2 * 39 / 40 * 8 * 56.25e12 / 3000 / 1e9, rel=0.02)
@@ -56,13 +49,10 @@ def test_settings_go_over_an_experiment(capsys: pytest.CaptureFixture[str], monk
     assert (name, question.link_gbps, question.inner_steps) == ("10b_8dc", (1.0, 1.0), 200)
 
 
-def test_a_model_of_ones_own_in_words(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_of_ones_own_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Cli) -> None:
     monkeypatch.setattr(studies, "SITE_ROUNDS", 100)
     picture = tmp_path / "plan.svg"
-    assert main(["plan", "parameters=1e9", "step_s=2", "fragments=4", "--plot", str(picture)]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("plan", "parameters=1e9", "step_s=2", "fragments=4", "--plot", str(picture))
     assert said.startswith("1.00B parameters at 4 sites: to train 95 % of the time a site needs ")
     assert "as asked, simulated" in said
     assert "Bytes grow linearly with the parameters" in said
@@ -126,7 +116,7 @@ def _text(path: str | Path) -> str:
 
 @pytest.mark.slow
 def test_the_smallest_laboratory_goes_on_where_it_was_and_trains_rows_of_the_same_settings_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
     mine = written(tmp_path, rows("a", "b"))
     asked = ["lab", f"+lab={mine}", "run.tokens=192", "--seeds", "0", "--out", str(tmp_path), "--json"]
@@ -143,8 +133,7 @@ def test_the_smallest_laboratory_goes_on_where_it_was_and_trains_rows_of_the_sam
     assert [each.stat().st_mtime_ns for each in (tmp_path / "cells").iterdir()] == [made], "it was not made again"
     assert "1 of 1 stored cells were trained by other code" in said.err
 
-    assert main(["lab", "+lab=smoke", "--out", str(tmp_path), "--jobs", "1", "run.tokens=3840", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = cli.json("lab", "+lab=smoke", "--out", str(tmp_path), "--jobs", "1", "run.tokens=3840")
     assert [row["row"] for row in told["rows"]] == ["data_parallel", "sync", "decoupled"]
     assert all(row["losses"]["0"] < 5.6 for row in told["rows"]), "untrained: 5.55"
     assert "<svg" in (tmp_path / "smoke" / "report.html").read_text(encoding="utf-8")

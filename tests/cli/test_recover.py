@@ -6,14 +6,12 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from diloco.cli.main import main
 from diloco.codec.base import digest
 from diloco.config import compose as configs
 from diloco.config.run_dir import RunDir
@@ -24,6 +22,7 @@ from diloco.sync.journal import Record
 from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.syncer.backups import Vault, back_up
 from diloco.syncer.snapshots import read_image
+from tests.cli.conftest import Cli
 from tests.models.pasts import Hand, configured, play, with_a_past
 from tests.models.test_read_warm_site import checkpointed
 from tests.sync.format_1 import encode_record
@@ -32,7 +31,7 @@ from tests.syncer.test_store import told
 
 
 def test_a_journal_is_shown_as_lines_whatever_names_it_a_torn_end_is_said_and_damage_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     folder = tmp_path / "run" / "syncer" / "journal"
     folder.mkdir(parents=True)
@@ -41,8 +40,7 @@ def test_a_journal_is_shown_as_lines_whatever_names_it_a_torn_end_is_said_and_da
         record = encode_record(Record(number * 10**9, SyncerStarted(number), "0" * 16))
         (folder / f"journal-{number:06d}.log").write_bytes(record)
     for target in (tmp_path / "run", folder.parent):
-        assert main(["journal", "show", str(target)]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = cli.out("journal", "show", str(target)).splitlines()
         assert [lines[at].split()[:2] for at in (1, 3)] == [
             ["1.000000", "SyncerStarted"],
             ["2.000000", "SyncerStarted"],
@@ -50,54 +48,46 @@ def test_a_journal_is_shown_as_lines_whatever_names_it_a_torn_end_is_said_and_da
     path = folder / "journal-000002.log"
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:20])
-    assert main(["journal", "show", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("journal", "show", str(path))
     assert said.count("SyncerStarted") == 1
     assert "20 bytes of a turn that was being written" in said
     path.write_bytes(whole[:-3] + b"xxx" + whole)
-    assert main(["journal", "show", str(path)]) == 1
-    assert "damaged" in capsys.readouterr().err
+    cli.refuses(1, "damaged", "journal", "show", str(path))
 
 
-def test_everything_is_verified_and_the_first_damage_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_verified_and_the_first_damage_named(tmp_path: Path, cli: Cli) -> None:
     desk = told(tmp_path / "run" / "syncer", snapshots=2)
     (tmp_path / "run" / "events.jsonl").touch()
     for target in (tmp_path / "run", desk.store.folder):
-        assert main(["journal", "verify", str(target)]) == 0
-        (line,) = capsys.readouterr().out.splitlines()
+        (line,) = cli.out("journal", "verify", str(target)).splitlines()
         assert line.startswith("whole: ")
         assert " 2 snapshots, " in line
         assert line.endswith(f"in {desk.store.folder}")
     path = max((desk.store.folder / "journal").glob("journal-*.log"))
     with path.open("ab") as file:
         file.write(b"torn")
-    assert main(["journal", "verify", str(tmp_path / "run")]) == 0
-    assert "the last 4 bytes are of a turn that was being written" in capsys.readouterr().out
+    said = cli.out("journal", "verify", str(tmp_path / "run"))
+    assert "the last 4 bytes are of a turn that was being written" in said
     with path.open("r+b") as file:
         file.seek(300)
         file.write(b"?")
-    assert main(["journal", "verify", str(tmp_path / "run")]) == 1
-    captured = capsys.readouterr()
-    assert (captured.out, str(path) in captured.err) == ("", True)
+    cli.refuses(1, str(path), "journal", "verify", str(tmp_path / "run"))
 
 
 def test_every_version_is_compared_with_its_digest_and_without_an_update_it_says_what_is_gone_and_keeps_an_image(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, cli: Cli
 ) -> None:
     before = files(run)
-    assert main(["replay", str(run), "--verify"]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("replay", str(run), "--verify")
     assert "versions 0 0 to 8 8" in said
     assert "16 versions match the journal's digests, bit for bit" in said
     assert "1 snapshots match the replayed values" in said
-    assert main(["replay", str(run), "--to", "3", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = cli.json("replay", str(run), "--to", "3")
     assert (facts["versions"], facts["versions_compared"]) == ([3, 3], 6)
 
     out = tmp_path / "image"
     chosen = ["--without", "site=b:versions=3..4:fragment=1"]
-    assert main(["replay", str(run), *chosen, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("replay", str(run), *chosen, "--out", str(out))
     assert "left out: b, fragment 1, sequence 2, merged into version 4, 100 tokens" in said
     assert "skipped: version 4 of fragment 1: no update remained; it keeps its number" in said
     assert "4 later updates were trained on a base that has those (a 2, b 2) and are merged unchanged" in said
@@ -105,8 +95,7 @@ def test_every_version_is_compared_with_its_digest_and_without_an_update_it_says
     image = read_image(out)
     assert [values.version for values in image.fragments] == [8, 8]
     assert image.card["run_id"] == "past"
-    assert main(["replay", str(run), *chosen, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = cli.json("replay", str(run), *chosen)
     assert facts["digests"] == [values.digest for values in image.fragments]
     left_out = {"site": "b", "fragment": 1, "sequence": 2, "version": 4, "tokens": 100, "chosen": True}
     assert facts["left_out"] == [left_out]
@@ -141,18 +130,14 @@ def assert_goes_on(run: Path, expected: list[int]) -> Hand:
 
 
 @pytest.mark.slow
-def test_from_an_image_a_run_goes_on_also_a_finished_one(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_an_image_a_run_goes_on_also_a_finished_one(run: Path, tmp_path: Path, cli: Cli) -> None:
     """`diloco up` would not have gone on with one that has finished."""
     final = RunDir(run).final_model
     final.parent.mkdir()
     final.write_bytes(b"of before")
     image = tmp_path / "image"
-    assert main(["replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert main(["restore", str(run), "--from", str(image), "--why", "b was poisoned"]) == 0
-    said = capsys.readouterr().out
+    told = cli.json("replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image))
+    said = cli.out("restore", str(run), "--from", str(image), "--why", "b was poisoned")
     assert "begins with versions 9 9" in said
     assert "without site=b:versions=3..4" in said
     assert "momentum as it was then" in said
@@ -170,9 +155,7 @@ def test_from_an_image_a_run_goes_on_also_a_finished_one(
     assert event["held"] == [["a", 0, 400, 4], ["a", 1, 400, 4], ["b", 0, 300, 3], ["b", 1, 300, 3]]
 
 
-def test_from_a_backup_into_a_lost_folder(
-    run: Path, tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, cli: Cli) -> None:
     url = str(tmp_path / "vault")
     made, _ = back_up(run / "syncer", Vault(url))
     first = "20440101T000000.000000Z"  # By the release before, when the clock was ahead.
@@ -181,7 +164,7 @@ def test_from_a_backup_into_a_lost_folder(
     digests = hand.digests()
     hand.stop()
     newest, _ = back_up(run / "syncer", Vault(url))
-    refused(1, "is not empty", "restore", str(run), "--from", url)
+    cli.refuses(1, "is not empty", "restore", str(run), "--from", url)
     unknown = "how many tokens it loses is unknown here: 800 tokens are merged"
     for source, wanted, lost in (
         (url, newest, unknown),
@@ -193,19 +176,16 @@ def test_from_a_backup_into_a_lost_folder(
             log = EventLog(run / "events.jsonl", "syncer")
             log.emit("published", {"fragment": 0, "version": 10, "digest": "f" * 64, "run_tokens": 1000})
             log.close()
-        assert main(["restore", str(run), "--from", source]) == 0
-        said = capsys.readouterr().out
+        said = cli.out("restore", str(run), "--from", source)
         assert f"backup {wanted}" in said
         assert lost in said
     hand = assert_goes_on(run, [9, 9])
     hand.stop()
     assert hand.syncer.holdings.values[1].digest == digests[1]
-    assert main(["restore", str(run), "--list", "--from", url]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("restore", str(run), "--list", "--from", url)
     assert first in said
     assert "2 backups of past" in said
-    assert main(["restore", str(run), "--list", "--from", url, "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {first, newest}
+    assert set(cli.json("restore", str(run), "--list", "--from", url)) == {first, newest}
 
 
 def warm(run: Path, folder: Path, *, flip: bool = False) -> tuple[Path, list[str]]:
@@ -232,14 +212,11 @@ def told_run(tmp_path: Path) -> Path:
     return tmp_path / "past"
 
 
-def test_from_a_warm_site_whose_bases_are_what_was_published(
-    told_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_a_warm_site_whose_bases_are_what_was_published(told_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = told_run
     site, digests = warm(run, tmp_path / "site")
     shutil.rmtree(run / "syncer")
-    assert main(["restore", str(run), "--from-site", str(site)]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("restore", str(run), "--from-site", str(site))
     assert "begins with versions 7 7" in said
     assert "momentum is lost" in said
     assert "no other evidence confirms" not in said
@@ -247,30 +224,26 @@ def test_from_a_warm_site_whose_bases_are_what_was_published(
     assert "it loses no tokens that the run had published" in said
     hand = again(run)
     assert hand.digests() == digests
-    merged = hand.syncer.core.ask(
-        lambda machine: {
-            name: [line.tokens_merged for line in site.lines] for name, site in machine.state.sites.items()
-        }
-    )
+    state = hand.syncer.core.ask(lambda machine: machine.state)
+    merged = {name: [line.tokens_merged for line in site.lines] for name, site in state.sites.items()}
     assert merged == {"a": [300, 300], "b": [300, 300]}, "the run's events say what is inside"
-    assert hand.syncer.core.ask(lambda machine: machine.state.epoch) == 31
+    assert state.epoch == 31
     hand.stop()
     assert_goes_on(run, [7, 7]).stop()
 
 
 @pytest.mark.slow
 def test_a_site_that_says_otherwise_than_what_was_published_is_refused(
-    told_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    told_run: Path, tmp_path: Path, cli: Cli
 ) -> None:
     run = told_run
     site, _ = warm(run, tmp_path / "site", flip=True)
     shutil.copytree(run / "syncer", tmp_path / "old")
     shutil.rmtree(run / "syncer")
-    assert main(["restore", str(run), "--from-site", str(site)]) == 1
-    assert "it is not what was published" in capsys.readouterr().err
+    asked, old = ["restore", str(run), "--from-site", str(site)], tmp_path / "old"
+    cli.refuses(1, "it is not what was published", *asked)
     (run / "events.jsonl").unlink()
-    assert main(["restore", str(run), "--from-site", str(site), "--evidence", str(tmp_path / "old")]) == 1
-    assert f"in {tmp_path / 'old'}: it is not what was published" in capsys.readouterr().err
+    cli.refuses(1, f"in {old}: it is not what was published", *asked, "--evidence", str(old))
     assert not [path for path in (run / "syncer").iterdir() if path.name != "lock"], "nothing was restored"
 
 
@@ -286,65 +259,53 @@ def moved(run: Path) -> Path:
 
 
 def test_after_a_failover_all_that_look_back_look_where_the_run_went_on_unless_a_folder_is_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, cli: Cli
 ) -> None:
     moved(run)
     before = files(run / "syncer")
     image = tmp_path / "image"
-    assert main(["replay", str(run), "--out", str(image), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["versions"] == [9, 8]
-    assert main(["journal", "verify", str(run)]) == 0
-    assert f"in {run / 'standby'}" in capsys.readouterr().out
-    assert main(["restore", str(run), "--from", str(image)]) == 0
-    assert "begins with versions 10 9" in capsys.readouterr().out
+    assert cli.json("replay", str(run), "--out", str(image))["versions"] == [9, 8]
+    assert f"in {run / 'standby'}" in cli.out("journal", "verify", str(run))
+    assert "begins with versions 10 9" in cli.out("restore", str(run), "--from", str(image))
     hand = again(run)
     assert hand.versions() == [10, 9]
     hand.stop()
     assert_unchanged(run / "syncer", before)
-    assert main(["restore", str(run / "syncer"), "--from", str(image)]) == 0
-    assert f"the run continues in {run / 'syncer'}" in capsys.readouterr().out
+    assert f"the run continues in {run / 'syncer'}" in cli.out("restore", str(run / "syncer"), "--from", str(image))
     assert_goes_on(run, [9, 9]).stop()
 
 
-def test_a_run_that_another_process_leads_or_follows_is_left_alone(
-    run: Path, tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_another_process_leads_or_follows_is_left_alone(run: Path, tmp_path: Path, cli: Cli) -> None:
     image = str(tmp_path / "image")
-    assert main(["replay", str(run), "--out", image]) == 0
+    cli.json("replay", str(run), "--out", image)
     before = files(run / "syncer")
     with locked(run / "syncer"):
-        refused(1, "stop this run's syncer first", "restore", str(run), "--from", image)
+        cli.refuses(1, "stop this run's syncer first", "restore", str(run), "--from", image)
     assert_unchanged(run / "syncer", before)
     standby = moved(run)
     before = files(standby)
     for asked, held in ((run, run / "syncer"), (run / "syncer", standby)):
         with locked(held):
-            refused(1, f"{held} is in use by process", "restore", str(asked), "--from", image)
+            cli.refuses(1, f"{held} is in use by process", "restore", str(asked), "--from", image)
     with socket.create_server(("127.0.0.1", 0)) as server:
         RunDir(run).address.write_text(f"127.0.0.1:{server.getsockname()[1]}")
-        refused(1, "the run's syncer answers at 127.0.0.1:", "restore", str(run), "--from", image)
+        cli.refuses(1, "the run's syncer answers at 127.0.0.1:", "restore", str(run), "--from", image)
     assert_unchanged(standby, before)
-    above = int(time.time()) + 10**6
-    capsys.readouterr()
-    asked_again = ["restore", str(run), "--from", image, "--above", str(above), "--json"]
-    assert main(asked_again) == 0, "an address that nobody serves is a dead one's"
-    assert json.loads(capsys.readouterr().out)["lineage"] == above + 1
+    above = int(time.time()) + 10**6  # An address that nobody serves is a dead one's.
+    assert cli.json("restore", str(run), "--from", image, "--above", str(above))["lineage"] == above + 1
 
 
 def assert_unchanged(folder: Path, before: dict[str, bytes]) -> None:
     assert {name for name, data in files(folder).items() if before.get(name) != data} <= {"lock"}
 
 
-def test_a_site_alone_is_taken_but_none_of_an_earlier_lineage(
-    run: Path, tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_site_alone_is_taken_but_none_of_an_earlier_lineage(run: Path, tmp_path: Path, cli: Cli) -> None:
     site, _ = warm(run, tmp_path / "site")
     shutil.rmtree(run / "syncer")
-    assert main(["restore", str(run), "--from-site", str(site), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = cli.json("restore", str(run), "--from-site", str(site))
     assert told["versions"] == [9, 9]
     assert "no other evidence confirms its version of fragment 1" in told["said"]
     assert told["held"] == [["b", 0, 400, 4], ["b", 1, 400, 4]]
     shutil.rmtree(run / "syncer")
     words = f"is of lineage 1, and lineage {told['lineage']} has begun since"
-    refused(1, words, "restore", str(run), "--from-site", str(site))
+    cli.refuses(1, words, "restore", str(run), "--from-site", str(site))

@@ -17,6 +17,7 @@ from diloco.config.run_dir import SiteDir
 from diloco.config.schema import RunConfig
 from diloco.durable import locked
 from diloco.runs.site_machines import Ranks
+from tests.cli.conftest import Cli
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY
 
@@ -57,7 +58,7 @@ def test_19_a_site_goes_on_as_its_run_began_and_a_wrong_preset_leaves_no_trace(
 
 
 def test_under_torchrun_values_are_checked_and_a_drained_site_has_not_failed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
     write(compose([*TINY, "run.name=x", "site.id=site-a"]), here / "site.yaml")
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
@@ -65,8 +66,7 @@ def test_under_torchrun_values_are_checked_and_a_drained_site_has_not_failed(
     monkeypatch.setattr(site_main, "run_rank", lambda config, place: (next(ends), "so it was"))
     assert main(["site", "--config", "site.yaml", "inner.lr=-1"]) == 2
     assert "inner.lr is -1: positive" in capsys.readouterr().err.replace("-1.0", "-1")
-    assert main(["site", "--config", "site.yaml", "site.nodes=2"]) == 2
-    assert "site.nodes is 2: not under torchrun" in capsys.readouterr().err
+    cli.refuses(2, "site.nodes is 2: not under torchrun", "site", "--config", "site.yaml", "site.nodes=2")
     assert [main(["site", "--config", "site.yaml"]) for _ in range(3)] == [0, 0, 1]
 
 

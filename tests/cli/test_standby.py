@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -14,6 +12,7 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.observe.text import standby_line
+from tests.cli.conftest import Cli
 from tests.loopback.cluster import eventually, free_port, serving
 from tests.runs.processes import START_S, TINY, place_in, wait_for
 from tests.syncer.test_standby import BOUND_S, a_toy
@@ -23,9 +22,7 @@ pytestmark = pytest.mark.usefixtures("here")
 FOLLOW = ["follow", *TINY, "run.name=otter", "cluster.syncer.listen=127.0.0.1:0"]
 
 
-def test_what_an_operator_says_to_a_standby_and_to_a_syncer(
-    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_operator_says_to_a_standby_and_to_a_syncer(tmp_path: Path, cli: Cli) -> None:
     toy = a_toy(tmp_path)
     with serving(toy) as (_, first, log):
         standing = standing_by(toy, first, 0)
@@ -33,20 +30,17 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(
         try:
             log.wait_for("standby_follows", 1, BOUND_S)
             eventually(lambda: standing.standby.connected, BOUND_S, "it knows that it follows")
-            assert main(["standby", "status", address, "--json"]) == 0
-            assert json.loads(capsys.readouterr().out)["primary"] == first
+            assert cli.json("standby", "status", address)["primary"] == first
             for verb in (["standby", "status"], ["status"]):
-                assert main([*verb, address]) == 0
-                assert f"standby standby follows {first}  versions " in capsys.readouterr().out
-            refused(1, "is the syncer, not a standby", "standby", "status", first)
-            refused(1, "this is the syncer, not a standby", "standby", "promote", first)
-            refused(3, f"this is the standby of {first}: ask there", "standby", "detach", address)
+                assert f"standby standby follows {first}  versions " in cli.out(*verb, address)
+            cli.refuses(1, "is the syncer, not a standby", "standby", "status", first)
+            cli.refuses(1, "this is the syncer, not a standby", "standby", "promote", first)
+            cli.refuses(3, f"this is the standby of {first}: ask there", "standby", "detach", address)
             eventually(lambda: standing.standby.state() is not None, BOUND_S, "it has a state")
             assert main(["standby", "promote", address, "--lossy"]) == 0
             assert standing.promoted.is_set()
             assert standing.lossy
-            assert main(["standby", "detach", first]) == 0
-            assert "continues without a standby" in capsys.readouterr().out
+            assert "continues without a standby" in cli.out("standby", "detach", first)
         finally:
             standing.stop()
             warm = standing.wait(0.0)

@@ -4,7 +4,6 @@ import argparse
 import shlex
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from diloco.config.errors import ExitCode
 from diloco.config.run_dir import RunDir
 from diloco.durable import locked
 from diloco.runs.process import Child
+from tests.cli.conftest import Cli
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY, place_in, wait_for
 
@@ -117,18 +117,20 @@ def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp
         wait_for(lambda: merged() == {"fra", "iad"}, "updates of both", lambda: f"{iad.text()}{syncer.text()}")
 
 
-def test_what_the_folder_holds_is_left_alone(tmp_path: Path, refused: Callable[..., None]) -> None:
+def test_what_the_folder_holds_is_left_alone(tmp_path: Path, cli: Cli) -> None:
     given = ["syncer", *TINY, LISTEN, "run.name=otter"]
-    refused(2, "run.init_from is 'nowhere': neither a .safetensors file nor a folder", *given, "run.init_from=nowhere")
+    cli.refuses(
+        2, "run.init_from is 'nowhere': neither a .safetensors file nor a folder", *given, "run.init_from=nowhere"
+    )
     assert not Path("runs").exists()
-    refused(2, "there is no run otter in runs", *given, "run.resume=must")
+    cli.refuses(2, "there is no run otter in runs", *given, "run.resume=must")
     with locked(Path("runs/otter/syncer")):
-        refused(1, "is this run's syncer running already?", *given)
-        refused(1, "running already?", *given, "run.init_from=nowhere")  # A run that goes on has long had it.
-    refused(2, "take another run.name", *given, "run.resume=never")
+        cli.refuses(1, "is this run's syncer running already?", *given)
+        cli.refuses(1, "running already?", *given, "run.init_from=nowhere")  # A run that goes on has long had it.
+    cli.refuses(2, "take another run.name", *given, "run.resume=never")
     config = compose([*TINY, "run.name=otter"])
     write(config, Path("runs/otter/config.yaml"))
-    refused(4, "outer.lr is 0.1 now and 0.7 in runs/otter/config.yaml", *given, "outer.lr=0.1")
+    cli.refuses(4, "outer.lr is 0.1 now and 0.7 in runs/otter/config.yaml", *given, "outer.lr=0.1")
     assert read(Path("runs/otter/config.yaml")) == config
 
 
@@ -143,29 +145,27 @@ def test_a_standby_that_was_promoted_goes_on_as_a_syncer() -> None:
     assert again(config, given, promoted=True).startswith("`diloco syncer --config run.yaml run.name=otter ")
 
 
-def test_a_folder_that_the_run_has_left_is_not_gone_on_in(refused: Callable[..., None]) -> None:
+def test_a_folder_that_the_run_has_left_is_not_gone_on_in(cli: Cli) -> None:
     given = ["syncer", *TINY, LISTEN, "run.name=otter"]
     write(compose(given[1:]), Path("runs/otter/config.yaml"))
     RunDir(Path("runs/otter")).move_to(Path("runs/otter/standby"))
     words = "the run was moved to runs/otter/standby"
-    refused(2, words, *given, "cluster.syncer.folder=runs/otter/syncer")
+    cli.refuses(2, words, *given, "cluster.syncer.folder=runs/otter/syncer")
     with locked(Path("runs/otter/standby")):
         for named in ([], ["cluster.syncer.folder=runs/otter/standby"]):
-            refused(1, "runs/otter/standby is in use by process", *given, *named)
+            cli.refuses(1, "runs/otter/standby is in use by process", *given, *named)
 
 
-def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(refused: Callable[..., None]) -> None:
+def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(cli: Cli) -> None:
     Path("runs/otter").mkdir(parents=True)
     Path("runs/otter/events.jsonl").write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
     words = "has published versions and runs/otter/syncer is gone: diloco restore restores it"
-    refused(1, words, "syncer", *TINY, LISTEN, "run.name=otter")
+    cli.refuses(1, words, "syncer", *TINY, LISTEN, "run.name=otter")
     Path("runs/otter/syncer").mkdir()  # An empty volume in its place.
-    refused(1, words, "syncer", *TINY, LISTEN, "run.name=otter")
+    cli.refuses(1, words, "syncer", *TINY, LISTEN, "run.name=otter")
 
 
-def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_status(tmp_path: Path, cli: Cli) -> None:
     tokens, token = tmp_path / "tokens.json", tmp_path / "token"
     for file, text in ((tokens, '{"observer": "token-of-observer"}'), (token, "token-of-observer")):
         file.write_text(text)
@@ -175,13 +175,11 @@ def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_sta
         tokens.write_text("{")
         said = f"tokens_file cannot be used, its last good content stays in force: tokens_file {tokens} is not JSON"
         wait_for(lambda: said in syncer.text(), "its terminal", syncer.text)
-        assert main(["status", address, f"site.token_file={token}"]) == 0
-        assert said in capsys.readouterr().out
+        assert said in cli.out("status", address, f"site.token_file={token}")
         tokens.write_text('{"observer": "token-of-observer"}')
         wait_for(lambda: "tokens_file was read again" in syncer.text(), "its terminal", syncer.text)
         assert syncer.text().count(said) == 1
-        assert main(["status", address, f"site.token_file={token}"]) == 0
-        assert "cannot be used" not in capsys.readouterr().out
+        assert "cannot be used" not in cli.out("status", address, f"site.token_file={token}")
 
 
 def test_a_start_on_an_old_copy_says_so_and_what_to_type() -> None:

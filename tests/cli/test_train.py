@@ -5,10 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,12 +17,11 @@ from diloco.config import run_dir
 from diloco.config.errors import ExitCode
 from diloco.durable import locked
 from diloco.observe.eventlog import read_events
+from tests.cli.conftest import Cli
 from tests.runs.processes import ROOT, TINY, Place, wait_for
 from tests.syncer.building import dice, eventually, join, push, serving, update
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from diloco.syncer.server import Syncer
 
 
@@ -37,39 +35,36 @@ def steps(name: str) -> list[int]:
     return [int(str(event["step"])) for event in events if event["what"] == "step"]
 
 
-def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *TINY, "run.name=base", "run.tokens=6400"]) == 0
-    assert "reached 6400 tokens; 50 steps" in capsys.readouterr().out
+def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, cli: Cli) -> None:
+    base = ["train", *TINY, "run.name=base"]
+    assert "reached 6400 tokens; 50 steps" in cli.out(*base, "run.tokens=6400")
     summary = json.loads(Path("runs/base/summary.json").read_text())
     assert summary["status"] == "ok"
     assert summary["sites"]["train"]["inner_steps"] == 50
     assert summary["global"]["val_loss"] < summary["global"]["val_loss_start"] - 1
     assert steps("base") == list(range(1, 51))
     # The same command again has nothing to do; a larger budget goes on.
-    assert main(["train", *TINY, "run.name=base", "run.tokens=6400"]) == 0
+    assert "changed: " not in cli.out(*base, "run.tokens=6400")
     assert steps("base") == list(range(1, 51))
-    assert main(["train", *TINY, "run.name=base", "run.tokens=9000"]) == 0
+    assert "changed: run.tokens is 9000 and was 6400" in cli.out(*base, "run.tokens=9000")
     assert steps("base") == list(range(1, 72))
     assert Path("runs/latest").readlink() == Path("base")
-    told = capsys.readouterr().out
-    assert told.count("changed: ") == 1
-    assert "changed: run.tokens is 9000 and was 6400" in told
-    assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.seed=7"]) == 4
-    assert "run.seed is 7 now and 0 in runs/base/config.yaml: give another run.name" in capsys.readouterr().err
-    assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.resume=never"]) == 2
+    words = "run.seed is 7 now and 0 in runs/base/config.yaml: give another run.name"
+    cli.refuses(4, words, *base, "run.tokens=9000", "run.seed=7")
+    assert main([*base, "run.resume=never"]) == 2
 
 
 def test_a_folder_of_a_run_of_sites_or_in_use_is_refused_and_not_touched(
-    place: Place, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     Path("runs/sites/syncer").mkdir(parents=True)
     Path("runs/sites/config.yaml").write_text("of the syncer")
     words = "run.name is 'sites': a run of sites, see runs/sites/syncer"
-    refused(2, words, "train", *TINY, "run.name=sites")
+    cli.refuses(2, words, "train", *TINY, "run.name=sites")
     assert Path("runs/sites/config.yaml").read_text() == "of the syncer"
     monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
     with locked(Path("runs/held")):
-        refused(1, f"in use by process {os.getpid()}: is it started twice?", "train", *TINY, "run.name=held")
+        cli.refuses(1, f"in use by process {os.getpid()}: is it started twice?", "train", *TINY, "run.name=held")
 
 
 def test_training_that_was_asked_to_stop_is_drained(place: Place) -> None:
@@ -106,13 +101,6 @@ def test_ranks_that_hold_it_in_parts_train_it_and_one_process_goes_on(place: Pla
 # --- An operator's words, said with the verbs to a real syncer -------------------------------------------------------
 
 
-def test_help_names_the_words_that_follow(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("admit", "refuse", "evict", "readmit", "drain"):
-        with pytest.raises(SystemExit):
-            main([verb, "--help"])
-        assert f"diloco {verb} runs/nimble-otter" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("verb", "end", "other", "words"),
     [
@@ -121,7 +109,7 @@ def test_help_names_the_words_that_follow(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_a_held_update_gets_the_fate_that_was_said(
-    tmp_path: Path, verb: str, end: str, other: str, words: str, refused: Callable[..., None], capsys: Any
+    tmp_path: Path, verb: str, end: str, other: str, words: str, cli: Cli
 ) -> None:
     with serving(tmp_path, health={"policy": "hold"}) as syncer:
 
@@ -141,26 +129,23 @@ def test_a_held_update_gets_the_fate_that_was_said(
         words_of_it = [address(syncer), "a", "0", "5"]
         assert main([verb, *words_of_it]) == ExitCode.OK
         eventually(lambda: fate() == end, "decided")
-        assert main([verb, *words_of_it, "--json"]) == ExitCode.OK
-        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        told = json.loads(cli.out(verb, *words_of_it, "--json").splitlines()[-1])
         assert (told["verb"], told["site"], told["fragment"], told["sequence"]) == (verb, "a", "0", "5")
-        refused(ExitCode.FAILED, words, other, *words_of_it)
+        cli.refuses(ExitCode.FAILED, words, other, *words_of_it)
 
 
-def test_what_is_said_to_a_run_is_said_to_all_its_syncers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_to_a_run_is_said_to_all_its_syncers(tmp_path: Path, cli: Cli) -> None:
     with serving(tmp_path / "one") as one, serving(tmp_path / "other") as other:
         join(one)
         join(other)
         where = f"{address(one)}/{address(other)}"
-        assert main(["evict", where, "a"]) == ExitCode.OK
-        told = capsys.readouterr().out.splitlines()
+        told = cli.out("evict", where, "a").splitlines()
         assert [line.split(": ")[0] for line in told] == [address(one), address(other)]
-        assert main(["admit", where, "a", "0", "5"]) == ExitCode.USAGE
-        assert "each counts its own fragments from 0" in capsys.readouterr().err
+        cli.refuses(ExitCode.USAGE, "each counts its own fragments from 0", "admit", where, "a", "0", "5")
     with serving(tmp_path / "third") as third:
         join(third)
-        assert main(["evict", f"{address(one)}/{address(third)}", "a"]) == ExitCode.UNREACHABLE
-        assert capsys.readouterr().out.startswith(address(third)), "one that is away keeps no other from hearing it"
+        said = cli.out("evict", f"{address(one)}/{address(third)}", "a", code=ExitCode.UNREACHABLE)
+        assert said.startswith(address(third)), "one that is away keeps no other from hearing it"
 
 
 def address(syncer: Syncer) -> str:
@@ -169,7 +154,7 @@ def address(syncer: Syncer) -> str:
 
 
 def test_a_site_is_put_out_and_let_in_again_and_a_run_is_drained(
-    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
     with serving(tmp_path) as syncer:
         join(syncer)
@@ -183,10 +168,9 @@ def test_a_site_is_put_out_and_let_in_again_and_a_run_is_drained(
             ("site_id is 'nobody': the run has no such site", "admit", "nobody", "0", "5"),
             ("fragment is 9: the run has no such fragment", "refuse", "a", "9", "5"),
             ("sequence is 77: a has sent no such update of fragment 0", "admit", "a", "0", "77"),
-            ("site_id is 'nobody': the run has no such site", "evict", "nobody"),
             ("site_id is 'nobody': the run has no such site", "readmit", "nobody"),
         ):
-            refused(ExitCode.FAILED, said, verb, where, *words)
+            cli.refuses(ExitCode.FAILED, said, verb, where, *words)
     with serving(tmp_path / "drained") as syncer:
         assert main(["drain", address(syncer)]) == ExitCode.OK
         assert syncer.wait(10.0) is not None

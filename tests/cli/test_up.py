@@ -233,23 +233,26 @@ def test_the_head_of_the_view_says_what_runs_and_compressors_are_tried_on_our_ow
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("settings", "words"),
     [
-        ("site.index=0", "site.index is 0: diloco up gives"),
-        ("site.syncer=otherhost:1", "site.syncer is 'otherhost:1'"),
-        ("cluster.sites.site-b.nodes=2", "cluster.sites.site-b.nodes is 2: diloco up has one machine"),
+        (
+            "site.index=0 site.num_sites=3 site.id=b site.syncer=otherhost:1 site.nodes=2",
+            "diloco up gives each of clus",
+        ),
+        ("cluster.sites.b.nodes=2", "cluster.sites.b.nodes is 2: diloco up has one machine"),
         ("cluster.syncer.folder=there", "cluster.syncer.folder is 'there': diloco up keeps"),
-        ("outer.quorum=4", "outer.quorum is 4: cluster.sites has 3, so that no round would ever close"),
-        ("outer.quorum_min=4", "outer.quorum_min is 4: cluster.sites has 3"),
+        ("outer.quorum=4 outer.quorum_min=4", "is 4: cluster.sites has 3, so that no round would ever close"),
         ("cluster.replication.mode=sync", "mode is 'sync': it acknowledges nothing without a standby"),
         ("upstream.endpoint=a:1", "upstream.endpoint is 'a:1': diloco up runs a whole run"),
-        ("cluster.sites.eval.nproc=1", "cluster.sites has 'eval': "),
-        ("cluster.sites.syncer.nproc=1", "cluster.sites has 'syncer': "),
+        ("cluster.sites.eval.nproc=1 cluster.sites.up.nproc=1 cluster.sites.syncer.nproc=1", "that is the name of ano"),
     ],
 )
-def test_what_up_decides_by_itself_is_refused(setting: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        check(config_in(tmp_path, setting))
+def test_what_up_decides_by_itself_is_refused(settings: str, words: str, tmp_path: Path) -> None:
+    for setting in settings.split():
+        with pytest.raises(ConfigError, match=re.escape(words)) as refused:
+            check(config_in(tmp_path, setting))
+        own = setting.partition("=")[0].removesuffix(".nproc")
+        assert own.rpartition(".")[2] in str(refused.value)
 
 
 def test_a_site_has_a_name_for_a_folder(tmp_path: Path) -> None:
