@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.main import main
-from diloco.config.arguments import OWN, goes_on, limit_threads, load_config, settings_help, settings_parser
+from diloco.config.arguments import OWN, goes_on, limit_threads, load_config, settings_parser
 from diloco.config.compose import GROUPS, choices, compose, write
 from diloco.config.keys import leaves
 
@@ -58,9 +58,12 @@ def test_threads_are_set_for_torch_and_for_children(monkeypatch: pytest.MonkeyPa
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_every_group_choice_and_key_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_group_choice_and_key_is_listed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    lines = settings_help().replace("\n" + " " * 15, " ").splitlines()
+    assert main(["config"]) == 0
+    lines = capsys.readouterr().out.replace("\n" + " " * 15, " ").splitlines()
     for group in GROUPS:
         (line,) = [line for line in lines if line.startswith(f"  {group}=")]
         assert line.partition("=")[2].replace("|", " ").split() == choices()[group]
@@ -87,9 +90,6 @@ def test_a_verb_lists_what_it_decides_as_wide_as_the_terminal(
     assert "site.token_file" in said
     assert "model.layers" not in said
     with pytest.raises(SystemExit):
-        main(["status", "--help"])
-    assert len(capsys.readouterr().out.splitlines()) <= 60
-    with pytest.raises(SystemExit):
         main(["up", "--help"])
     examples, said = "  diloco ", capsys.readouterr().out
     assert [line for line in said.splitlines() if len(line) > 80 and examples not in line] == []
@@ -110,6 +110,3 @@ def test_a_setting_is_found_by_a_word_of_its_meaning(capsys: pytest.CaptureFixtu
         assert "outer.lr " not in said
     assert main(["config", "nonsense"]) == 2
     assert "no setting has 'nonsense' in its name, its choices or its meaning" in capsys.readouterr().err
-    assert main(["config"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"  {key} [" in said for key, _, _ in leaves())

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -239,23 +240,17 @@ def test_a_model_is_spread_as_its_site_says() -> None:
 def test_a_machine_that_lacks_a_compiler_or_an_accelerator_for_its_kernels_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def lacking(function: object) -> object:
-        raise RuntimeError("no compiler")
-
     compiled, liger, here = small("inner.compile=true"), small("inner.kernels=liger"), SiteGroup(device="cpu")
-    monkeypatch.setattr("torch.compile", lacking)
+    monkeypatch.setattr("torch.compile", Mock(side_effect=RuntimeError("no compiler")))
+    lacking = r"^inner\.compile is true: torch\.compile does not work here on cpu: no comp"
     words = r"^inner\.kernels is 'liger': its kernels are for accelerators, and this is"
-    for config, told in (
-        (compiled, r"^inner\.compile is true: torch\.compile does not work here on cpu: no comp"),
-        (liger, words),
-    ):
+    for config, told in (compiled, lacking), (liger, words):
         build_syncer.check(config)  # A site may be started elsewhere.
         with pytest.raises(ConfigError, match=told):
             spread(config, build.build_model(config), here)
-    for device, told in (("cpu", words), ("tpu", r"^site\.device is 'tpu': one of auto, cpu, cuda")):
-        liger.site.device = device
-        with pytest.raises(ConfigError, match=told):
-            check_kernels(liger)
+    liger.site.device = "tpu"
+    with pytest.raises(ConfigError, match=r"^site\.device is 'tpu': one of auto, cpu, cuda"):
+        check_kernels(liger)
     liger.inner.kernels = "torch"
     check_kernels(liger)  # What nobody asks for may be missing.
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -276,6 +271,5 @@ def test_what_is_prepared_has_a_bar_at_a_terminal_and_nowhere_else() -> None:
     for words in ("tokens of train", "4.0/4.0 MB", "tokens of validation"):
         assert words in text
     assert "3.0/? MB" in shown(True, ("the stream", 3_000_000, 0)), "its length is not known before its end"
-    assert "5.0/5.0 MB" in shown(True, ("the stream", 3_000_000, 0), ("the stream", 5_000_000, 5_000_000))
     assert shown(True) == ""
     assert shown(False, ("train", 1, 2)).strip() == ""

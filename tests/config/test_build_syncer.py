@@ -200,10 +200,7 @@ def test_syncers_on_one_machine_take_ports_in_a_row() -> None:
         found = on_this_machine(compose([*many, f"cluster.syncer.metrics='{page}'"]))
         assert {part.cluster.syncer.metrics for part in found} == {page}
     for setting, words in (
-        (
-            "cluster.syncer.metrics=7076",
-            "cluster.syncer.metrics is '7076': 3 ports in a row, none of them one of",
-        ),
+        ("cluster.syncer.metrics=7076", "cluster.syncer.metrics is '7076': 3 ports in a row, none of them"),
         ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.listen is '127.0.0.1:0': host:port, with a port"),
         ("cluster.syncer.listen=localhost:abc", "cluster.syncer.listen is 'localhost:abc': host:port, with a port"),
         ("cluster.syncer.folder=/x", "cluster.syncer.folder is '/x': each of cluster.syncer.processes has its own"),

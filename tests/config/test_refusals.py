@@ -99,7 +99,7 @@ FILE = "cluster.lease.kind=file cluster.lease.path=/l.json"
         (f"{TWO} cluster.syncer.index=2", "cluster.syncer.index is 2: from 0 to 1, with outer.num_syncers=2"),
         (
             f"{TWO} cluster.syncer.index=1 cluster.syncer.processes=2",
-            "cluster.syncer.processes is 2: 1 to 1, with outer",
+            "processes is 2: 1 to 1, with outer.num_syncers=2",
         ),
         (f"{TWO} cluster.syncer.processes=0", "cluster.syncer.processes is 0: 1 to 2"),
         ("upstream.site_id=region-a", "upstream.site_id is 'region-a', and upstream.endpoint is null"),

@@ -89,9 +89,8 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
         assert made.listener._agreement.shared["outer.lr"] == "0.3"
         assert made._options.folder == str(data)
     (data / FOLDER / "run.json").write_text('{"endpoinu": "')
-    with pytest.raises(
-        VerbError, match=r"run\.json is damaged: remove it, and the settings are fetched from the syncer above again"
-    ):
+    words = r"run\.json is damaged: remove it, and the settings are fetched from the syncer above again"
+    with pytest.raises(VerbError, match=words):
         speaker(config, data)
     shutil.rmtree(data)
     with pytest.raises(VerbError, match="did not send its run's settings") as refused:
@@ -107,9 +106,8 @@ def test_each_of_several_syncers_is_a_site_of_the_one_above_of_its_number(tmp_pa
         above(tmp_path / "fast", *TWO, "outer.syncer_mbps=[2,1]", name="fast") as fast,
     ):
         for index, own in enumerate((first, second)):
-            config = region(f"{first}/{second}", *TWO, f"cluster.syncer.index={index}")
             data = tmp_path / f"region-{index}"
-            made = speaker(config, data)
+            made = speaker(region(f"{first}/{second}", *TWO, f"cluster.syncer.index={index}"), data)
             made.listener.attempt()
             made.close()
             assert own in (data / FOLDER / "run.json").read_text()

@@ -75,12 +75,14 @@ def test_who_is_not_there_yet_is_waited_for_and_that_is_said_once(
     def probe(checkup: Checkup, ask: ProbeAsk) -> SimpleNamespace:
         if tries.acquire(blocking=False):
             raise Unreachable("not yet", retry_after_s=0.01)
-        return SimpleNamespace(answer=answer())
+        return SimpleNamespace(answer=answer(shared_config=shared_config(compose([]))))
 
     monkeypatch.setattr(Checkup, "probe", probe)
-    assert of_client("127.0.0.1:1", [], 60.0).run.name == "mine"
+    assert syncer_settings.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
     said = "no answer from 127.0.0.1:1 yet: not yet; trying for 60 s more (site.join_timeout_s)\n"
     assert capsys.readouterr().err == said
+    tries.release()
+    assert of_client("127.0.0.1:1", [], 60.0).run.name == "mine"
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_an_authority_signs_and_outlives_its_leaves(authority: Pair) -> None:
 
 
 def test_a_leaf_has_one_id_and_only_a_server_has_hosts(authority: Pair) -> None:
-    site = describe(issue(authority, "site/a", [], 1, NOW).certificate)
+    site = describe(leaf(authority).certificate)
     assert site.ids == ("spiffe://example.org/site/a",)
     assert (site.hosts, site.is_authority) == ((), False)
     assert site.ends == NOW + datetime.timedelta(days=1)
@@ -37,25 +37,24 @@ def test_a_leaf_has_one_id_and_only_a_server_has_hosts(authority: Pair) -> None:
     assert syncer.fingerprint != site.fingerprint
 
 
+def leaf(authority: Pair, *hosts: str, days: int = 1) -> Pair:
+    return issue(authority, "syncer" if hosts else "site/a", [*hosts], days, NOW)
+
+
+HOSTS = "", "a b", "host:7077", "https://x", "-x.org", "x..y", "a" * 300, "*", "ü.org"
+DOMAINS = "", "Example.org", "a/b", "-a", "x" * 80
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        *[
-            (lambda authority, host=host: issue(authority, "syncer", [host], 1, NOW), "host is")
-            for host in ("", "a b", "host:7077", "https://x", "-x.org", "x..y", "a" * 300, "*", "ü.org")
-        ],
-        *[
-            (lambda _, domain=domain: make_authority(domain, NOW), "trust domain is")
-            for domain in ("", "Example.org", "a/b", "-a", "x" * 80)
-        ],
-        (lambda authority: issue(authority, "site/a", [], 4000, NOW), "the authority itself ends on 2036-"),
-        (lambda authority: issue(authority, "site/a", [], 0, NOW), "days is 0"),
-        (
-            lambda authority: issue(Pair(authority.certificate, make_authority("x", NOW).key), "site/a", [], 1, NOW),
-            "not that of its certificate",
-        ),
-        (lambda authority: issue(Pair(authority.certificate, b"no"), "site/a", [], 1, NOW), "key cannot be read"),
-        (lambda authority: issue(issue(authority, "site/a", [], 1, NOW), "site/b", [], 1, NOW), "not one that"),
+        *[(lambda authority, host=host: leaf(authority, host), "host is") for host in HOSTS],
+        *[(lambda _, domain=domain: make_authority(domain, NOW), "trust domain is") for domain in DOMAINS],
+        (lambda authority: leaf(authority, days=4000), "the authority itself ends on 2036-"),
+        (lambda authority: leaf(authority, days=0), "days is 0"),
+        (lambda authority: leaf(Pair(authority.certificate, leaf(authority).key)), "not that of its certificate"),
+        (lambda authority: leaf(Pair(authority.certificate, b"no")), "key cannot be read"),
+        (lambda authority: leaf(leaf(authority)), "not one that"),
         (lambda _: describe(b"nothing"), "no certificate in it"),
     ],
 )

@@ -201,15 +201,8 @@ def test_the_folders_that_are_here_are_looked_at(tmp_path: Path) -> None:
 def test_a_finding_is_one_line_with_its_remedy() -> None:
     assert ok("dns", "syncer: 10.0.0.3", addresses=["10.0.0.3"]).line() == "ok    dns         syncer: 10.0.0.3"
     assert warn("rtt", "slow\nand slower", "wait").line() == "warn  rtt         slow and slower -> wait"
-    found = fail("tcp", "refused", "start it", connect_ms={})
-    assert found.fields() == {
-        "check": "tcp",
-        "level": "fail",
-        "says": "refused",
-        "remedy": "start it",
-        "figures": {"connect_ms": {}},
-        "address": "",
-    }
+    told = {"check": "tcp", "level": "fail", "says": "refused", "remedy": "start it", "address": ""}
+    assert fail("tcp", "refused", "start it", connect_ms={}).fields() == {**told, "figures": {"connect_ms": {}}}
 
 
 def test_a_check_that_never_answers_or_breaks_is_a_failure_in_one_line() -> None:

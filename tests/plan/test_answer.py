@@ -149,9 +149,13 @@ def rtt(median_ms: float, address: str = "a:1") -> dict[str, Any]:
     return check("rtt", address, median_ms=median_ms, p95_ms=2 * median_ms)
 
 
+def report(*checks: dict[str, Any]) -> bytes:
+    return json.dumps({"checks": [check("software", ""), *checks], "counts": {}, "exit": 0}).encode()
+
+
 def written(place: Path, name: str, *checks: dict[str, Any]) -> str:
     file = place / f"{name}.json"
-    file.write_text(json.dumps({"checks": [check("software", ""), *checks], "counts": {}, "exit": 0}))
+    file.write_bytes(report(*checks))
     return str(file)
 
 
@@ -180,36 +184,28 @@ def test_a_link_of_each_site(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"measured   0.1 Gbit/s up, 2 down, 140 ms ({far})\n" in capsys.readouterr().out
 
 
-GOOD = [rates(1e9, 1e9), rtt(1)]
+GOOD = report(rates(1e9, 1e9), rtt(1))
+NOT_OURS = b"", b"[]", b'{"checks": [{}]}', b'{"checks": 3}', b"\xff", report(rates(1e9, 1e9))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "checks", "words"),
+    ("setting", "content", "words"),
     [
-        (["up_gbps=1"], GOOD, "up_gbps is set, and --link measures it: give one"),
-        (["rtt_ms=1"], GOOD, "rtt_ms is set, and --link measures it: give one"),
-        (["sites=3"], GOOD, "sites is 3, and 2 links are given: give one for all, or one for each"),
-        ([], [rtt(1)], "link.json: no rate was measured both ways: run diloco doctor HOST:PORT --json > FILE"),
-        ([], [rates(1e9, 0.0), rtt(1)], "link.json: no rate was measured both ways"),
-        ([], [rates(1e9, 1e9)], "link.json: not what diloco doctor prints"),
-        *(([], content, "link.json: not what diloco doctor prints") for content in (b"", b"[]", b'{"checks": [{}]}')),
-        *(([], content, "link.json: not what diloco doctor prints") for content in (b'{"checks": 3}', b"\xff")),
-        ([], None, "link.json: No such file or directory"),
+        ("up_gbps=1", GOOD, "up_gbps is set, and --link measures it: give one"),
+        ("sites=3", GOOD, "sites is 3, and 2 links are given: give one for all, or one for each"),
+        ("", report(rtt(1)), "link.json: no rate was measured both ways: run diloco doctor HOST:PORT --json > FILE"),
+        ("", report(rates(1e9, 0.0), rtt(1)), "link.json: no rate was measured both ways"),
+        *(("", content, "link.json: not what diloco doctor prints") for content in NOT_OURS),
+        ("", None, "link.json: No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_line(
-    arguments: list[str],
-    checks: list[dict[str, Any]] | bytes | None,
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    setting: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "link.json"
-    if isinstance(checks, bytes):
-        file.write_bytes(checks)
-    elif checks is not None:
-        written(tmp_path, "link", *checks)
-    assert main(["plan", *SMALL, "--link", str(file), "--link", str(file), *arguments]) == 2
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["plan", *SMALL, "--link", str(file), "--link", str(file), *setting.split()]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert len(said.strip().splitlines()) == 1
