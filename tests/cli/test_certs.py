@@ -3,8 +3,9 @@ from __future__ import annotations
 import json
 import shlex
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Said = tuple[int, str, str]
 

@@ -6,10 +6,11 @@ import json
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,6 @@ from tests.runs.test_canary import digest_of, trained_site
 from tests.syncer.building import Events, join, push, report, serving, update
 from tests.syncer.test_standby import BOUND_S, a_toy, following
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def test_a_digest_from_elsewhere_or_of_a_second_time_may_differ(

@@ -213,38 +213,36 @@ def told_run(tmp_path: Path) -> Path:
 
 
 def test_from_a_warm_site_whose_bases_are_what_was_published(told_run: Path, tmp_path: Path, cli: Cli) -> None:
-    run = told_run
-    site, digests = warm(run, tmp_path / "site")
-    shutil.rmtree(run / "syncer")
-    said = cli.out("restore", str(run), "--from-site", str(site))
+    site, digests = warm(told_run, tmp_path / "site")
+    shutil.rmtree(told_run / "syncer")
+    said = cli.out("restore", str(told_run), "--from-site", str(site))
     assert "begins with versions 7 7" in said
     assert "momentum is lost" in said
     assert "no other evidence confirms" not in said
     assert "is not known" not in said
     assert "it loses no tokens that the run had published" in said
-    hand = again(run)
+    hand = again(told_run)
     assert hand.digests() == digests
     state = hand.syncer.core.ask(lambda machine: machine.state)
     merged = {name: [line.tokens_merged for line in site.lines] for name, site in state.sites.items()}
     assert merged == {"a": [300, 300], "b": [300, 300]}, "the run's events say what is inside"
     assert state.epoch == 31
     hand.stop()
-    assert_goes_on(run, [7, 7]).stop()
+    assert_goes_on(told_run, [7, 7]).stop()
 
 
 @pytest.mark.slow
 def test_a_site_that_says_otherwise_than_what_was_published_is_refused(
     told_run: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    run = told_run
-    site, _ = warm(run, tmp_path / "site", flip=True)
-    shutil.copytree(run / "syncer", tmp_path / "old")
-    shutil.rmtree(run / "syncer")
-    asked, old = ["restore", str(run), "--from-site", str(site)], tmp_path / "old"
+    site, _ = warm(told_run, tmp_path / "site", flip=True)
+    shutil.copytree(told_run / "syncer", tmp_path / "old")
+    shutil.rmtree(told_run / "syncer")
+    asked, old = ["restore", str(told_run), "--from-site", str(site)], tmp_path / "old"
     cli.refuses(1, "it is not what was published", *asked)
-    (run / "events.jsonl").unlink()
+    (told_run / "events.jsonl").unlink()
     cli.refuses(1, f"in {old}: it is not what was published", *asked, "--evidence", str(old))
-    assert not [path for path in (run / "syncer").iterdir() if path.name != "lock"], "nothing was restored"
+    assert not [path for path in (told_run / "syncer").iterdir() if path.name != "lock"], "nothing was restored"
 
 
 def moved(run: Path) -> Path:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -74,9 +75,7 @@ def test_the_table_shows_a_site_that_reports_and_one_that_never_did() -> None:
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_a_watch_ended_by_ctrl_c_has_not_failed(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(seconds: float) -> None:
-        raise KeyboardInterrupt
-
+    stop = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(status, "status_of", lambda address, settings: STATUS)
     monkeypatch.setattr(status, "time", SimpleNamespace(sleep=stop, gmtime=time.gmtime, strftime=time.strftime))
     assert main(["status", "127.0.0.1:7077", "--watch", *option]) == 0

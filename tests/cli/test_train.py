@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,12 +16,10 @@ from diloco.config import run_dir
 from diloco.config.errors import ExitCode
 from diloco.durable import locked
 from diloco.observe.eventlog import read_events
+from diloco.syncer.server import Syncer
 from tests.cli.conftest import Cli
 from tests.runs.processes import ROOT, TINY, Place, wait_for
 from tests.syncer.building import dice, eventually, join, push, serving, update
-
-if TYPE_CHECKING:
-    from diloco.syncer.server import Syncer
 
 
 @pytest.fixture

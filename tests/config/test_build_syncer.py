@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -37,9 +36,6 @@ from tests.config.test_build import small
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_replication_and_a_lease_are_built_as_they_are_said_and_without_a_word_there_are_none() -> None:

@@ -51,13 +51,17 @@ def written(folder: Path, **other: Any) -> dict[str, torch.Tensor]:
     return values
 
 
-def test_what_was_written_is_read_from_one_file_or_several(tmp_path: Path) -> None:
-    for name, shard_bytes in (("whole", 10**9), ("cut", 5000)):
-        values = written(tmp_path / name, shard_bytes=shard_bytes)
+def test_what_was_written_is_read_from_one_file_or_several_and_may_be_rounded(tmp_path: Path) -> None:
+    for name, shard_bytes, dtype in (
+        ("whole", 10**9, torch.float32),
+        ("cut", 5000, torch.float32),
+        ("rounded", 10**9, torch.bfloat16),
+    ):
+        values = written(tmp_path / name, shard_bytes=shard_bytes, dtype=dtype)
         assert read_options(str(tmp_path / name)) == OPTIONS
         found = read_values(str(tmp_path / name), OPTIONS)
         assert found.keys() == values.keys()
-        assert all(torch.equal(found[name], values[name]) for name in values)
+        assert all(torch.equal(found[name], values[name].to(dtype)) for name in values)
     assert [file.name for file in (tmp_path / "whole").glob("*.safetensors")] == ["model.safetensors"]
     files = sorted((tmp_path / "cut").glob("*.safetensors"))
     index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
@@ -68,16 +72,9 @@ def test_what_was_written_is_read_from_one_file_or_several(tmp_path: Path) -> No
         assert len(held) == 1 or sum(4 * value.numel() for value in held.values()) <= 5000
         assert all(index["weight_map"][name] == file.name for name in held)
     assert len(files) == 7
-
-
-def test_values_can_be_rounded_to_bf16(tmp_path: Path) -> None:
-    folder = str(tmp_path / "model")
-    values = written(tmp_path / "model", dtype=torch.bfloat16)
-    found = read_values(folder, OPTIONS)
-    assert all(torch.equal(found[name], values[name].bfloat16()) for name in values)
-    assert json.loads((tmp_path / "model/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "rounded/config.json").read_text())["torch_dtype"] == "bfloat16"
     other = Transformer(OPTIONS, seed=2)
-    load_values(folder, other)
+    load_values(str(tmp_path / "rounded"), other)
     for name, value in other.named_parameters():
         assert value.dtype == torch.float32
         assert torch.equal(value, values[name].bfloat16().float())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from diloco.inner.tokenizer import END, make_tokenizer
 from diloco.learner.transfer import JoinFailed
 from diloco.sync.options import PROTOCOL
 from diloco.wire.checkup import Checkup
-from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refused, Status, Unreachable
+from diloco.wire.messages import ProbeAnswer, Refused, Status, Unreachable
 from diloco.wire.options import SecurityOptions
 from tests.integrations.serving import serving
 from tests.loopback.cluster import free_port
@@ -69,19 +68,13 @@ def test_why_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_not_there_yet_is_waited_for_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tries = threading.Semaphore(2)
     monkeypatch.setattr(syncer_settings, "SILENT_S", 0.0)
-
-    def probe(checkup: Checkup, ask: ProbeAsk) -> SimpleNamespace:
-        if tries.acquire(blocking=False):
-            raise Unreachable("not yet", retry_after_s=0.01)
-        return SimpleNamespace(answer=answer(shared_config=shared_config(compose([]))))
-
-    monkeypatch.setattr(Checkup, "probe", probe)
+    late, found = Unreachable("not yet", retry_after_s=0.01), answer(shared_config=shared_config(compose([])))
+    there = SimpleNamespace(answer=found)
+    monkeypatch.setattr(Checkup, "probe", Mock(side_effect=[late, late, there, late, there]))
     assert syncer_settings.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
     said = "no answer from 127.0.0.1:1 yet: not yet; trying for 60 s more (site.join_timeout_s)\n"
     assert capsys.readouterr().err == said
-    tries.release()
     assert of_client("127.0.0.1:1", [], 60.0).run.name == "mine"
 
 
@@ -155,13 +148,8 @@ def test_a_syncer_decides_nothing_that_is_this_machines(monkeypatch: pytest.Monk
 
 
 def test_a_site_that_was_here_before_needs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-
-    def nobody(address: str, security: SecurityOptions, timeout_s: float) -> Told:
-        waited.append(timeout_s)
-        raise JoinFailed("unreachable", "nobody")
-
-    monkeypatch.setattr(syncer_settings, "ask", nobody)
+    ask = Mock(side_effect=JoinFailed("unreachable", "nobody"))
+    monkeypatch.setattr(syncer_settings, "ask", ask)
     words = [f"run.dir={tmp_path}", "site.id=fra", "site.syncer=127.0.0.1:1"]
     with pytest.raises(JoinFailed):
         of_site(words)
@@ -170,7 +158,9 @@ def test_a_site_that_was_here_before_needs_no_answer(tmp_path: Path, monkeypatch
     (tmp_path / "latest").symlink_to("mine")
     assert of_site(words).outer.lr == 0.4
     assert of_site([*words, "run.name=mine"]) == before
-    assert waited == [60.0, 60.0, 0.0], "another run may be about to begin at that address"
+    assert [call.args[2] for call in ask.call_args_list] == [60.0, 60.0, 0.0], (
+        "another run may be about to begin at that address"
+    )
     write(before, tmp_path / "second" / "sites" / "fra" / "config.yaml")
     with pytest.raises(JoinFailed):
         of_site(words)

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,12 +110,8 @@ def test_a_disk_that_takes_nothing_is_full_small_or_slow_is_told_of_with_what_to
         (errno.EACCES, "Permission denied -> let user"),
         (errno.EROFS, "Read-only file system -> set run.dir to a folder that can be written"),
     ):
-
-        def fsync(*_: object, number: int = number) -> None:
-            raise OSError(number, os.strerror(number))
-
         with monkeypatch.context() as patch:
-            patch.setattr(machine.os, "fsync", fsync)
+            patch.setattr(machine.os, "fsync", Mock(side_effect=OSError(number, os.strerror(number))))
             assert found().startswith(f"fail  store       site a: {tmp_path} cannot be written: {words}")
         assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch:

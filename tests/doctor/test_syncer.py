@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -98,13 +99,6 @@ def test_what_a_token_is_worth(owner: str, token: str, words: str, tmp_path: Pat
     assert found.link is not None
 
 
-def raises(error: Exception) -> Callable[..., Any]:
-    def method(*_: object) -> None:
-        raise error
-
-    return method
-
-
 def probed(ahead_s: float = 0.0, **told: Any) -> Callable[..., Probed]:
     answer = ProbeAnswer(**({"protocol": 3, "protocol_oldest": 2, "run_id": RUN} | told))
     return lambda *_: Probed(answer, 0.1, int(ahead_s * 1e9), None, None)
@@ -113,9 +107,13 @@ def probed(ahead_s: float = 0.0, **told: Any) -> Callable[..., Probed]:
 @pytest.mark.parametrize(
     ("method", "found", "words"),
     [
-        ("come_in", raises(Unreachable("Watch: gone")), "fail  identity    it answered before, but not now: Watch: "),
+        (
+            "come_in",
+            Mock(side_effect=Unreachable("Watch: gone")),
+            "fail  identity    it answered before, but not now: Watch: ",
+        ),
         ("round_trips", lambda *_: [0.1] * 17 + [0.9] * 3, "warn  rtt         a small call takes 100 ms (median of 20"),
-        ("probe", raises(Refused(Status.UNIMPLEMENTED, "No!")), "warn  protocol    an earlier release"),
+        ("probe", Mock(side_effect=Refused(Status.UNIMPLEMENTED, "")), "warn  protocol    an earlier release"),
         ("probe", probed(difference="outer.lr is 1.0 at the site"), "fail  settings    outer.lr is 1.0 at the site"),
         ("probe", probed(protocol=2, protocol_oldest=1), "fail  protocol    it speaks 1 to 2, and this end 3 -> insta"),
         ("probe", probed(standby_of="10.0.0.1:7077"), "ok    role        it is the standby of 10.0.0.1:7077\n"),
