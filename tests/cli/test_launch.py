@@ -34,10 +34,9 @@ def called(place: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", TOOLS)
-def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", kind, "--yes", *EVERY]) == 0
+def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, cli: Cli) -> None:
+    told = cli.out("launch", kind, "--yes", *EVERY)
     folder = place / "runs" / "First.run" / "launch" / kind
-    told = capsys.readouterr().out
     assert told.startswith(f"runs/First.run/launch/{kind}: ")
     wanted = {
         "docker": [f"docker build --tag diloco:latest --file Dockerfile {SOURCE}"],

@@ -29,7 +29,7 @@ def test_a_site_says_which_run_it_is_of() -> None:
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_second_start_touches_nothing_of_the_first(
-    nproc: int, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nproc: int, here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
     folder = SiteDir(Path("runs/x/sites/site-a"))
@@ -38,10 +38,10 @@ def test_a_second_start_touches_nothing_of_the_first(
         config = folder.config.read_text()
         for path in (folder.ending, folder.speaker):
             path.write_text("of the first")
-        assert main(["site", *TINY, "run.name=x", "site.id=site-a", f"site.nproc={nproc}"]) == 1
+        asked = ["site", *TINY, "run.name=x", "site.id=site-a", f"site.nproc={nproc}"]
+        cli.refuses(1, "is it started twice?", *asked)
         assert [path.read_text() for path in (folder.ending, folder.speaker)] == ["of the first"] * 2
         assert folder.config.read_text() == config
-    assert "is it started twice?" in capsys.readouterr().err
 
 
 def test_19_a_site_goes_on_as_its_run_began_and_a_wrong_preset_leaves_no_trace(
@@ -58,14 +58,13 @@ def test_19_a_site_goes_on_as_its_run_began_and_a_wrong_preset_leaves_no_trace(
 
 
 def test_under_torchrun_values_are_checked_and_a_drained_site_has_not_failed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cli: Cli
+    here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     write(compose([*TINY, "run.name=x", "site.id=site-a"]), here / "site.yaml")
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     ends = iter((ExitCode.OK, ExitCode.DRAINED, ExitCode.FAILED))
     monkeypatch.setattr(site_main, "run_rank", lambda config, place: (next(ends), "so it was"))
-    assert main(["site", "--config", "site.yaml", "inner.lr=-1"]) == 2
-    assert "inner.lr is -1: positive" in capsys.readouterr().err.replace("-1.0", "-1")
+    cli.refuses(2, "inner.lr is -1.0: positive", "site", "--config", "site.yaml", "inner.lr=-1")
     cli.refuses(2, "site.nodes is 2: not under torchrun", "site", "--config", "site.yaml", "site.nodes=2")
     assert [main(["site", "--config", "site.yaml"]) for _ in range(3)] == [0, 0, 1]
 

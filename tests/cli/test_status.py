@@ -17,7 +17,6 @@ from diloco.cli import status
 from diloco.cli.main import main
 from diloco.cli.status import (
     as_one,
-    report,
     sites_table,
     syncer_address,
     syncer_addresses,
@@ -30,10 +29,9 @@ from tests.cli.conftest import Cli
 from tests.observe.recorded import Recorder, write
 
 
-def test_it_writes_the_report_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_the_report_and_prints_the_table(tmp_path: Path, cli: Cli) -> None:
     write(tmp_path / "events.jsonl", Recorder(10).record()[:200])
-    assert report([str(tmp_path)]) is ExitCode.OK
-    out = capsys.readouterr().out
+    out = cli.out("report", str(tmp_path))
     assert "the run did not reach its end" in out
     assert (tmp_path / "report.html").is_file()
     assert str(tmp_path / "report.html") in out
