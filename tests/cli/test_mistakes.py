@@ -73,6 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, "promote takes one HOST:PORT", "standby promote"),
         (2, "follow takes no HOST:PORT, but settings", "standby follow a:1"),
         (2, "--json is not an option of promote", "standby promote a:1 --json"),
+        (2, "--lossy is not an option of detach", "standby detach a:1 --lossy"),
         (3, "does not answer", "standby promote 127.0.0.1:1"),
         (2, "run.name is null", "standby follow TINY"),
         (2, "cluster.standby.primary is '': host:port", f"standby follow {FOLLOW}="),
@@ -109,6 +110,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Launchers.
         (2, "give one of docker, slurm, kubernetes, skypilot, not nomad", "launch nomad"),
         (2, "not docker slurm", "launch docker slurm"),
+        (2, "site.syncer is '127.0.0.1:7077': the address at which", "launch slurm --dry-run"),
         (2, "site.syncer is 'a:1,[::1]:2': the address", "launch slurm --dry-run site.syncer='a:1,[::1]:2'"),
         # What is predicted, and the laboratory.
         (2, "parameters is not set: parameters=70e9, or +experiment=NAME", "plan"),
@@ -201,6 +203,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, "prompt is '': at least one token", "generate RUN data.end_of_file=false model.vocab_size=257 ''"),
         (2, "can't encode", "generate RUN a\udcff"),  # The shell gave a byte that is no text.
         (2, "--tokens is 0: at least 1", "generate RUN a --tokens 0"),
+        (2, "--top-k is -1", "generate RUN a --top-k -1"),
         (2, "give one run folder, or the syncer's HOST:PORT", "eval"),
         (3, "the syncer of run past does not answer", "eval RUN"),
         (3, "the syncer at 127.0.0.1:1 does not answer", "eval --syncer 127.0.0.1:1 --follow"),

@@ -72,6 +72,7 @@ FILE = "cluster.lease.kind=file cluster.lease.path=/l.json"
         ("site.canary_every_s=-1", "site.canary_every_s is -1.0: 0 (never) or more"),
         ("site.canary_steps=0", "site.canary_steps is 0: at least 1"),
         ("site.data_channels=7", "site.data_channels is 7: 1 to 6"),
+        ("site.down_mbps=0.01", "site.down_mbps is 0.01: 0, or 0.1"),
         ("data.kind=books", "data.kind is 'books': one of stdlib, text, jsonl"),
         ("data.validation_sequences=0", "data.validation_sequences is 0: at least 1"),
         ("data.leased=true data.unit_sequences=0", "data.unit_sequences is 0"),

@@ -127,6 +127,7 @@ def test_each_of_several_syncers_is_a_site_of_the_one_above_of_its_number(tmp_pa
     ("theirs", "ours", "words"),
     [
         (["model.dim=32"], [], "model.dim is 16 in this region and 32 in the run above"),
+        (["outer.num_fragments=2"], [], "outer.num_fragments is 1 in this region and 2 in the run above"),
         (["data.leased=true"], [], "data.leased is True in the run above"),
         (["codec.feedback=0.5", "outer.adopt=overwrite"], [], "codec.feedback is 0.5 in the run above"),
     ],

@@ -118,6 +118,7 @@ def test_a_wheel_or_a_requirement_needs_no_source_tree(tmp_path: Path) -> None:
     [
         (["launch.package=/none.whl"], r"launch\.package is '/none\.whl': there is no such file"),
         (["launch.package='x && y'"], r"launch\.package is .*: it has characters that this"),
+        (["launch.base='x && y'"], r"launch\.base is"),
         (["site.device=cuda", "launch.accelerator=MI300X"], r"launch\.torch_index is empty: an accelerator .* with MI"),
         (["cluster.syncer.listen=0.0.0.0:443"], r"listen is '0\.0\.0\.0:443': not a loopback address, and there is no"),
         ([], r"launch\.package is null.*give its wheel"),

@@ -67,7 +67,9 @@ def test_accelerators_and_memory_are_those_of_the_ranks_and_the_model_unless_sai
     [
         ("launch.image", "x\ny", "launch.image is"),
         ("launch.namespace", "Up", "launch.namespace is 'Up'"),
+        ("launch.partition", "a b", "launch.partition is 'a b'"),
         ("launch.hours", 0.0, "launch.hours is 0.0: more than 0"),
+        ("launch.memory_gib", -1, "launch.memory_gib is -1: more than 0"),
         ("launch.gpus", -1, "launch.gpus is -1: 0 or more"),
         ("launch.leave_s", 20, r"launch.leave_s is 20: from 30 \(site.finish_timeout_s"),
         ("run.name", "7up", "'7up-syncer': a DNS label of it needs a first letter"),
