@@ -90,6 +90,9 @@ def test_a_verb_lists_what_it_decides_as_wide_as_the_terminal(
     assert "site.token_file" in said
     assert "model.layers" not in said
     with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 60
+    with pytest.raises(SystemExit):
         main(["up", "--help"])
     examples, said = "  diloco ", capsys.readouterr().out
     assert [line for line in said.splitlines() if len(line) > 80 and examples not in line] == []

@@ -70,6 +70,22 @@ def probe_ask(**changes: Any) -> ProbeAsk:
 # --- join ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_join_brings_how_everything_stands(tmp_path: Path) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        reply = join(syncer)
+        assert (reply.epoch, reply.incarnation, reply.lineage, reply.ending) == (1, 1, 1, None)
+        assert [(each.version, each.digest) for each in reply.standings] == [
+            (0, values.digest) for values in syncer.holdings.values
+        ]
+        push(syncer, *update())
+        again = join(syncer)  # The same process asks again: the same incarnation, and what was accepted meanwhile.
+        assert (again.incarnation, again.standings[0].watermark) == (1, 1)
+        assert again.standings[0].undecided == ((1, 100),)
+        asked = syncer.api.join(join_ask(process="89abcdef"))
+        assert (asked.ticket, asked.incarnation, asked.standings) == (2, 0, ()), "another process has to confirm"
+        assert syncer.api.join(join_ask(process="89abcdef", ticket=2)).incarnation == 2
+
+
 OTHER_SHAPE = plan_layout((("a", (6, 4)), ("b", (11,)), ("c", (7,))), 2)
 OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
 
