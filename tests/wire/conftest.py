@@ -115,6 +115,23 @@ def aside() -> Iterator[Callable[..., Any]]:
     pool.shutdown(wait=False)
 
 
+def refused(call: Callable[[], object], status: grpc.StatusCode) -> Any:
+    """The error with which ``call`` ends, whose status is this one."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    assert caught.value.code() is status, caught.value.details()
+    return caught.value
+
+
+def ended(call: Iterable[object]) -> tuple[str, str]:
+    """The status of a call, when it has ended, and its words."""
+    try:
+        list(call)
+    except grpc.RpcError as error:
+        return error.code().name, error.details()
+    return "OK", ""
+
+
 @contextlib.contextmanager
 def answering(handler: grpc.GenericRpcHandler, calls_max: int | None = None) -> Iterator[str]:
     """The address of a server that is none of ours, with ``handler``."""

@@ -44,7 +44,7 @@ from diloco.wire.messages import (
 from diloco.wire.options import ServerOptions
 from tests.hunts import flooding
 from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
-from tests.wire.conftest import Wired
+from tests.wire.conftest import Wired, ended, refused
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
 from tests.wire.relay import until_reached, wait_until
 
@@ -90,28 +90,13 @@ class Front:
         return talk.call
 
     def status(self, method: str, message: bytes, token: str) -> tuple[str, str]:
-        try:
-            next(self.ask(method, message, token))
-        except grpc.RpcError as error:
-            return error.code().name, error.details()
-        return "OK", ""
+        return ended(self.ask(method, message, token))
 
     def come_back_s(self, method: str, message: bytes, token: str, words: str) -> float:
         """Of a call for which there is no room: after how long it may retry."""
-        with pytest.raises(grpc.RpcError) as caught:
-            next(self.ask(method, message, token))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert caught.value.details() == f"caller is over its limit of {words}: retry later"
-        return int(dict(caught.value.trailing_metadata())[PUSHBACK_KEY]) / 1000
-
-
-def ended(call: Any) -> str:
-    """The status of a call, when it has ended."""
-    try:
-        list(call)
-    except grpc.RpcError as error:
-        return str(error.code().name)
-    return "OK"
+        error = refused(lambda: next(self.ask(method, message, token)), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert error.details() == f"caller is over its limit of {words}: retry later"
+        return int(dict(error.trailing_metadata())[PUSHBACK_KEY]) / 1000
 
 
 @pytest.fixture
@@ -131,21 +116,19 @@ def test_every_method_is_looked_at_below() -> None:
 @pytest.mark.parametrize("method", sorted(ASKS))
 def test_identity_comes_first_then_role_then_size_then_site_then_run(front: Callable[..., Front], method: str) -> None:
     here, ask = front(), ASKS[method]
-    stranger, operator = here.status(method, LONG, ""), here.status(method, LONG, ADMIN)
-    long = here.status(method, LONG, A)
-    foreign, elsewhere = here.status(method, ask("site-b", "run-2"), A), here.status(method, ask("site-a", "run-2"), A)
-    assert stranger[0] == "UNAUTHENTICATED"
-    # Reading is open to operators too, and so it is the message that counts there.
-    assert operator[0] == ("INVALID_ARGUMENT" if method == "Pull" else "PERMISSION_DENIED")
-    assert here.status(method, ask("site-a", RUN), ADMIN)[0] == "PERMISSION_DENIED", "it is no site"
-    assert long[0] == "INVALID_ARGUMENT"
-    assert "bytes long" in long[1]
-    assert (foreign[0], "'site-b'" in foreign[1]) == ("PERMISSION_DENIED", True)
-    if method == "Join":  # The shell says in words what differs.
-        assert here.syncer.calls == ["join"]
-        return
-    assert (elsewhere[0], "'run-2'" in elsewhere[1]) == ("NOT_FOUND", True)
-    assert here.syncer.calls == [], "nothing of all this has reached the shell"
+    for message, token, status, words in (
+        (LONG, "", "UNAUTHENTICATED", ""),
+        # Reading is open to operators too, and so it is the message that counts there.
+        (LONG, ADMIN, "INVALID_ARGUMENT" if method == "Pull" else "PERMISSION_DENIED", ""),
+        (ask("site-a", RUN), ADMIN, "PERMISSION_DENIED", ""),  # It is no site.
+        (LONG, A, "INVALID_ARGUMENT", "bytes long"),
+        (ask("site-b", "run-2"), A, "PERMISSION_DENIED", "'site-b'"),
+        # The shell says in words what differs.
+        (ask("site-a", "run-2"), A, *(("OK", "") if method == "Join" else ("NOT_FOUND", "'run-2'"))),
+    ):
+        found, details = here.status(method, message, token)
+        assert (found, words in details) == (status, True), details
+    assert here.syncer.calls == (["join"] if method == "Join" else []), "something else has reached the shell"
 
 
 @pytest.mark.parametrize("method", sorted(OPERATORS))
@@ -153,10 +136,9 @@ def test_an_operators_call_needs_its_role_before_its_message_is_parsed(
     front: Callable[..., Front], method: str
 ) -> None:
     here = front()
-    assert here.status(method, LONG, "")[0] == "UNAUTHENTICATED"
-    assert here.status(method, LONG, A)[0] == "PERMISSION_DENIED"
-    assert here.status(method, LONG, OBSERVER)[0] == ("INVALID_ARGUMENT" if method == "Status" else "PERMISSION_DENIED")
-    assert here.status(method, LONG, ADMIN)[0] == "INVALID_ARGUMENT"
+    observed = "INVALID_ARGUMENT" if method == "Status" else "PERMISSION_DENIED"
+    statuses = {"": "UNAUTHENTICATED", A: "PERMISSION_DENIED", OBSERVER: observed, ADMIN: "INVALID_ARGUMENT"}
+    assert {token: here.status(method, LONG, token)[0] for token in statuses} == statuses
     assert here.syncer.calls == []
     assert here.status(method, OPERATORS[method], ADMIN)[0] == "OK"
 
@@ -179,10 +161,10 @@ def test_bytes_are_charged_as_they_move_and_owed_by_the_next_transfer(front: Cal
     here = front(permissions={"default": {"bytes_per_s": 100, "pull_bytes_per_s": 100}, "roles": ["observer"]})
     here.syncer.publish(PAYLOAD, whole=True, from_version=0)
     pull, owed_s = ASKS["Pull"], len(PAYLOAD) / 100  # One second of it is credit.
-    assert ended(here.ask("Pull", pull("site-a", RUN), A)) == "OK"
+    assert here.status("Pull", pull("site-a", RUN), A)[0] == "OK"
     assert owed_s - 5 < here.come_back_s("Pull", pull("site-a", RUN), A, "pull_bytes_per_s") < owed_s
-    assert ended(here.ask("Pull", pull("site-b", RUN), B)) == "OK", "another has its own"
-    assert ended(here.ask("Pull", pull("", RUN), OBSERVER)) == "OK", "an operator has none"
+    assert here.status("Pull", pull("site-b", RUN), B)[0] == "OK", "another has its own"
+    assert here.status("Pull", pull("", RUN), OBSERVER)[0] == "OK", "an operator has none"
     assert here.syncer.calls == ["pull"] * 3
     assert here.server.counters()["payload_bytes_out"] == 3 * len(PAYLOAD)
     for site, token in (("site-a", A), ("site-b", B)):
@@ -216,7 +198,7 @@ def test_calls_have_a_rate_for_each_caller_and_wait_for_their_turn(front: Callab
     assert time.monotonic() - began_s > 0.4
     assert here.server.counters()["kept_waiting"] == 3
     calls = [here.ask("Report", report("site-a", RUN), A) for _ in range(6)]
-    said = [ended(call) for call in calls]
+    said = [ended(call)[0] for call in calls]
     assert set(said) == {"OK", "RESOURCE_EXHAUSTED"}
     assert said.count("OK") <= 4, "what would have to wait for more than a second is refused"
     assert [here.status("Report", report("site-b", RUN), B)[0] for _ in range(6)] == ["OK"] * 6
@@ -225,7 +207,7 @@ def test_calls_have_a_rate_for_each_caller_and_wait_for_their_turn(front: Callab
 def test_strangers_wait_in_one_line_and_in_no_callers_way(front: Callable[..., Front]) -> None:
     here = front(calls_per_s=2.0, calls_per_caller_max=2)
     calls = [here.ask("Report", b"", f"token-of-stranger-{number}") for number in range(8)]
-    codes = {ended(call) for call in calls}
+    codes = {ended(call)[0] for call in calls}
     assert codes <= {"UNAUTHENTICATED", "RESOURCE_EXHAUSTED"}
     assert "UNAUTHENTICATED" in codes
     began_s = time.monotonic()
@@ -271,22 +253,18 @@ BOUND_S = 10.0
 FILES, PLACES, ROOM = 64, 32, 24
 
 
-def few(monkeypatch: pytest.MonkeyPatch, files: int = FILES) -> None:
-    monkeypatch.setattr(open_files, "limits", lambda: (files, files))
-
-
 def test_half_of_the_files_are_for_connections_and_no_more_than_all_sites_can_want(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for files, sites, found in ((64, 16, 32), (65_536, 4, 2048), (sys.maxsize, 1, 1280), (1, 1, 1)):
-        few(monkeypatch, files)
+        monkeypatch.setattr(open_files, "limits", lambda files=files: (files, files))
         assert places(ServerOptions(run_id=RUN, sites_max=sites)) == found
 
 
 def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(
     start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few(monkeypatch)
+    monkeypatch.setattr(open_files, "limits", lambda: (FILES, FILES))
     wired = start(alive_s=0.1)
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(wired.client().watch(1))
@@ -303,10 +281,7 @@ def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(
         assert wired.server.counters()["hung_up"] >= PLACES - ROOM
 
 
-def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_none_whose_call_is_under_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few(monkeypatch)
+def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_none_whose_call_is_under_way() -> None:
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = listening.getsockname()[1]
