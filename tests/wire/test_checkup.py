@@ -30,13 +30,9 @@ from diloco.wire.messages import (
 )
 from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.loopback.cluster import free_port
-from tests.wire import conftest
 from tests.wire.certificates import LOOPBACK, OBSERVER, A, Authority, B, written
-from tests.wire.conftest import Talk, Wired
-from tests.wire.fake_syncer import RUN
-from tests.wire.relay import until_reached
-
-WAIT_S = 20.0
+from tests.wire.conftest import Talk, Wired, answering, ended
+from tests.wire.relay import WAIT_S, until_reached
 
 
 @pytest.fixture
@@ -52,16 +48,15 @@ def checkup(address: str, token: str = "") -> Checkup:
     return Checkup(address, SecurityOptions(token=token), ClientOptions(control_timeout_s=WAIT_S))
 
 
+def probed(address: str, token: str = "", **ask: int) -> Any:
+    with checkup(address, token) as asked:
+        return asked.probe(ProbeAsk(3, **ask))
+
+
 def test_a_server_that_refuses_to_list_its_services_has_none_by_name() -> None:
     others = grpc.method_handlers_generic_handler("another.Service", {})
-    with conftest.answering(others) as address, checkup(address) as asked:
+    with answering(others) as address, checkup(address) as asked:
         assert asked.names() == ()
-
-
-def test_round_trips_are_counted_and_bounded(wired: Wired) -> None:
-    with checkup(wired.server.address) as asked:
-        assert len(asked.round_trips(5, 5.0)) == 5
-        assert asked.round_trips(1000, 0.0) == []
 
 
 def greeted(address: str, security: SecurityOptions = SecurityOptions(), limit_s: float = 5.0) -> Greeting:  # noqa: B008
@@ -110,41 +105,19 @@ def test_a_syncer_is_known_to_speak_tls_or_not_whatever_it_wants_of_callers(
             assert speaks_tls(address) is None
 
 
-def test_a_probe_tells_the_run_the_identity_that_is_seen_and_the_time(guarded: Callable[..., Wired]) -> None:
-    with checkup(guarded().server.address, A) as asked:
-        probed = asked.probe(ProbeAsk(3, RUN))
-    assert (probed.answer.protocol, probed.answer.run_id, probed.answer.identity) == (3, RUN, "site/site-a")
-    assert abs(probed.ahead_ns) / 1e9 <= probed.round_s + 0.05
-    assert (probed.up, probed.down) == (None, None)
-
-
 def test_filler_is_counted_both_ways_is_no_payload_and_is_bounded_by_time_where_bytes_do_not(wired: Wired) -> None:
-    with checkup(wired.server.address) as asked:
-        probed = asked.probe(ProbeAsk(3, bytes_up=4 * MIB + 5, bytes_down=3 * MIB + 7, limit_ns=10**10))
-    assert probed.up is not None
-    assert probed.down is not None
-    assert (probed.up.bytes, probed.down.bytes) == (4 * MIB + 5, 3 * MIB + 7)
-    assert probed.up.bytes_per_s > 1e6
-    assert probed.down.bytes_per_s > 1e6
+    found = probed(wired.server.address, bytes_up=4 * MIB + 5, bytes_down=3 * MIB + 7, limit_ns=10**10)
+    assert (found.up.bytes, found.down.bytes) == (4 * MIB + 5, 3 * MIB + 7)
     counters = wired.server.counters()
     assert (counters["probe_bytes_in"], counters["probe_bytes_out"]) == (4 * MIB + 5, 3 * MIB + 7)
     assert not {"payload_bytes_in", "payload_bytes_out"} & set(counters)
     assert wired.syncer.calls == []
-
     began = time.monotonic()
-    with checkup(wired.server.address) as asked:
-        probed = asked.probe(ProbeAsk(3, bytes_up=64 * MIB, bytes_down=64 * MIB, limit_ns=1))
+    found = probed(wired.server.address, bytes_up=64 * MIB, bytes_down=64 * MIB, limit_ns=1)
     assert time.monotonic() - began < WAIT_S
-    assert probed.up is None or probed.up.bytes < 64 * MIB
-    assert probed.down is None or probed.down.bytes < 64 * MIB
-
-
-def status_of(call: Any) -> tuple[str, str]:
-    try:
-        list(call)
-    except grpc.RpcError as error:
-        return error.code().name, error.details()
-    return "OK", ""
+    assert all(taken is None or taken.bytes < 64 * MIB for taken in (found.up, found.down))
+    with checkup(wired.server.address) as asked:
+        assert asked.round_trips(1000, 0.0) == []
 
 
 NO_PROBES: list[tuple[list[bytes], str, str]] = [
@@ -164,12 +137,12 @@ def test_what_is_no_probe_is_refused_in_words_and_a_stranger_before_a_byte_is_pa
 ) -> None:
     probe = wired.channel().stream_stream(f"/{SYNC_SERVICE}/Probe")
     for messages, status, words in NO_PROBES:
-        found, details = status_of(probe(iter(messages), timeout=WAIT_S))
+        found, details = ended(probe(iter(messages), timeout=WAIT_S))
         assert (found, words in details) == (status, True), details
     assert wired.syncer.calls == []
     assert wired.server.counters().get("internal", 0) == 0
     call = guarded().channel().stream_stream(f"/{SYNC_SERVICE}/Probe")
-    assert status_of(call(iter([b"\xff" * CONTROL_BYTES_MAX]), timeout=WAIT_S))[0] == "UNAUTHENTICATED"
+    assert ended(call(iter([b"\xff" * CONTROL_BYTES_MAX]), timeout=WAIT_S))[0] == "UNAUTHENTICATED"
 
 
 def held(wired: Wired, token: str) -> Talk:
@@ -178,11 +151,6 @@ def held(wired: Wired, token: str) -> Talk:
     talk = wired.talk(f"/{SYNC_SERVICE}/Probe", ask, filler, token=token)
     assert isinstance(unpack_probe_reply(next(talk.call)), ProbeAnswer)
     return talk
-
-
-def probed(address: str, token: str = "", **ask: int) -> None:
-    with checkup(address, token) as asked:
-        asked.probe(ProbeAsk(3, **ask))
 
 
 def test_a_caller_has_one_place_and_all_together_few_which_they_give_back(guarded: Callable[..., Wired]) -> None:

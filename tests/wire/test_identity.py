@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -40,8 +41,8 @@ NEXT_B = B + "x"
 class Context:
     """As much of gRPC's context as is asked who calls."""
 
-    def __init__(self, *tokens: str) -> None:
-        self.invocation_metadata = lambda: tuple(("authorization", f"Bearer {token}") for token in tokens)
+    def __init__(self, *values: str) -> None:
+        self.invocation_metadata = lambda: tuple(("authorization", value) for value in values)
         self.auth_context = dict
         self.peer = lambda: "ipv4:127.0.0.1:1234"
 
@@ -59,23 +60,22 @@ def refusal(call: Callable[[], object]) -> Refusal:
 
 
 def test_a_token_says_who_calls_and_is_never_shown(authenticator: Authenticator) -> None:
-    found = authenticator.identify(Context(A))
-    assert found == Identity(site="a")
-    assert found.caller(Context()) == "site/a"
-    assert authenticator.identify(Context(B)) == authenticator.identify(Context(NEXT_B)) == Identity(site="b")
-    admin = authenticator.identify(Context(ADMIN))
+    found, b, next_b, admin = (authenticator.identify(Context(f"Bearer {token}")) for token in (A, B, NEXT_B, ADMIN))
+    assert (found, found.caller(Context())) == (Identity(site="a"), "site/a")
+    assert b == next_b == Identity(site="b")
     assert (admin.name, admin.roles) == ("admin", {"admin"})
-    for tokens in ((), ("unknown-token-0123",), (A, A)):
-        assert refusal(lambda tokens=tokens: authenticator.identify(Context(*tokens))).status is Status.UNAUTHENTICATED
-    assert "token_digest" not in repr(found)
-    assert "certificate" not in repr(found)
-    assert A not in repr(SecurityOptions(token=A))
+    unknown, twice = ["Bearer unknown-token-0123"], [f"Bearer {A}"] * 2
+    for values in ([], unknown, twice, [f"Basic {A}"], [f"bearer {A}"], [A], [f"Bearer  {A}"], [""]):
+        told = refusal(lambda values=values: authenticator.identify(Context(*values)))
+        assert told.status is Status.UNAUTHENTICATED
+    for shown in (repr(found), repr(SecurityOptions(token=A))):
+        assert not any(secret in shown for secret in ("token_digest", "certificate", A))
 
 
 def test_a_right_that_is_withdrawn_is_missing_from_the_next_look_on(tmp_path: Path) -> None:
     permissions = written(tmp_path / "permissions", {"default": {"may_push": True}})
     authenticator = Authenticator(SecurityOptions(tokens_file=written(tmp_path / "tokens"), permissions=permissions))
-    found = authenticator.identify(Context(A))
+    found = authenticator.identify(Context(f"Bearer {A}"))
     for method in ("Push", "Pull"):
         authenticator.check_still(found, method)
     written(tmp_path / "permissions", {"default": {"may_push": False}})
@@ -84,22 +84,18 @@ def test_a_right_that_is_withdrawn_is_missing_from_the_next_look_on(tmp_path: Pa
     assert refusal(lambda: authenticator.check_still(found, "Push")).text == "site/site-a may no longer push"
 
 
-def allowed(method: str, is_site: bool, roles: frozenset[str]) -> bool:
-    try:
-        Identity("site-a" if is_site else None, roles).check_role(method)
-    except Refusal as refusal:
-        return refusal.status is not Status.PERMISSION_DENIED
-    return True
+def allowed(method: str, caller: Identity) -> bool:
+    with contextlib.suppress(Refusal):
+        caller.check_role(method)
+        return True
+    return False
 
 
 def test_who_may_call_what_is_said_of_every_method_of_ours() -> None:
-    services = [
-        sync_pb2.DESCRIPTOR.services_by_name["SyncService"],
-        admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
-    ]
+    services = [*sync_pb2.DESCRIPTOR.services_by_name.values(), *admin_pb2.DESCRIPTOR.services_by_name.values()]
     ours = {method.name for service in services for method in service.methods}
     assert ours == {method for method in NEEDS if "/" not in method and NEEDS[method] is not Needs.STANDBY}
-    callers = {"a site": (True, frozenset[str]()), **{role: (False, frozenset({role})) for role in ROLES}}
+    callers = {"a site": Identity("site-a"), **{role: Identity(None, frozenset({role})) for role in ROLES}}
     who = {
         Needs.SITE: {"a site"},
         Needs.READER: {"a site", "observer", "admin", "standby"},
@@ -109,24 +105,24 @@ def test_who_may_call_what_is_said_of_every_method_of_ours() -> None:
         Needs.KNOWN: {"a site", "observer", "admin", "standby"},
     }
     for method, needs in NEEDS.items():
-        assert {name for name, caller in callers.items() if allowed(method, *caller)} == who[needs], method
-        assert not allowed(method, False, frozenset())
-    assert not allowed("Everything", True, ROLES), "it is not in the table"
+        assert {name for name, caller in callers.items() if allowed(method, caller)} == who[needs], method
+        assert not allowed(method, Identity())
+    assert not allowed("Everything", Identity("site-a", ROLES)), "it is not in the table"
 
 
 def test_a_file_says_what_each_may_do(tmp_path: Path) -> None:
     rates = {"bytes_per_s": 1e6, "pull_bytes_per_s": 2e6, "pushes_per_s": 0.5, "calls_per_s": 9}
     site = {"fragments": [0, 3], "update_bytes_max": 4e7} | rates
-    table = {"default": "deny", "sites": {"a": site, "b": {"may_push": False, "roles": ["observer"]}}}
-    found = read_permissions(written(tmp_path / "permissions", table))
-    assert found.sites["a"] == Grant(fragments=frozenset({0, 3}), update_bytes_max=40_000_000, **rates)
-    assert found.sites["b"] == Grant(may_push=False, roles=frozenset({"observer"}))
-    assert (found.default, found.roles) == (None, frozenset())
-    allowed = read_permissions(written(tmp_path / "permissions", {"default": "allow"}))
-    assert (allowed.default, allowed.roles) == (Grant(), ROLES)
-    table = {"default": {"pushes_per_s": 1}, "roles": ["admin"]}
-    limited = read_permissions(written(tmp_path / "permissions", table))
-    assert (limited.default, limited.roles) == (Grant(pushes_per_s=1.0), {"admin"})
+    sites = {"a": site, "b": {"may_push": False, "roles": ["observer"]}}
+    for table, default, roles in (
+        ({"default": "deny", "sites": sites}, None, frozenset()),
+        ({"default": "allow", "sites": sites}, Grant(), ROLES),
+        ({"default": {"pushes_per_s": 1}, "roles": ["admin"], "sites": sites}, Grant(pushes_per_s=1.0), {"admin"}),
+    ):
+        found = read_permissions(written(tmp_path / "permissions", table))
+        assert found.sites["a"] == Grant(fragments=frozenset({0, 3}), update_bytes_max=40_000_000, **rates)
+        assert found.sites["b"] == Grant(may_push=False, roles=frozenset({"observer"}))
+        assert (found.default, found.roles) == (default, roles)
 
 
 BAD_FILES: dict[Callable[[str], object], tuple[str, list[tuple[object, str]]]] = {
@@ -135,7 +131,6 @@ BAD_FILES: dict[Callable[[str], object], tuple[str, list[tuple[object, str]]]] =
         [
             ("{", "Expecting"),
             ([], "wanted an object"),
-            ({}, "default is None"),
             ({"default": "maybe"}, "default is 'maybe'"),
             ({"default": "deny", "site": {}}, "wanted an object"),
             ({"default": "deny", "sites": []}, "sites: wanted"),
@@ -143,11 +138,9 @@ BAD_FILES: dict[Callable[[str], object], tuple[str, list[tuple[object, str]]]] =
             ({"default": "deny", "sites": {"a": 3}}, r"sites\.a has 3"),
             ({"default": {"may_push": 1}}, r"default\.may_push is 1"),
             ({"default": {"fragments": [0, -1]}}, r"default\.fragments is \[0, -1\]"),
-            ({"default": {"fragments": [True]}}, r"default\.fragments"),
             ({"default": {"pushes_per_s": 0}}, r"default\.pushes_per_s is 0"),
             ({"default": {"pushes_per_s": 10**400}}, r"default\.pushes_per_s is 1000"),
             ({"default": {"bytes_per_s": float("nan")}}, r"default\.bytes_per_s is nan"),
-            ({"default": {"update_bytes_max": "many"}}, r"default\.update_bytes_max is 'many'"),
             ({"default": "deny", "roles": ["king"]}, r"roles is \['king'\]"),
             ({"default": "deny", "sites": {"a": {"roles": "admin"}}}, r"sites\.a\.roles is 'admin'"),
             ("[" * 100_000, "nested"),
@@ -157,22 +150,15 @@ BAD_FILES: dict[Callable[[str], object], tuple[str, list[tuple[object, str]]]] =
     read_revoked: (
         "revoked_file ",
         [
-            ("[", "not JSON"),
-            ([], "wanted an object"),
-            ({"certificate": []}, "wanted an object"),
             ({"certificates": "all"}, "certificates: wanted a list"),
             ({"certificates": ["ab"]}, "certificates has 'ab'"),
             ({"certificates": ["A" * 64]}, "certificates has 'AAA"),
             ({"ids": ["a"]}, "ids has 'a'"),
-            ({"ids": [3]}, "ids has 3"),
         ],
     ),
     read_tokens: (
         "tokens_file ",
         [
-            ("{", "not JSON"),
-            ([], "wanted an object"),
-            ({"site": {}}, "wanted an object"),
             ({"sites": {"site-a": "short"}}, "the token of site-a"),
             ({"admin": "token of an operator"}, "the token of admin"),
             ({"sites": {"site-a": A, "site-b": A}}, "given twice"),
