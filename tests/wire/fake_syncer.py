@@ -166,6 +166,7 @@ class FakeSyncer:
         self.feeds: list[FakeFeed] = []
         self.version = PullHeader(0, 0, 3, True, "fp32", 1, 4, (4,), DIGEST, checksum((b"abcd",)), ())
         self.parts: tuple[bytes, ...] = (b"abcd",)
+        self.pulls: list[PullAsk] = []
         self.commits = 0
         self.write_pause_s = 0.0
         self.protocol = 0
@@ -233,6 +234,7 @@ class FakeSyncer:
 
     def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
         self.calls.append("pull")
+        self.pulls.append(ask)
         if ask.fragment != self.version.fragment:
             raise Refusal(Status.NOT_FOUND, f"fragment is {ask.fragment}: there is no such fragment")
         if ask.want_version not in (0, self.version.version):

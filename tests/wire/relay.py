@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 class Relay:
-    """Passes bytes on; ``freeze`` makes it swallow them, for all connections or for those that carry bulk."""
+    """Passes bytes on; ``hold`` makes it fall silent, for all connections or for those that carry bulk."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -26,7 +26,6 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
-        self._frozen_above_bytes: int | None = None
         self._hold_above_bytes: int | None = None
         self._counting = threading.Lock()
         self.carried_up = 0
@@ -36,17 +35,12 @@ class Relay:
         self._to_damage = 0
         self.damaged = 0
         self._ended = threading.Event()
-        self.carried = threading.Event()
         self._sockets: list[socket.socket] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
-    def freeze(self, above_bytes: int = 0) -> None:
-        """From now on swallow what comes on connections that carried more than ``above_bytes``."""
-        self._frozen_above_bytes = above_bytes
-
-    def hold(self, above_bytes: int) -> None:
-        """Connections that have carried so much wait, until ``cut``: nothing is lost, and nothing more arrives."""
+    def hold(self, above_bytes: int = 0) -> None:
+        """Connections that have carried more than that wait, until ``cut``: nothing more arrives at either end."""
         self._ended.clear()
         self._hold_above_bytes = above_bytes
 
@@ -103,14 +97,10 @@ class Relay:
                 self._count(len(data), up)
                 if self.damaged < self._to_damage and self._mark in data:
                     data = self._damaged(data)
-                if total[0] > 1_000_000:
-                    self.carried.set()
                 if self._hold_above_bytes is not None and total[0] > self._hold_above_bytes:
                     self._ended.wait(60)
                     return
-                above = self._frozen_above_bytes
-                if above is None or total[0] <= above:
-                    sink.sendall(data)
+                sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from diloco.wire.channel import (
     ADMIN_SERVICE,
     PUSHBACK_KEY,
     REASON_KEY,
-    SYNC_SERVICE,
     Backoff,
     Guard,
     Line,
@@ -45,6 +45,10 @@ def test_delays_grow_to_the_cap_with_a_jitter_and_what_the_other_end_asks_for_is
     assert min(delays) == 4.0
     assert len(set(delays)) == 10
     assert max(delays) < 6.0
+
+
+def line(address: str = "127.0.0.1:1", **security: Any) -> Line:
+    return Line(address, SecurityOptions(**security), ClientOptions(), ADMIN_SERVICE)
 
 
 RETRYABLE = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "DATA_LOSS", "INTERNAL", "UNKNOWN", "ABORTED"}
@@ -91,10 +95,8 @@ def test_why_there_is_no_connection_is_said_without_grpcs_own_words() -> None:
         error = wire_error("Join", Failed(grpc.StatusCode.UNAVAILABLE, details=details))
         assert isinstance(error, Unreachable)
         assert error.why.startswith(f"Join: {why}")
-    line = Line("127.0.0.1:1", SecurityOptions(), ClientOptions(), ADMIN_SERVICE)
     with pytest.raises(Unreachable, match=r"^Status: Connection refused$"):
-        line.unary("Status", b"", bytes, 5.0)
-    line.close()
+        line().unary("Status", b"", bytes, 5.0)
 
 
 def statuses(answer: Callable[[bytes, Any], bytes]) -> grpc.GenericRpcHandler:
@@ -111,17 +113,17 @@ def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
         return request
 
     with answering(statuses(held), calls_max=1) as address:
-        line = Line(address, SecurityOptions(), ClientOptions(), ADMIN_SERVICE)
-        first = Stream(line, "Status", b"", bytes)
+        there = line(address)
+        first = Stream(there, "Status", b"", bytes)
         try:
             assert began.wait(30)
             with pytest.raises(Unreachable, match="RESOURCE_EXHAUSTED") as caught:
-                line.unary("Status", b"", bytes, 30.0)
+                there.unary("Status", b"", bytes, 30.0)
             assert caught.value.retry_after_s is None
         finally:
             over.set()
             list(first)
-            line.close()
+            there.close()
 
 
 def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
@@ -131,83 +133,73 @@ def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
         raise ValueError("operation forbidden on released memoryview object")
 
     with answering(statuses(lambda request, context: request)) as address:
-        line = Line(address, SecurityOptions(), ClientOptions(), ADMIN_SERVICE)
+        there = line(address)
         with pytest.raises(ValueError, match="released memoryview"):
-            line.unary("Status", b"", defective, 30.0)
-        with pytest.raises(ValueError, match="released memoryview"), Stream(line, "Status", b"", defective) as stream:
+            there.unary("Status", b"", defective, 30.0)
+        with pytest.raises(ValueError, match="released memoryview"), Stream(there, "Status", b"", defective) as stream:
             next(stream)
-        line.close()
+        there.close()
 
 
 def test_a_token_is_that_of_its_file_now(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    line = Line("127.0.0.1:1", SecurityOptions(token_file=written(file, f"{A}\n")), ClientOptions(), SYNC_SERVICE)
-    assert line.metadata() == (("authorization", f"Bearer {A}"),)
+    there = line(token_file=written(file, f"{A}\n"))
+    assert there.metadata() == (("authorization", f"Bearer {A}"),)
     for text in ("next-token-of-site-a", "two words"):
         written(file, text)
-        assert line.metadata() == (("authorization", "Bearer next-token-of-site-a"),)
-    line.close()
-    assert Line("127.0.0.1:1", SecurityOptions(), ClientOptions(), SYNC_SERVICE).metadata() == ()
+        assert there.metadata() == (("authorization", "Bearer next-token-of-site-a"),)
+    assert line().metadata() == ()
 
 
 def test_a_channel_is_made_anew_when_its_files_or_its_address_have_changed_and_the_old_one_ends(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.site("site/a")
-    line = Line(
-        "127.0.0.1:1", SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key), ClientOptions(), SYNC_SERVICE
-    )
-    channels = [line.channel]
+    there = line(tls_ca=authority.ca, tls_cert=cert, tls_key=key)
+    channels = [there.channel]
 
-    def stays() -> None:
-        line.lost()
-        line.lead_to("127.0.0.1:1" if len(channels) < 4 else "127.0.0.1:2")
-        assert line.channel is channels[-1]
+    def stays(address: str) -> None:
+        there.lost()
+        there.lead_to(address)
+        assert there.channel is channels[-1]
 
-    stays()
+    stays("127.0.0.1:1")
     authority.site("site/a")
-    for change in (
-        line.lost,
-        lambda: line.lead_to(None),
-        lambda: line.lead_to("127.0.0.1:2"),
-    ):
+    for change in (there.lost, lambda: there.lead_to(None), lambda: there.lead_to("127.0.0.1:2")):
         change()
-        channels.append(line.channel)
-    stays()
+        channels.append(there.channel)
+    stays("127.0.0.1:2")
     (tmp_path / "authority.pem").write_text("nothing")
-    stays()  # What cannot be used changes nothing.
-    line.close()
-    line.lost()
-    line.lead_to("127.0.0.1:3")
+    stays("127.0.0.1:2")  # What cannot be used changes nothing.
+    there.close()
+    there.lost()
+    there.lead_to("127.0.0.1:3")
     assert len({id(channel) for channel in channels}) == 4
     for channel in channels:
         with pytest.raises(ValueError, match="closed"):
             channel.unary_unary("/any")(b"", timeout=1.0)
 
 
-def test_files_that_cannot_work_are_refused_in_words(tmp_path: Path) -> None:
+def test_files_that_cannot_work_and_ports_that_are_none_are_refused_in_words(tmp_path: Path) -> None:
     authority, empty = Authority(tmp_path), written(tmp_path / "empty", "")
     cert, _ = authority.site("site/a")
-    for options, words in (
-        (SecurityOptions(tls_ca=empty), "tls_ca .*empty holds no certificate"),
-        (SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=empty), "are not a pair"),
-        (SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=cert), "chmod 600"),
-        (SecurityOptions(token_file=empty), "token_file .* is empty"),
+    for address, security, words in (
+        ("127.0.0.1:1", {"tls_ca": empty}, "tls_ca .*empty holds no certificate"),
+        ("127.0.0.1:1", {"tls_ca": authority.ca, "tls_cert": cert, "tls_key": empty}, "are not a pair"),
+        ("127.0.0.1:1", {"tls_ca": authority.ca, "tls_cert": cert, "tls_key": cert}, "chmod 600"),
+        ("127.0.0.1:1", {"token_file": empty}, "token_file .* is empty"),
+        # gRPC would take it modulo what there is.
+        *((address, {}, "a port of 1 to 65535") for address in ("127.0.0.1:65536", "127.0.0.1:0", "[::1]:70000")),
     ):
         with pytest.raises(ValueError, match=words):
-            Line("127.0.0.1:1", options, ClientOptions(), SYNC_SERVICE)
+            line(address, **security)
 
 
 def test_a_token_goes_to_no_address_in_the_clear_however_it_is_given(tmp_path: Path) -> None:
-    for options in (SecurityOptions(token=A), SecurityOptions(token_file=written(tmp_path / "token", A))):
-        with pytest.raises(ValueError, match="unencrypted"):
-            Line("example.org:7000", options, ClientOptions(), SYNC_SERVICE)
-        line = Line("127.0.0.1:1", options, ClientOptions(), SYNC_SERVICE)
-        with pytest.raises(ValueError, match="unencrypted"):
-            line.lead_to("example.org:7000")
-        line.close()
-    Line(
-        "example.org:7000", SecurityOptions(token=A, insecure_non_loopback=True), ClientOptions(), SYNC_SERVICE
-    ).close()
+    for security in ({"token": A}, {"token_file": written(tmp_path / "token", A)}):
+        for reach in (partial(line, **security), line(**security).lead_to):
+            with pytest.raises(ValueError, match="unencrypted"):
+                reach("example.org:7000")
+    line("example.org:7000", token=A, insecure_non_loopback=True).close()
 
 
 GUARD = Guard(StallWatch("never started"), 1.0)
@@ -296,9 +288,3 @@ def test_a_stream_that_does_not_move_is_cancelled_once_and_no_other() -> None:
     stalls.close()
     StallWatch("unused").close()
     assert "test" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_port_that_is_none_is_not_taken_modulo_what_there_is() -> None:
-    for address in ("127.0.0.1:65536", "127.0.0.1:0", "[::1]:70000"):
-        with pytest.raises(ValueError, match="a port of 1 to 65535"):
-            Line(address, SecurityOptions(), ClientOptions(), SYNC_SERVICE)

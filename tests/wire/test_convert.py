@@ -27,7 +27,6 @@ from diloco.wire.convert import (
     pack_push,
     pack_report_reply,
     spans_in,
-    unpack_follow,
     unpack_follow_part,
     unpack_frame,
     unpack_join,
@@ -62,20 +61,17 @@ def test_enums_have_the_same_members_on_both_sides() -> None:
         assert {prefix + member.name for member in ours} | {prefix + "UNSPECIFIED"} == set(theirs.keys())
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(sync_pb2.WatchRequest, sync_pb2.LeaveRequest), (admin_pb2.EvictRequest, admin_pb2.ReadmitRequest)],
-)
-def test_requests_that_are_packed_alike_have_the_same_fields(one: type[Message], other: type[Message]) -> None:
-    fields = [[(each.name, each.number, each.type) for each in kind.DESCRIPTOR.fields] for kind in (one, other)]
-    assert fields[0] == fields[1]
+def test_requests_that_are_packed_alike_have_the_same_fields() -> None:
+    alike = ((sync_pb2.WatchRequest, sync_pb2.LeaveRequest), (admin_pb2.EvictRequest, admin_pb2.ReadmitRequest))
+    for kinds in alike:
+        one, other = ([(each.name, each.number, each.type) for each in kind.DESCRIPTOR.fields] for kind in kinds)
+        assert one == other
 
 
 EVENT, STATUS, REPORT_REPLY = sync_pb2.WatchResponse, admin_pb2.StatusResponse, sync_pb2.ReportResponse
 BAD_BYTES: list[tuple[Callable[[bytes], object], bytes | Message, str]] = [
     *((unpack, b"", "part is not set") for unpack in (unpack_push_reply, unpack_pull_part)),
     *((unpack, b"", "part is not set") for unpack in (unpack_probe, unpack_probe_reply, unpack_follow_part)),
-    *((unpack, b"\xff\xff", "cannot be parsed") for unpack in (unpack_follow, unpack_follow_part)),
     (unpack_push, b"", "one of header, chunk, commit wanted"),
     (unpack_probe, b"\xff", "cannot be parsed"),
     # The length is compared before parsing.
@@ -84,7 +80,6 @@ BAD_BYTES: list[tuple[Callable[[bytes], object], bytes | Message, str]] = [
     (unpack_probe_reply, bytes(m.MESSAGE_BYTES_MAX + 1), "bytes long"),
     (unpack_watch_event, EVENT(dropped=sync_pb2.Dropped(reason=99)), "99"),  # type: ignore[arg-type]
     (unpack_watch_event, b"", "event is not set"),
-    (unpack_watch_event, EVENT(dropped=sync_pb2.Dropped()), "reason is"),
     (unpack_watch_event, EVENT(final=sync_pb2.Final()), "ending is"),
     (unpack_watch_event, EVENT(fate=sync_pb2.Fate()), "digest is"),
     (unpack_push_reply, sync_pb2.PushResponse(result=sync_pb2.PushResult(version=1)), "outcome"),

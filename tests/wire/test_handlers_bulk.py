@@ -45,8 +45,12 @@ def opened(payload: bytes = PAYLOAD, held: int = 0, **changes: Any) -> tuple[Rec
     return Receiving(header, session), session
 
 
-def frame(offset: int, length: int = 100, *, intact: bool = True, payload: bytes = PAYLOAD) -> Frame:
-    return Frame(offset, memoryview(payload)[offset : offset + length], intact)
+def frame(offset: int, length: int = 100, *, intact: bool = True) -> Frame:
+    return Frame(offset, memoryview(PAYLOAD)[offset : offset + length], intact)
+
+
+def big(offset: int) -> Frame:
+    return Frame(offset, memoryview(BIG)[offset : offset + MIB])
 
 
 def test_frames_in_any_order_reach_the_session_in_theirs() -> None:
@@ -63,10 +67,6 @@ def test_frames_in_any_order_reach_the_session_in_theirs() -> None:
     for came in (frame(100), frame(100, intact=False), frame(450)):
         assert receiving.frame(came) is None
     assert session.held == PAYLOAD[:550]
-
-
-def big(offset: int) -> Frame:
-    return frame(offset, MIB, payload=BIG)
 
 
 def test_what_finds_no_room_is_wanted_again_and_memory_is_bounded() -> None:

@@ -20,7 +20,7 @@ from diloco.wire.messages import KIB, MIB, Chunk, Frame, MalformedMessage, PullA
 from diloco.wire.options import ClientOptions
 from diloco.wire.pulling import Patience, PulledVersion, PullSink, pieces
 from tests.wire.conftest import Wired, answering
-from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header
+from tests.wire.fake_syncer import DIGEST, RUN, push_header
 from tests.wire.relay import WAIT_S, Relay, until_reached, wait_until
 from tests.wire.samples import MARK, MARKED, PAYLOAD
 
@@ -151,19 +151,11 @@ def test_one_pull_goes_over_several_streams_and_each_byte_once_and_a_short_one_o
     assert wired.syncer.calls.count("pull") == 1 + 6
 
 
-def joined(wired: Wired, relay: Relay, channels: int, **options: Any) -> SyncClient:
-    """A client whose syncer has said that it speaks protocol 3."""
-    wired.syncer.protocol = 3
-    client = wired.client(address=relay.address, data_channels=channels, **options)
-    client.join(join_ask())
-    return client
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_version_sets_out_the_moment_it_is_made(
     wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int
 ) -> None:
-    client, patience = joined(wired, relay, channels), Patience(20.0)
+    client, patience = wired.joined(relay.address, data_channels=channels), Patience(20.0)
     wired.syncer.publish(PAYLOAD)
     client.pull(ASK, PullSink())
     began = client.bytes_down
@@ -187,7 +179,7 @@ def test_a_version_sets_out_the_moment_it_is_made(
 def test_a_pull_that_waits_for_what_is_made_already_has_lost_its_connection(
     wired: Wired, relay: Relay, aside: Callable[..., Any]
 ) -> None:
-    client, patience = joined(wired, relay, 1, stall_s=0.5), Patience(60.0)
+    client, patience = wired.joined(relay.address, stall_s=0.5), Patience(60.0)
     wired.syncer.publish(from_version=3, numel=1)
     pulled = aside(client.pull, replace(ASK, have_version=3), PullSink(), patience)
     wait_until(lambda: wired.syncer.waiting == 1)
@@ -199,7 +191,7 @@ def test_a_pull_that_waits_for_what_is_made_already_has_lost_its_connection(
 
 def test_streams_that_find_different_versions_bring_one_of_them(wired: Wired, relay: Relay) -> None:
     """One was published between the answers to two streams of a pull."""
-    client, answer = joined(wired, relay, 3), wired.syncer.pull
+    client, answer = wired.joined(relay.address, data_channels=3), wired.syncer.pull
     wired.syncer.publish(PAYLOAD)
     client.pull(ASK, PullSink())
     versions = iter((4, 5, 4, 5, 5))
@@ -218,16 +210,6 @@ def test_streams_that_find_different_versions_bring_one_of_them(wired: Wired, re
     found = client.pull(ASK, PullSink())
     assert all(part[0] == found.header.version for part in found.parts)
     assert sum(map(len, found.parts)) == len(PAYLOAD)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_damaged_chunk_is_fetched_again_by_itself(wired: Wired, relay: Relay, channels: int) -> None:
-    wired.syncer.publish(MARKED)
-    client = wired.client(address=relay.address, data_channels=channels)
-    relay.damage(MARK, 3)
-    assert bytes(client.pull(ASK, PullSink()).parts[0]) == MARKED
-    assert relay.damaged == 3
-    assert wired.server.counters()["payload_bytes_out"] <= len(MARKED) + 3 * MIB
 
 
 @pytest.mark.slow
@@ -322,16 +304,13 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -
 
 
 def test_streams_that_bring_what_is_missing_from_its_beginning_share_the_rate(wired: Wired) -> None:
-    asked: list[int] = []
-    answer = wired.syncer.pull
-    wired.syncer.pull = lambda ask, identity: (asked.append(ask.bytes_per_s), answer(ask, identity))[1]  # type: ignore[method-assign]
     wired.syncer.publish(PAYLOAD)
     sink = PullSink()
     sink.begin(replace(wired.syncer.version, frames=True))
     sink.accept(Frame(0, memoryview(PAYLOAD)[:MIB]))
     client = wired.client(data_channels=2, down_mbps=8000.0)
     assert bytes(client.pull(ASK, sink).parts[0]) == PAYLOAD
-    assert asked == [bulk_bytes_per_s(8000.0) // 2] * 2
+    assert [ask.bytes_per_s for ask in wired.syncer.pulls] == [bulk_bytes_per_s(8000.0) // 2] * 2
     assert pieces([(0, 6 * MIB)], 3, 9 * MIB) == [(0, 2 * MIB), (2 * MIB, 4 * MIB), (4 * MIB, 6 * MIB)]
     assert pieces([(5, 6), (8, 9)], 4, MIB) == [(5, 6), (8, 9)]
     assert pieces([(0, 300 * KIB)], 6, MIB) == [(0, 256 * KIB), (256 * KIB, 300 * KIB)]
