@@ -47,22 +47,25 @@ class Site:
     """A running link, and the connections that its target has been given."""
 
     relay: Relay
-    target_port: int
+    target: asyncio.Server
     arrived: asyncio.Queue[Streams]
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     async def connect(self) -> tuple[Streams, Streams]:
         """One connection through the link: the client's streams and the target's."""
-        client = await self.dial()
-        target = await soon(self.arrived.get())
-        self.writers.append(target[1])
-        return client, target
+        return await self.dial(), await self.taken()
 
     async def dial(self) -> Streams:
         """The client's half of ``connect``, without waiting for the target's."""
         client = await soon(asyncio.open_connection(*parse_address(self.relay.address)))
         self.writers.append(client[1])
         return client
+
+    async def taken(self) -> Streams:
+        """The target's half of the oldest connection that has come to it."""
+        target = await soon(self.arrived.get())
+        self.writers.append(target[1])
+        return target
 
 
 @asynccontextmanager
@@ -74,10 +77,9 @@ async def site(options: LinkOptions) -> AsyncIterator[Site]:
         await arrived.put((reader, writer))
 
     server = await asyncio.start_server(hand_over, HOST, 0)
-    target_port: int = server.sockets[0].getsockname()[1]
     relay = Relay(options)
-    await relay.start(HOST, 0, HOST, target_port)
-    running = Site(relay, target_port, arrived)
+    await relay.start(HOST, 0, HOST, server.sockets[0].getsockname()[1])
+    running = Site(relay, server, arrived)
     try:
         yield running
     finally:
@@ -98,10 +100,6 @@ def over(options: LinkOptions) -> Callable[[Callable[[Site], Coroutine[object, o
             async with site(options) as link:
                 await test(link)
 
-        def whole() -> None:
-            run(linked())
-
-        whole.__doc__ = test.__doc__
-        return whole
+        return lambda: run(linked())
 
     return of

@@ -50,8 +50,7 @@ async def test_a_partition_lets_nothing_out_and_a_heal_all_of_it(link: Site) -> 
     assert link.arrived.empty(), "the connection was opened"
     link.relay.heal()
     assert await soon(target[0].read(-1)) == b""
-    opened = await soon(link.arrived.get())
-    link.writers.append(opened[1])
+    opened = await link.taken()
     await send(late, opened, b"at last")
 
 
@@ -76,8 +75,7 @@ async def test_a_new_connection_takes_a_round_trip_before_its_first_byte_and_an_
     began_s = time.monotonic()
     client = await link.dial()
     client[1].write(b"ping")
-    target = await soon(link.arrived.get())
-    link.writers.append(target[1])
+    target = await link.taken()
     assert time.monotonic() - began_s >= 0.060, "the far side opens one round trip after the connect"
     assert await soon(target[0].readexactly(4)) == b"ping"
     assert time.monotonic() - began_s >= 0.090, "nothing is read before that"
@@ -108,22 +106,16 @@ async def test_a_refusing_link_keeps_what_it_has_and_its_address(link: Site) -> 
 
 @over(FAST)
 async def test_a_target_that_is_not_there_resets_the_client(link: Site) -> None:
-    stray = Relay(FAST)
-    await link.relay.close()
-    await stray.start(HOST, 0, *parse_address(link.relay.address))
-    client = await soon(asyncio.open_connection(*parse_address(stray.address)))
-    link.writers.append(client[1])
+    link.target.close()
+    reader, _ = await link.dial()
     with pytest.raises(ConnectionResetError):
-        await soon(client[0].read(-1))
-    await stray.close()
+        await soon(reader.read(-1))
 
 
 @over(FAST)
 async def test_an_option_can_be_changed_and_a_wrong_change_changes_nothing(link: Site) -> None:
     link.relay.set(rtt_ms=10, mbps=5)
     assert (link.relay.options.rtt_ms, link.relay.options.mbps) == (10, 5)
-    with pytest.raises(ValueError, match="rtt is not an option of a link: one of rtt_ms, jitter_ms"):
-        link.relay.set(rtt=5)
     with pytest.raises(ValueError, match="jitter_ms is 20"):
         link.relay.set(mbps=7, jitter_ms=20)
     assert (link.relay.options.rtt_ms, link.relay.options.mbps) == (10, 5)
@@ -131,16 +123,13 @@ async def test_an_option_can_be_changed_and_a_wrong_change_changes_nothing(link:
         link.relay.partition("sideways")
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "example.com", "10.0.0.1", "localhost.example.com"])
-def test_only_loopback_is_bound_or_dialled(host: str) -> None:
-    for field, hosts in (("listen_host", (host, HOST)), ("target_host", (HOST, host))):
-        with pytest.raises(ValueError, match=f"{field} is '{host}': only loopback addresses"):
-            run(Relay(FAST).start(hosts[0], 0, hosts[1], 1))
+def test_only_loopback_is_bound_or_dialled_and_addresses_are_parsed_and_written_alike() -> None:
+    for host in ("", "0.0.0.0", "::", "example.com", "10.0.0.1", "localhost.example.com"):
+        for field, hosts in (("listen_host", (host, HOST)), ("target_host", (HOST, host))):
+            with pytest.raises(ValueError, match=f"{field} is '{host}': only loopback addresses"):
+                run(Relay(FAST).start(hosts[0], 0, hosts[1], 1))
     for taken in ("127.0.0.1", "127.3.4.5", "::1", "localhost"):
         require_loopback("listen_host", taken)
-
-
-def test_addresses_are_parsed_and_written_alike() -> None:
     for text in ("127.0.0.1:80", "[::1]:0", "localhost:65535"):
         assert format_address(*parse_address(text)) == text
     for text in ("127.0.0.1", "127.0.0.1:", "127.0.0.1:-1", "127.0.0.1:65536", ":x"):

@@ -6,7 +6,7 @@ import contextlib
 import queue
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import pytest
@@ -20,6 +20,12 @@ from tests.wire.relay import Relay, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+Patch = pytest.MonkeyPatch
+Start: TypeAlias = "Callable[..., Wired]"
+"""Starts a server, as the fixture ``start`` does."""
+Aside: TypeAlias = "Callable[..., Any]"
+"""Runs a call in a thread and gives its future, as the fixture ``aside`` does."""
 
 
 class Talk:
@@ -83,7 +89,7 @@ def _parted(given: dict[str, Any]) -> tuple[SecurityOptions, dict[str, Any]]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Wired]]:
+def start() -> Iterator[Start]:
     """Start a server with the given ``ServerOptions`` and ``SecurityOptions``."""
     running: list[Wired] = []
 
@@ -103,7 +109,7 @@ def start() -> Iterator[Callable[..., Wired]]:
 
 
 @pytest.fixture
-def wired(start: Callable[..., Wired]) -> Wired:
+def wired(start: Start) -> Wired:
     return start()
 
 
@@ -115,7 +121,7 @@ def relay(wired: Wired) -> Iterator[Relay]:
 
 
 @pytest.fixture
-def aside() -> Iterator[Callable[..., Any]]:
+def aside() -> Iterator[Aside]:
     """Run a call in a thread; gives the future of its result."""
     pool = ThreadPoolExecutor(4)
     yield pool.submit

@@ -141,16 +141,6 @@ def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
         there.close()
 
 
-def test_a_token_is_that_of_its_file_now(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    there = line(token_file=written(file, f"{A}\n"))
-    assert there.metadata() == (("authorization", f"Bearer {A}"),)
-    for text in ("next-token-of-site-a", "two words"):
-        written(file, text)
-        assert there.metadata() == (("authorization", "Bearer next-token-of-site-a"),)
-    assert line().metadata() == ()
-
-
 def test_a_channel_is_made_anew_when_its_files_or_its_address_have_changed_and_the_old_one_ends(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.site("site/a")
@@ -203,18 +193,6 @@ def test_a_token_goes_to_no_address_in_the_clear_however_it_is_given(tmp_path: P
 
 
 GUARD = Guard(StallWatch("never started"), 1.0)
-
-
-def test_many_threads_together_keep_to_the_rate() -> None:
-    pacer = Pacer(2_000_000)
-    began_s = time.monotonic()
-    threads = [threading.Thread(target=lambda: [pacer.wait(50_000, GUARD) for _ in range(5)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    # A million bytes, of which the first burst is free.
-    assert 0.4 < time.monotonic() - began_s < 5.0
 
 
 def test_a_stream_that_waits_is_not_taken_for_stuck_and_its_chunks_are_short_where_the_rate_is_low() -> None:

@@ -19,7 +19,7 @@ from diloco.wire.convert import pack_push_reply
 from diloco.wire.messages import MIB, PullAsk, PushAdmitted, Refusal, Refused, Status, Unreachable, WireError
 from diloco.wire.options import SecurityOptions
 from diloco.wire.pulling import PullSink
-from tests.wire.conftest import Wired, answering
+from tests.wire.conftest import Patch, Start, Wired, answering
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
 from tests.wire.samples import PAYLOAD, everything, mutated
 
@@ -27,13 +27,13 @@ ASK = PullAsk(RUN, "site-a", 0, -1)
 AWAY = Refusal(Status.UNAVAILABLE, "this is the standby of another: ask there")
 
 
-def two(start: Callable[..., Wired]) -> tuple[Wired, Wired, SyncClient]:
+def two(start: Start) -> tuple[Wired, Wired, SyncClient]:
     one, other = start(), start()
     return one, other, one.client(address=f"{one.server.address}, {other.server.address}")
 
 
 def test_everything_goes_where_the_site_was_taken_in_and_what_was_learned_of_one_link_holds_for_no_other(
-    start: Callable[..., Wired],
+    start: Start,
 ) -> None:
     one, other, client = two(start)
     follower = one.client(address=f"{one.server.address}, {other.server.address}")  # As in another process.
@@ -79,9 +79,7 @@ SUPERSEDED = Refusal(Status.ALREADY_EXISTS, "a newer process speaks", reason=Rea
 OTHER_RUN = Refusal(Status.FAILED_PRECONDITION, "run_id is another")
 
 
-def test_a_refusal_ends_a_join_where_it_is_final_or_the_runs_or_the_same_everywhere(
-    start: Callable[..., Wired],
-) -> None:
+def test_a_refusal_ends_a_join_where_it_is_final_or_the_runs_or_the_same_everywhere(start: Start) -> None:
     """Another may be an operator's slip in a file of one syncer, and ends nothing while another one is away."""
     one, other, client = two(start)
     for says, final in ((OTHER_RUN, False), (EVICTED, True)):
@@ -101,7 +99,7 @@ def test_a_refusal_ends_a_join_where_it_is_final_or_the_runs_or_the_same_everywh
     assert away.value.refused == SLIP.text
 
 
-def test_an_older_syncer_does_not_win_a_site_back(start: Callable[..., Wired]) -> None:
+def test_an_older_syncer_does_not_win_a_site_back(start: Start) -> None:
     one, other, client = two(start)
     with pytest.raises(Unreachable, match="of lineage 7, epoch 2, and one of epoch 3 has replaced it"):
         client.join(join_ask(lineage=7), epoch=3)
@@ -115,10 +113,7 @@ def test_addresses_are_checked_at_the_door() -> None:
         ("", "host:port wanted"),
         ("127.0.0.1", "host:port wanted"),
         ("127.0.0.1:7077,", "host:port wanted"),
-        *(
-            (f"127.0.0.1:7077,{bad}", "a port of 1 to 65535")
-            for bad in ("127.0.0.1:65536", "127.0.0.1:0", "[::1]:70000")
-        ),
+        ("127.0.0.1:7077,127.0.0.1:65536", "a port of 1 to 65535"),
         ("127.0.0.1:7077,dns:///x", "host:port wanted"),
         ("127.0.0.1:1,127.0.0.1:2,127.0.0.1:1", r"127\.0\.0\.1:1 is listed twice"),
         (",".join(f"127.0.0.1:{port}" for port in range(1, ADDRESSES_MAX + 2)), f"at most {ADDRESSES_MAX}"),
@@ -178,7 +173,7 @@ def test_noise_and_what_cannot_be_are_unreachable_and_fuzzed_answers_end_in_word
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(monkeypatch: Patch) -> SimpleNamespace:
     """Time that passes when it is told to."""
     clock = SimpleNamespace(now_ns=1)
     monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic_ns=lambda: clock.now_ns))
@@ -253,9 +248,7 @@ def test_a_machine_that_sends_late_does_not_bring_the_rate_down_without_end(cloc
     assert 0 < lowest == min(rate for rate in rates[: LOOK_AGAIN + 1] if rate), "it begins anew each time"
 
 
-def test_a_client_learns_both_ways_of_a_far_link_and_keeps_to_them(
-    wired: Wired, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_learns_both_ways_of_a_far_link_and_keeps_to_them(wired: Wired, monkeypatch: Patch) -> None:
     arrived: list[int] = []
 
     def carried(pace: Pace, bytes_per_s: int, sent_at: int) -> None:

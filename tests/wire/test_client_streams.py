@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import pytest
 
@@ -17,7 +18,7 @@ from benchmarks.record import percentile
 from diloco.sync.events import Outcome
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
-from diloco.wire.channel import Guard, Pacer, StallWatch
+from diloco.wire.channel import Guard, Line, Pacer, StallWatch
 from diloco.wire.client import FollowClient, Pushing, SyncClient
 from diloco.wire.convert import unpack_push
 from diloco.wire.messages import (
@@ -34,7 +35,6 @@ from diloco.wire.messages import (
     PushAdmitted,
     PushAgain,
     PushCommit,
-    PushPart,
     PushResult,
     Refusal,
     Refused,
@@ -43,7 +43,7 @@ from diloco.wire.messages import (
 )
 from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.wire.certificates import ADMIN, OBSERVER, A, written
-from tests.wire.conftest import Wired
+from tests.wire.conftest import Aside, Patch, Start, Wired
 from tests.wire.fake_syncer import RUN, push_header, report_info
 from tests.wire.relay import WAIT_S, wait_until
 
@@ -87,9 +87,7 @@ def asked(standby: str = "s", run_id: str = RUN) -> FollowStart:
     return FollowStart(run_id, standby, HEX, HEX, 1, HEX)
 
 
-def test_parts_come_and_acknowledgements_go_until_either_end_leaves_and_a_refusal_comes_in_words(
-    start: Callable[..., Wired],
-) -> None:
+def test_parts_come_and_acknowledgements_go_until_either_end_leaves_and_a_refusal_comes_in_words(start: Start) -> None:
     served = Served()
     with follower(start(following=served)).follow(asked()) as stream:
         assert next(stream) == Follows(False, 1, HEX, 1)
@@ -114,7 +112,7 @@ def test_parts_come_and_acknowledgements_go_until_either_end_leaves_and_a_refusa
             next(stream)
 
 
-def test_only_a_standby_or_an_admin_may_follow(start: Callable[..., Wired], tmp_path: Path) -> None:
+def test_only_a_standby_or_an_admin_may_follow(start: Start, tmp_path: Path) -> None:
     served = Served()
     wired = start(following=served, tokens_file=written(tmp_path / "tokens"))
     for token, status in (("", "UNAUTHENTICATED"), (A, "PERMISSION_DENIED"), (OBSERVER, "PERMISSION_DENIED")):
@@ -132,29 +130,27 @@ OPTIONS = ClientOptions(chunk_bytes=64 * KIB)
 STALLS = StallWatch("never started")
 
 
-def sending(sent: list[int], payload: bytes = PAYLOAD, *, streams: int = 1, **how: Any) -> Pushing:
+def sending(
+    payload: bytes = PAYLOAD, *, streams: int = 1, options: ClientOptions = OPTIONS, breaks: int = 0
+) -> Pushing:
     """A push of ``payload``, without a network."""
-    bulk: Any = [None] * streams
-    header, options = push_header(payload), how.pop("options", OPTIONS)
-    return Pushing(bulk, header, memoryview(payload), options, STALLS, sent.append, Pacer(0), **how)
+    bulk, content, sent = cast("list[Line]", [None] * streams), memoryview(payload), list[int]()
+    return Pushing(bulk, push_header(payload), content, options, STALLS, sent.append, Pacer(0), breaks)
 
 
-def all_of(requests: Iterator[bytes]) -> list[PushPart]:
-    """Everything up to the commit."""
-    parts: list[PushPart] = []
-    while not (parts and isinstance(parts[-1], PushCommit)):
-        parts.append(unpack_push(next(requests)))
-    return parts
-
-
-def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:
-    push = sending([])
-    with pytest.raises(MalformedMessage, match="were never sent"):
-        push.again(PushAgain(0, 1))
+def begun(push: Pushing) -> Iterator[bytes]:
+    """Its messages behind the header, once it was admitted."""
     requests = push.requests()
     next(requests)
     push.admit(PushAdmitted(0, True))
-    next(requests)
+    return requests
+
+
+def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:
+    push = sending()
+    with pytest.raises(MalformedMessage, match="were never sent"):
+        push.again(PushAgain(0, 1))
+    next(begun(push))
     with pytest.raises(MalformedMessage, match="offset is 65536"):
         push.again(PushAgain(64 * KIB, 1))
     for _ in range(AGAINS_MAX):
@@ -164,10 +160,8 @@ def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> Non
 
 
 def test_a_stream_for_which_no_chunk_was_left_carries_none() -> None:
-    push = sending([])
-    requests = push.requests()
-    next(requests)
-    push.admit(PushAdmitted(0, True))
+    push = sending()
+    requests = begun(push)
     guards = [Guard(STALLS, 1.0) for _ in range(3)]
     one, early, late = (push.beside(guard) for guard in guards)
     for beside in (one, early, late):
@@ -183,53 +177,47 @@ def test_a_stream_for_which_no_chunk_was_left_carries_none() -> None:
     assert push.carries(guards[0])
 
 
-def test_stop_sends_no_commit_and_ends_a_thread_that_waits_to_be_admitted(aside: Callable[..., Any]) -> None:
-    push = sending([])
-    requests = push.requests()
-    next(requests)
-    push.admit(PushAdmitted(0))
+def test_stop_sends_no_commit_and_ends_a_thread_that_waits_to_be_admitted(aside: Aside) -> None:
+    push = sending()
+    requests = begun(push)
     next(requests)
     push.stop()
     assert not list(requests)
-    waiting = sending([])
+    waiting = sending()
     messages = aside(list, waiting.requests())
     waiting.stop()
     assert len(messages.result(WAIT_S)) == 1
 
 
-def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way(aside: Callable[..., Any]) -> None:
-    push = sending([], bytes(MIB), options=ClientOptions(chunk_bytes=MIB), breaks=20)
+def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way(aside: Aside) -> None:
+    push = sending(bytes(MIB), options=ClientOptions(chunk_bytes=MIB), breaks=20)
 
-    def run() -> list[PushPart]:
-        parts: list[PushPart] = []
-        for raw in push.requests():
-            parts.append(unpack_push(raw))
-            if isinstance(parts[-1], Frame):
-                push.held(parts[-1].offset + len(parts[-1].data))
-            if isinstance(parts[-1], PushCommit):
-                push.stop()
-        return parts
+    def commits() -> bool:
+        for part in map(unpack_push, push.requests()):
+            if isinstance(part, Frame):
+                push.held(part.offset + len(part.data))
+            if isinstance(part, PushCommit):
+                return True
+        return False
 
-    ran = aside(run)
+    ran = aside(commits)
     push.admit(PushAdmitted(0, frames=True))
     wait_until(ran.done)
     push.stop()
-    assert isinstance(ran.result(WAIT_S)[-1], PushCommit), "nothing more came"
+    assert ran.result(WAIT_S), "nothing more came"
 
 
 def test_what_is_wanted_again_goes_on_the_stream_that_commits() -> None:
-    push = sending([], streams=2)
-    requests, beside = push.requests(), push.beside(Guard(STALLS, 1.0))
-    next(requests)
-    push.admit(PushAdmitted(0, True))
+    push = sending(streams=2)
+    requests, beside = begun(push), push.beside(Guard(STALLS, 1.0))
     push.streams += 1
     next(beside)
     for _ in range(4):
         next(requests)
     push.again(PushAgain(0, 64 * KIB))
     assert not list(beside), "the commit would overtake it"
-    *again, commit = all_of(requests)
-    assert again == [Frame(0, memoryview(PAYLOAD)[: 64 * KIB])]
+    again, commit = (unpack_push(next(requests)) for _ in range(2))
+    assert again == Frame(0, memoryview(PAYLOAD)[: 64 * KIB])
     assert isinstance(commit, PushCommit)
     push.stop()
 
@@ -255,9 +243,7 @@ class CountingSession:
 
 
 @pytest.mark.slow
-def test_an_update_of_more_than_2_gib_goes_through_in_little_memory(
-    wired: Wired, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_of_more_than_2_gib_goes_through_in_little_memory(wired: Wired, monkeypatch: Patch) -> None:
     monkeypatch.setattr(wired.syncer, "open_push", lambda header: CountingSession())
     client = wired.client(data_channels=3, chunk_bytes=MIB)
     # Private and never written: every page of it is the one of zeros, and takes no memory.  It is never closed: a
@@ -274,7 +260,7 @@ LINK = LinkOptions(rtt_ms=100.0, mbps=20.0)
 
 
 @pytest.mark.slow
-def test_heartbeats_pass_while_bulk_fills_the_link(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_pass_while_bulk_fills_the_link(wired: Wired, monkeypatch: Patch) -> None:
     monkeypatch.setattr(wired.syncer, "open_push", lambda header: CountingSession())
     over = threading.Event()
     with RelayProcess() as relay:
@@ -283,9 +269,8 @@ def test_heartbeats_pass_while_bulk_fills_the_link(wired: Wired, monkeypatch: py
         with SyncClient(address, "site-a", RUN, options=options) as client:
 
             def push() -> None:
-                sequence, payload = 0, bytes(16 * MIB)
-                while not over.is_set():
-                    sequence += 1
+                payload = bytes(16 * MIB)
+                for sequence in itertools.takewhile(lambda _: not over.is_set(), itertools.count(1)):
                     client.push(push_header(payload, sequence=sequence), payload)
 
             bulk = threading.Thread(target=push)
@@ -308,9 +293,9 @@ def test_heartbeats_pass_while_bulk_fills_the_link(wired: Wired, monkeypatch: py
     assert percentile(took_s, 95) < 3.0, sorted(took_s)[-5:]
 
 
-def test_after_breaks_no_more_is_on_its_way_than_can_be_spared(aside: Callable[..., Any]) -> None:
+def test_after_breaks_no_more_is_on_its_way_than_can_be_spared(aside: Aside) -> None:
     payload, sent = bytes(MIB), [0]
-    push = sending([], payload, breaks=9)
+    push = sending(payload, breaks=9)
     requests = push.requests()
     assert unpack_push(next(requests)) == dataclasses.replace(push_header(payload), frames=True, progress=True)
     push.admit(PushAdmitted(0, True))

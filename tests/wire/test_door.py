@@ -44,7 +44,7 @@ from diloco.wire.messages import (
 from diloco.wire.options import ServerOptions
 from tests.hunts import flooding
 from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
-from tests.wire.conftest import Wired, ended, refused
+from tests.wire.conftest import Patch, Start, Wired, ended, refused
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
 from tests.wire.relay import until_reached, wait_until
 
@@ -100,7 +100,7 @@ class Front:
 
 
 @pytest.fixture
-def front(start: Callable[..., Wired], tmp_path: Path) -> Callable[..., Front]:
+def front(start: Start, tmp_path: Path) -> Callable[..., Front]:
     def opened(permissions: object = None, **options: Any) -> Front:
         table = written(tmp_path / "permissions", permissions or {"default": "allow"})
         return Front(start(tokens_file=written(tmp_path / "tokens"), permissions=table, **options))
@@ -144,13 +144,16 @@ def test_an_operators_call_needs_its_role_before_its_message_is_parsed(
 
 
 def test_what_a_site_may_never_send_is_said_before_there_is_talk_of_room(front: Callable[..., Front]) -> None:
-    grants = {"site-a": {"fragments": [0], "pushes_per_s": 0.001}, "site-b": {"may_push": False}}
+    bounds = {"fragments": [0], "pushes_per_s": 0.001, "update_bytes_max": 1000}
+    grants = {"site-a": bounds, "site-b": {"may_push": False}}
     here = front(permissions={"default": "deny", "sites": grants}, pushes_max=1, pushback_ms=1234)
     push = lambda **changes: pack_push(push_header(PAYLOAD, **changes))  # noqa: E731
     held = here.ask("Push", push(), A, held=True)
     assert unpack_push_reply(next(held)) == PushAdmitted(0)
     denied = "PERMISSION_DENIED"
     assert here.status("Push", push(fragment=1), A) == (denied, "fragment is 1: site site-a may not push it")
+    large = "payload_bytes is 1001: site site-a may push at most 1000"
+    assert here.status("Push", push(payload_bytes=1001), A) == (denied, large)
     assert here.status("Push", push(site_id="site-b"), B) == (denied, "site site-b may not push")
     assert here.come_back_s("Push", push(sequence=2), A, "pushes_per_s") >= 1.234
     assert here.syncer.calls == ["open_push"]
@@ -253,17 +256,13 @@ BOUND_S = 10.0
 FILES, PLACES, ROOM = 64, 32, 24
 
 
-def test_half_of_the_files_are_for_connections_and_no_more_than_all_sites_can_want(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_half_of_the_files_are_for_connections_and_no_more_than_all_sites_can_want(monkeypatch: Patch) -> None:
     for files, sites, found in ((64, 16, 32), (65_536, 4, 2048), (sys.maxsize, 1, 1280), (1, 1, 1)):
         monkeypatch.setattr(open_files, "limits", lambda files=files: (files, files))
         assert places(ServerOptions(run_id=RUN, sites_max=sites)) == found
 
 
-def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(
-    start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(start: Start, monkeypatch: Patch) -> None:
     monkeypatch.setattr(open_files, "limits", lambda: (FILES, FILES))
     wired = start(alive_s=0.1)
     with contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -45,7 +45,7 @@ from diloco.wire.messages import (
     Status,
 )
 from diloco.wire.v1 import sync_pb2
-from tests.wire.conftest import Talk, Wired, ended, refused
+from tests.wire.conftest import Patch, Start, Talk, Wired, ended, refused
 from tests.wire.fake_syncer import (
     RUN,
     FakeFeed,
@@ -83,17 +83,6 @@ def say(wired: Wired, *messages: PushPart | bytes) -> list[PushReply]:
 FULL, INVALID, LOST = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS
 FENCED, CANCELLED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.CANCELLED
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
-
-
-def test_a_push_in_pieces_and_definite_answers_before_any_payload(wired: Wired) -> None:
-    said = say(wired, HEADER, chunk(0, PAYLOAD[:1]), chunk(1, PAYLOAD[1:]), commit())
-    assert said == [PushAdmitted(0), ACCEPTED]
-    assert wired.syncer.accepted == {("site-a", 0, 1): PAYLOAD}
-    assert wired.server.counters()["payload_bytes_in"] == len(PAYLOAD)
-    assert [reply.outcome for reply in say(wired, HEADER) if isinstance(reply, PushResult)] == [Outcome.DUPLICATE]
-    bad_base = push_header(PAYLOAD, sequence=2, base_version=9)
-    assert say(wired, bad_base) == [PushResult(Outcome.REFUSED, 3, Reason.BAD_BASE)]
-    assert wired.syncer.endings == ["committed"]
 
 
 def test_the_end_of_a_stream_means_nothing(wired: Wired) -> None:
@@ -159,7 +148,7 @@ def held(wired: Wired, **changes: object) -> Talk:
     return talk
 
 
-def test_credits_are_taken_before_the_first_payload_byte(start: Callable[..., Wired]) -> None:
+def test_credits_are_taken_before_the_first_payload_byte(start: Start) -> None:
     wired = start(pushes_max=2, pushes_per_site_max=1, pushback_ms=1234)
     pushes = [held(wired), held(wired, site_id="site-b")]
     for changes, whose in (({"fragment": 1}, "of this caller"), ({"site_id": "site-c"}, "in all")):
@@ -174,7 +163,7 @@ def test_credits_are_taken_before_the_first_payload_byte(start: Callable[..., Wi
     assert len(say(wired, push_header(PAYLOAD, site_id="site-c"), chunk(0), commit())) == 2
 
 
-def test_a_site_that_comes_back_ends_its_own_old_push(start: Callable[..., Wired]) -> None:
+def test_a_site_that_comes_back_ends_its_own_old_push(start: Start) -> None:
     wired = start(pushes_max=1)
     old = held(wired, incarnation=4)
     refused(lambda: say(wired, push_header(PAYLOAD, incarnation=3)), FENCED)
@@ -183,7 +172,7 @@ def test_a_site_that_comes_back_ends_its_own_old_push(start: Callable[..., Wired
     assert wired.syncer.endings == ["broken off", "committed"]
 
 
-def test_a_push_that_stalls_is_ended_and_its_bytes_are_kept(start: Callable[..., Wired]) -> None:
+def test_a_push_that_stalls_is_ended_and_its_bytes_are_kept(start: Start) -> None:
     wired = start(stall_s=0.4)
     push = held(wired)
     push.say(pack_push(chunk(0, PAYLOAD[:5000])))
@@ -204,9 +193,7 @@ def test_join_is_refused_with_the_shells_words_in_one_short_line(wired: Wired) -
     assert len(error.details()) == 1024
 
 
-def test_one_join_too_many_is_told_to_come_back_at_once(
-    start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_join_too_many_is_told_to_come_back_at_once(start: Start, monkeypatch: Patch) -> None:
     wired, over, entered = start(sites_max=3, pushback_ms=1234), threading.Event(), threading.Semaphore(0)
 
     def held_up(request: JoinAsk) -> NoReturn:
@@ -241,7 +228,7 @@ def watch(wired: Wired, incarnation: int = 1) -> Any:
     return wired.channel().unary_stream(f"/{SYNC_SERVICE}/Watch")(ask, timeout=30)
 
 
-def test_watch_says_that_it_is_alive_and_ends_when_dropped(start: Callable[..., Wired]) -> None:
+def test_watch_says_that_it_is_alive_and_ends_when_dropped(start: Start) -> None:
     wired = start(alive_s=0.2)
     stream = watch(wired)
     begun_s = time.monotonic()

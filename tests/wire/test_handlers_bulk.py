@@ -28,7 +28,7 @@ from diloco.wire.messages import (
 )
 from diloco.wire.options import FRAMES_KEPT
 from diloco.wire.pulling import PullSink
-from tests.wire.conftest import Wired
+from tests.wire.conftest import Aside, Patch, Start, Wired
 from tests.wire.fake_syncer import RUN, FakeSession, FakeSyncer, push_header
 from tests.wire.relay import WAIT_S, Relay, wait_until
 from tests.wire.samples import MARK, MARKS, PULL
@@ -81,9 +81,7 @@ def test_what_finds_no_room_is_wanted_again_and_memory_is_bounded() -> None:
     assert len(session.held) == WINDOW_BYTES + MIB
 
 
-def test_a_stream_that_is_ahead_waits_for_one_that_is_behind_but_not_too_long(
-    aside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_is_ahead_waits_for_one_that_is_behind_but_not_too_long(aside: Aside, monkeypatch: Patch) -> None:
     receiving, session = opened(BIG)
     with receiving.stream_beside():
         ahead = aside(lambda: [receiving.frame(big(offset)) for offset in range(MIB, 2 * WINDOW_BYTES, MIB)])
@@ -114,7 +112,7 @@ def test_a_push_has_bounds() -> None:
     assert not session.held
 
 
-def test_streams_find_the_push_that_they_belong_to_as_long_as_it_is(aside: Callable[..., Any]) -> None:
+def test_streams_find_the_push_that_they_belong_to_as_long_as_it_is(aside: Aside) -> None:
     receivings, header = Receivings(), push_header(PAYLOAD, frames=True, others=1)
     session = FakeSession(FakeSyncer(), header, bytearray())
 
@@ -135,9 +133,7 @@ def test_streams_find_the_push_that_they_belong_to_as_long_as_it_is(aside: Calla
     assert not session.held, "a session that is closed was written to"
 
 
-def test_a_commit_before_the_last_chunks_waits_for_them_and_for_nothing_that_cannot_come(
-    aside: Callable[..., Any],
-) -> None:
+def test_a_commit_before_the_last_chunks_waits_for_them_and_for_nothing_that_cannot_come(aside: Aside) -> None:
     moved: list[int] = []
     receiving, _ = opened(others=1)
     rest = aside(receiving.await_rest, lambda: moved.append(1), lambda: True)
@@ -238,7 +234,7 @@ def test_so_many_are_known_to_have_begun() -> None:
 
 
 @pytest.fixture
-def offsets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def offsets(monkeypatch: Patch) -> list[int]:
     """The offset of each frame that a server has made, in order."""
     offsets: list[int] = []
     for module in (handlers, convert):
@@ -248,7 +244,7 @@ def offsets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def short(start: Callable[..., Wired]) -> Wired:
+def short(start: Start) -> Wired:
     """A server that cuts short, and a version whose frames are all kept."""
     assert len(CUTS) <= FRAMES_KEPT
     wired = start(chunk_bytes=CHUNK)
@@ -261,23 +257,21 @@ def pull(wired: Wired, site: str, address: str = "", sink: PullSink | None = Non
     return b"".join(client.pull(PullAsk(RUN, site, 0, 2), sink or PullSink()).parts)
 
 
-def test_sites_that_pull_a_version_are_sent_the_same_frames(short: Wired, offsets: list[int]) -> None:
+def test_sites_that_pull_a_version_are_sent_the_same_frames_but_for_one_that_is_asked_for_again(
+    short: Wired, offsets: list[int]
+) -> None:
     for epoch, site in enumerate(("site-a", "site-b", "site-c")):
         short.syncer.version = replace(short.syncer.version, fates=short.syncer.version.fates[epoch:], epoch=epoch)
         assert pull(short, site) == SHORT
     assert offsets == CUTS
-    short.syncer.publish(SHORT[::-1])
-    assert pull(short, "site-d") == SHORT[::-1], "it has the same length and another checksum"
-
-
-def test_a_frame_that_is_asked_for_again_is_made_again(short: Wired, offsets: list[int]) -> None:
-    pull(short, "site-a")
     relay = Relay(short.server.address)
     relay.damage(MARK, 1)
-    assert pull(short, "site-b", relay.address) == SHORT
+    assert pull(short, "site-d", relay.address) == SHORT
+    relay.close()
     assert relay.damaged == 1
     assert offsets == [*CUTS, 2 * CHUNK], "it may have been damaged here"
-    relay.close()
+    short.syncer.publish(SHORT[::-1])
+    assert pull(short, "site-e") == SHORT[::-1], "it has the same length and another checksum"
 
 
 def test_a_payload_that_was_read_wrong_is_read_again_for_those_that_ask_again(short: Wired, offsets: list[int]) -> None:
@@ -293,7 +287,7 @@ def test_a_payload_that_was_read_wrong_is_read_again_for_those_that_ask_again(sh
     assert offsets == 2 * CUTS
 
 
-def test_streams_that_bring_a_payload_together_are_one_attempt(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_bring_a_payload_together_are_one_attempt(wired: Wired, monkeypatch: Patch) -> None:
     begun: list[tuple[str, int]] = []
     monkeypatch.setattr(Repeats, "asked", lambda repeats, name, asker, attempt: begun.append((asker, attempt)))
     wired.syncer.publish(LINES[: 4 * MIB])

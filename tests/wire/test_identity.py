@@ -34,6 +34,7 @@ from diloco.wire.options import (
 )
 from diloco.wire.v1 import admin_pb2, sync_pb2
 from tests.wire.certificates import ADMIN, A, B, written
+from tests.wire.conftest import Patch
 
 NEXT_B = B + "x"
 
@@ -202,9 +203,7 @@ def test_values_and_switches_that_cannot_work_are_refused_in_words() -> None:
             kind(**options)  # type: ignore[operator]
 
 
-def test_an_address_beyond_the_loopback_needs_tls_and_identities_or_to_be_had_by_saying_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_address_beyond_the_loopback_needs_tls_and_identities_or_to_be_had_by_saying_so(monkeypatch: Patch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **wanted: [("192.0.2.1", 7000)])
     tls: dict[str, Any] = {"tls_cert": "x", "tls_key": "y"}
     for address in ("0.0.0.0:0", "[::]:0", "example.org:7000", ":7000"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import grpc
 import pytest
 
 from diloco.sync.events import Fate, FragmentStanding, UnitsTold
@@ -21,10 +20,6 @@ from tests.wire.samples import FATE, HEX, PULL, SETTINGS, STANDING, everything
 
 PARTS = {m.LearnerSettings, m.LinkInfo}
 """They travel inside of others, which have samples with and without them."""
-
-
-def test_status_names_are_grpcs() -> None:
-    assert {status.value for status in m.Status} == {code.name for code in grpc.StatusCode} - {"OK"}
 
 
 def test_every_message_is_frozen_has_a_sample_and_states_a_bound_for_each_field() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from diloco.wire.handlers import PullSource
 from diloco.wire.messages import KIB, MIB, Chunk, Frame, MalformedMessage, PullAsk, PullHeader, Unreachable
 from diloco.wire.options import ClientOptions
 from diloco.wire.pulling import Patience, PulledVersion, PullSink, pieces
-from tests.wire.conftest import Wired, answering
+from tests.wire.conftest import Aside, Patch, Wired, answering
 from tests.wire.fake_syncer import DIGEST, RUN, push_header
 from tests.wire.relay import WAIT_S, Relay, until_reached, wait_until
 from tests.wire.samples import MARK, MARKED, PAYLOAD
@@ -71,7 +71,7 @@ def test_the_whole_is_compared_where_its_checksum_is_told_and_nothing_comes_befo
         PullSink().finish()
 
 
-def test_nothing_is_held_while_a_payload_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_held_while_a_payload_begins(monkeypatch: Patch) -> None:
     """Another thread asks how much is here while the memory for it is still being made."""
     sink, memory, held = PullSink(), PullSink._memory, []
 
@@ -152,9 +152,7 @@ def test_one_pull_goes_over_several_streams_and_each_byte_once_and_a_short_one_o
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_version_sets_out_the_moment_it_is_made(
-    wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int
-) -> None:
+def test_a_version_sets_out_the_moment_it_is_made(wired: Wired, relay: Relay, aside: Aside, channels: int) -> None:
     client, patience = wired.joined(relay.address, data_channels=channels), Patience(20.0)
     wired.syncer.publish(PAYLOAD)
     client.pull(ASK, PullSink())
@@ -177,7 +175,7 @@ def test_a_version_sets_out_the_moment_it_is_made(
 
 @pytest.mark.slow
 def test_a_pull_that_waits_for_what_is_made_already_has_lost_its_connection(
-    wired: Wired, relay: Relay, aside: Callable[..., Any]
+    wired: Wired, relay: Relay, aside: Aside
 ) -> None:
     client, patience = wired.joined(relay.address, stall_s=0.5), Patience(60.0)
     wired.syncer.publish(from_version=3, numel=1)
@@ -227,7 +225,7 @@ def test_a_path_that_damages_everything_is_given_up_and_keeps_the_rest(wired: Wi
 
 @pytest.mark.parametrize(("channels", "is_gone"), [(1, False), (3, False), (1, True)])
 def test_a_pull_that_was_cut_goes_on_from_where_it_was_and_anew_when_its_version_is_gone(
-    wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int, is_gone: bool
+    wired: Wired, relay: Relay, aside: Aside, channels: int, is_gone: bool
 ) -> None:
     wired.syncer.publish(PAYLOAD)
     broken: list[int] = []
@@ -255,7 +253,7 @@ def test_a_pull_that_was_cut_goes_on_from_where_it_was_and_anew_when_its_version
     assert client.bytes_down - before < len(PAYLOAD) - held + 200_000
 
 
-def test_a_version_that_was_not_asked_for_is_not_taken(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_was_not_asked_for_is_not_taken(wired: Wired, monkeypatch: Patch) -> None:
     monkeypatch.setattr(wired.syncer, "pull", lambda ask, identity: PullSource(wired.syncer.version, (b"abc",)))
     three_parts = {"from_version": 0, "part_bytes": (1, 1, 1), "payload_bytes": 3}
     for changes in ({"payload_crc32": 1}, {"fragment": 1}, three_parts):
@@ -264,13 +262,13 @@ def test_a_version_that_was_not_asked_for_is_not_taken(wired: Wired, monkeypatch
             wired.client().pull(ASK, PullSink())
 
 
-def test_bulk_keeps_to_the_rate_that_its_site_has_set(wired: Wired) -> None:
+def test_bulk_keeps_over_all_its_streams_to_the_rate_that_its_site_has_set(wired: Wired) -> None:
     short = PAYLOAD[: 2 * MIB]
     wired.syncer.publish(short)
     began_s = time.monotonic()
-    wired.client(down_mbps=16.0).pull(ASK, PullSink())
+    wired.client(down_mbps=16.0, data_channels=2).pull(ASK, PullSink())
     pulled_s = time.monotonic()
-    wired.client(up_mbps=16.0).push(push_header(short), short)
+    wired.client(up_mbps=16.0, data_channels=2).push(push_header(short), short)
     assert 0.8 < pulled_s - began_s < 10.0
     assert 0.8 < time.monotonic() - pulled_s < 10.0
 

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -27,7 +26,7 @@ from diloco.wire.messages import (
 from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, ServerOptions
 from tests.hunts import flooding
 from tests.sooner import sooner
-from tests.wire.conftest import Wired, ended, refused
+from tests.wire.conftest import Start, Wired, ended, refused
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
 from tests.wire.relay import wait_until
 
@@ -48,7 +47,7 @@ def test_an_address_that_cannot_be_or_is_taken_is_refused_in_words(wired: Wired)
         assert "insecure" not in str(caught.value)
 
 
-def test_stop_ends_watches_at_once_takes_no_new_calls_and_leaves_no_thread(start: Callable[..., Wired]) -> None:
+def test_stop_ends_watches_at_once_takes_no_new_calls_and_leaves_no_thread(start: Start) -> None:
     before = set(threading.enumerate())  # Another test of this process may have left some.
     wired = start()
     client = wired.client()
@@ -84,7 +83,7 @@ def silent(wired: Wired, *methods: str) -> list[Any]:
     return [wired.talk(method, channel=channels[at // 8]).call for at, method in enumerate(methods)]
 
 
-def test_a_call_without_its_message_is_ended_whatever_the_method_is(start: Callable[..., Wired]) -> None:
+def test_a_call_without_its_message_is_ended_whatever_the_method_is(start: Start) -> None:
     wired = start(header_timeout_s=0.3, stall_s=0.3)
     assert {ended(call)[0] for call in silent(wired, *METHODS)} == {"CANCELLED"}
     # The status reaches us before the call is counted there.
@@ -92,7 +91,7 @@ def test_a_call_without_its_message_is_ended_whatever_the_method_is(start: Calla
     assert wired.syncer.calls == []
 
 
-def test_silent_calls_leave_room_for_those_that_speak(start: Callable[..., Wired]) -> None:
+def test_silent_calls_leave_room_for_those_that_speak(start: Start) -> None:
     wired, method = start(sites_max=1), f"/{SYNC_SERVICE}/Join"
     threads = ServerOptions(run_id=RUN, sites_max=1).calls_max
     calls = silent(wired, *[method] * (2 * threads))
@@ -103,7 +102,7 @@ def test_silent_calls_leave_room_for_those_that_speak(start: Callable[..., Wired
     assert wired.client().report(report_info()).known
 
 
-def test_callers_that_take_no_answer_leave_room_for_those_that_do(start: Callable[..., Wired]) -> None:
+def test_callers_that_take_no_answer_leave_room_for_those_that_do(start: Start) -> None:
     wired, method, raw = start(sites_max=1), f"/{SYNC_SERVICE}/Report", pack_report(report_info())
     calls_max = ServerOptions(run_id=RUN, sites_max=1).calls_max
     with contextlib.ExitStack() as opened:
