@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-import sys
 from collections import Counter
 from random import Random
 
@@ -26,7 +25,7 @@ from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import Measuring
 from tests.hunts.pseudo_gradients import FRAGMENTS, INNER_STEPS, SITES, Sent, Training
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
 FAULTS = ("nan", "scale", "sign", "exponent_bit", "stale_replay", "wrong_layout")
 ALWAYS_REFUSED = frozenset({"nan", "scale", "stale_replay", "wrong_layout"})
@@ -94,15 +93,11 @@ class Run:
         return answer.outcome.value, float(torch.linalg.vector_norm(values.double())) / usual
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the hunt; return 1 when a bad update was accepted or a good one refused."""
-    hunt = Hunt("admission", __doc__)
-    hunt.option("places", 20, "rounds at which each fault is injected")
-    hunt.option("rounds", 1000, "clean rounds")
-    given = hunt.asked(arguments)
-    random = Random(given.seed)
-    run = Run(given.rounds, given.seed)
-    at = set(random.sample(range(BEGINS, given.rounds), given.places))
+@hunting(places=(20, "rounds at which each fault is injected"), rounds=(1000, "clean rounds"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    random = Random(asked.seed)
+    run = Run(asked.rounds, asked.seed)
+    at = set(random.sample(range(BEGINS, asked.rounds), asked.places))
     counts: Counter[str] = Counter()
     updates = false_refusals = 0
     for number, arrived in enumerate(run.training.updates()):
@@ -120,8 +115,4 @@ def main(arguments: list[str] | None = None) -> int:
             if answer.outcome is not ev.Outcome.ACCEPTED:
                 false_refusals += 1
                 hunt.violated(f"round {number}: a clean update of {sent.site} is {answer}")
-    return hunt.finish({"updates": updates, "false_refusals": false_refusals, **dict(sorted(counts.items()))})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"updates": updates, "false_refusals": false_refusals, **dict(sorted(counts.items()))}

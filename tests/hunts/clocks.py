@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 import random
 import shutil
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,7 +34,7 @@ from diloco.syncer.store import RunCard
 from diloco.wire.client import AdminClient
 from tests.hunts.cutting import KINDS, tell
 from tests.hunts.lives import Nodes, check_balance, merged_by_site
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.cluster import Process
 from tests.loopback.toy import RUN
 
@@ -270,23 +268,16 @@ class Clocks:
             check_balance(site, done[site].ledger, merged)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("clocks", __doc__)
-    hunt.option("jumps", 200, "number of jumps")
-    asked = hunt.asked(arguments)
+@hunting(jumps=(200, "number of jumps"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     counts: Counter[str] = Counter()
     runs = misdated = 0
-    with tempfile.TemporaryDirectory(prefix="clocks-") as folder:
-        while counts.total() < asked.jumps and not hunt.violations:
-            here, by = Path(folder) / str(runs), ("verb", "lease")[runs % 2]
-            run = Clocks(here, asked.seed * 1000 + runs, by, counts)
-            with hunt.judging(f"run {runs} (by {by})", here):
-                run.run(min(EACH, asked.jumps - counts.total()))
-            runs, misdated = runs + 1, misdated + run.misdated
+    while counts.total() < asked.jumps and not hunt.violations:
+        here, by = hunt.folder / str(runs), ("verb", "lease")[runs % 2]
+        run = Clocks(here, asked.seed * 1000 + runs, by, counts)
+        with hunt.judging(f"run {runs} (by {by})", here):
+            run.run(min(EACH, asked.jumps - counts.total()))
+        runs, misdated = runs + 1, misdated + run.misdated
     for kind in KINDS:
         print(f"{kind}: {counts[kind]}", flush=True)
-    return hunt.finish({"done": counts.total(), "runs": runs, "backups_misdated": misdated})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"done": counts.total(), "runs": runs, "backups_misdated": misdated}

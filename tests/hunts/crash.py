@@ -15,8 +15,6 @@ import itertools
 import random
 import shutil
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -29,7 +27,7 @@ from safetensors.torch import load_file
 
 from diloco.durable import Step
 from tests.hunts.lives import ended
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.hunts.short_lives import SHORT, ShortLives, draw, named
 from tests.hunts.standby_lives import STANDBY, StandbyLives
 from tests.hunts.verb_lives import VerbLives
@@ -367,22 +365,15 @@ class Crashes:
         }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("crash", __doc__)
-    hunt.option("kills", 100, "the least number of kills")
-    asked = hunt.asked(arguments)
-    with tempfile.TemporaryDirectory(prefix="crash-") as folder:
-        crashes = Crashes(Path(folder), asked.seed)
-        for number in itertools.count():
-            if crashes.kills >= asked.kills or hunt.violations:
-                break
-            with hunt.judging(f"round {number}", Path(folder)):
-                crashes.round(number, asked.kills - crashes.kills)
+@hunting(kills=(100, "the least number of kills"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    crashes = Crashes(hunt.folder, asked.seed)
+    for number in itertools.count():
+        if crashes.kills >= asked.kills or hunt.violations:
+            break
+        with hunt.judging(f"round {number}", hunt.folder):
+            crashes.round(number, asked.kills - crashes.kills)
     never = crashes.never()
     if never and crashes.kills >= ENOUGH:
         hunt.violated(f"none of {crashes.kills} kills was at {', '.join(never)}")
-    return hunt.finish(crashes.counts())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return crashes.counts()

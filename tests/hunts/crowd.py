@@ -8,8 +8,6 @@ close, and the bound is that of ``syncer.options.memory_bytes_max``.
 from __future__ import annotations
 
 import hashlib
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,7 +22,7 @@ from diloco.syncer.options import memory_bytes_max
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import JoinAsk, PushHeader, Refused, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.cluster import Process
 from tests.loopback.toy import RUN, Toy
 
@@ -157,15 +155,6 @@ def merged(hunt: Hunt, folder: Path, sites: int, mebibytes: int, rounds: int = 2
     return {**_pushed(hunt, toy, sites, rounds, rounds, bound), "decoded_mib": sites * mebibytes}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("crowd", __doc__)
-    hunt.option("sites", 64, "sites that push at once")
-    hunt.option("mebibytes", 32, "size of an update")
-    asked = hunt.asked(arguments)
-    with tempfile.TemporaryDirectory(prefix="crowd-") as folder:
-        found = measured(hunt, Path(folder), asked.sites, asked.mebibytes)
-    return hunt.finish(found)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(sites=(64, "sites that push at once"), mebibytes=(32, "size of an update"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    return measured(hunt, hunt.folder, asked.sites, asked.mebibytes)

@@ -7,10 +7,7 @@ flight at a cut are sent twice.  A relay between the two ends counts them.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +17,10 @@ from diloco.sync.events import Outcome
 from diloco.syncer.spool import PartialUpdate, Spool
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import MIB, PullAsk, PushHeader, PushResult, Unreachable
-from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.options import ServerOptions
 from diloco.wire.pulling import PullSink
-from tests.hunts.reporting import Hunt
+from tests.hunts.cutting import quick_folder
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.wire.fake_syncer import RUN, FakeSyncer, push_header, serve
 from tests.wire.relay import Relay
 
@@ -89,23 +87,24 @@ def cut_through(relay: Relay, between: list[int], attempt: Callable[[], object])
         return answer, made - relay.waits_to_cut
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("cuts", __doc__)
-    hunt.option("cuts", 50, "cuts of each transfer")
-    hunt.option("mib", 256, "payload in MiB")
-    hunt.option("channels", 1, "connections side by side")
-    asked = hunt.asked(arguments)
+def arrived(way: str, answer: Any, payload: bytes) -> bool:
+    """Return whether the other end has received the payload."""
+    if way == "push":
+        return bool(answer.outcome is Outcome.ACCEPTED)
+    return bool(answer.parts[0] == payload)
+
+
+@hunting(cuts=(50, "cuts of each transfer"), mib=(256, "payload in MiB"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     dice = random.Random(asked.seed)
     payload = dice.randbytes(MIB) * asked.mib
-    home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     counts: dict[str, object] = {}
-    with tempfile.TemporaryDirectory(dir=home) as folder:
-        syncer = SpoolingSyncer(Path(folder))
+    with quick_folder() as folder:
+        syncer = SpoolingSyncer(folder)
         syncer.publish(payload)
         server = serve(syncer, ServerOptions(run_id=RUN))
         relay = Relay(server.address)
-        options = ClientOptions(data_channels=asked.channels)
-        client, sink = SyncClient(relay.address, "site-a", RUN, options=options), PullSink()
+        client, sink = SyncClient(relay.address, "site-a", RUN), PullSink()
         ask = PullAsk(RUN, "site-a", 0, 2)
         ways: dict[str, Callable[[], object]] = {
             "push": lambda: client.push(push_header(payload), payload),
@@ -126,15 +125,4 @@ def main(arguments: list[str] | None = None) -> int:
         client.close()
         relay.close()
         server.stop(0.5)
-    return hunt.finish(counts)
-
-
-def arrived(way: str, answer: Any, payload: bytes) -> bool:
-    """Return whether the other end has received the payload."""
-    if way == "push":
-        return bool(answer.outcome is Outcome.ACCEPTED)
-    return bool(answer.parts[0] == payload)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return counts

@@ -17,16 +17,13 @@ import os
 import shlex
 import shutil
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from diloco.observe.eventlog import Event
 from diloco.syncer.restoring import Kept
 from tests.hunts.lives import PARTS, check_balance, merged_by_site
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.runs.processes import Place, place_in, wait_for
 
 WAYS = ("backup", "site")
@@ -37,24 +34,6 @@ RUN = "runs/lost"
 SETTINGS = ("scenario=none", "run.name=lost", "run.seconds=3600")
 BACKUPS = ("cluster.syncer.backup=vault", "cluster.syncer.backup_every_s=5")
 TOLD = "type:  diloco "
-
-
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("disaster", __doc__)
-    hunt.option("ways", ",".join(WAYS), "which")
-    hunt.option("versions", 10, "versions published before the loss")
-    hunt.option("settings", "", "more settings of diloco up, for another run than the demo")
-    asked = hunt.asked(arguments)
-    counts: dict[str, object] = {}
-    with tempfile.TemporaryDirectory(prefix="disaster-") as root:
-        for way in asked.ways.split(","):
-            if way not in WAYS:
-                raise SystemExit(f"--ways is {asked.ways!r}: some of {', '.join(WAYS)}")
-            settings = [f"data.cache={root}/text", f"seed={asked.seed}", *shlex.split(asked.settings)]
-            (Path(root) / way).mkdir()
-            with place_in(Path(root) / way) as place, hunt.judging(way, ways=way):
-                counts[way] = Disaster(place, way, settings).happen(asked.versions)
-    return hunt.finish(counts)
 
 
 class Disaster:
@@ -163,5 +142,16 @@ class Disaster:
         return ledgers
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(
+    ways=(list(WAYS), "which", WAYS),
+    versions=(10, "versions published before the loss"),
+    settings=("", "more settings of diloco up, for another run than the demo"),
+)
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    counts: dict[str, object] = {}
+    for way in asked.ways:
+        settings = [f"data.cache={hunt.folder}/text", f"seed={asked.seed}", *shlex.split(asked.settings)]
+        (hunt.folder / way).mkdir()
+        with place_in(hunt.folder / way) as place, hunt.judging(way, ways=[way]):
+            counts[way] = Disaster(place, way, settings).happen(asked.versions)
+    return counts

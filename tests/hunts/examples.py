@@ -8,8 +8,6 @@ loop's model.  Then the final versions are evaluated on the validation text.
 from __future__ import annotations
 
 import math
-import sys
-import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from diloco.inner.evaluate import evaluate
 from diloco.inner.llama import from_llama
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.outer.fragments import named_parameters_once
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.runs.processes import ROOT, Place, Verb, place_in, wait_for
 
 MODEL = ModelOptions(vocab_size=257, layers=2, dim=64, context=64)
@@ -106,13 +104,10 @@ def loss_of(place: Place, final: Path) -> float:
     return evaluate(model, validation_batches(corpus, MODEL.context, 16, VALIDATION_SEQUENCES // 16), precision="fp32")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("examples", __doc__)
-    hunt.option("tokens", 400_000, "tokens of each run")
-    hunt.parser.add_argument("--only", choices=EXAMPLES, nargs="+", default=list(EXAMPLES))
-    asked = hunt.asked(arguments)
+@hunting(tokens=(400_000, "tokens of each run"), only=(list(EXAMPLES), "some of them", EXAMPLES))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     losses: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="examples-") as folder, place_in(Path(folder)) as place:
+    with place_in(hunt.folder) as place:
         first = {example: loss_of(place, file) for example, file in version0(place).items()}
         for example in [OURS, *asked.only]:
             with hunt.judging(example, only=[example]):
@@ -122,8 +117,4 @@ def main(arguments: list[str] | None = None) -> int:
                 like = LIKE.get(example, example)
                 other = losses.get(like, loss)
                 assert abs(loss / other - 1) <= SHARE_MAX, f"loss {loss:.4f}, that of {like} is {other:.4f}"
-    return hunt.finish({"first": first, "losses": losses})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"first": first, "losses": losses}

@@ -16,18 +16,16 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.durable import Step
 from diloco.wire.client import AdminClient
 from tests.hunts.lives import BOUND_S, Nodes
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.audit import History
 from tests.loopback.cluster import Process
 
@@ -39,6 +37,8 @@ WITHIN_LEASES = 3.0
 LEASE_TTL_S = 2.0
 BY = ("verb", "lease")
 STALL_SHARE_MAX = 0.02
+EACH = 5
+"""The most kills in one run."""
 PATIENCE_S = 15.0
 """If a step does not occur for this long, SIGKILL comes from outside instead."""
 KILLED_COPYING = 0.5
@@ -166,44 +166,6 @@ def told_of(runs: list[Failovers], by: str) -> dict[str, object]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("failover", __doc__)
-    hunt.option("n", 10, "syncers to kill")
-    hunt.option("by", "both", "run by run", choices=[*BY, "both"])
-    hunt.option("at", "any", "where to kill", choices=["any", "merge"])
-    hunt.option("each", 5, "kills in one run")
-    hunt.option("within-s", WITHIN_S, "after the verb")
-    hunt.option("within-leases", WITHIN_LEASES, "after the kill")
-    hunt.option("stall-share", STALL_SHARE_MAX, "largest share")
-    asked = hunt.asked(arguments)
-    kinds = BY if asked.by == "both" else (asked.by,)
-    bounds_s = {"verb": asked.within_s, "lease": asked.within_leases * LEASE_TTL_S}
-    killed: Counter[str] = Counter()
-    runs: dict[str, list[Failovers]] = {by: [] for by in kinds}
-    counts = Counter(failovers=0, runs=0, updates=0, versions=0, standbys_killed_copying=0)
-    with tempfile.TemporaryDirectory(prefix="failover-") as folder:
-        while counts["failovers"] < asked.n and not hunt.violations:
-            number = counts["runs"]
-            here, by = Path(folder) / str(number), kinds[number % len(kinds)]
-            num = min(asked.each, asked.n - counts["failovers"])
-            run = Failovers(here, asked.seed * 1000 + number, num, by, asked.at, killed)
-            with hunt.judging(f"run {number} (by {by})", here):
-                told = run.run()
-                counts.update(updates=len(told.accepted), versions=len(told.published))
-            for which, cost in enumerate(run.took):
-                if cost.published_s > bounds_s[by]:
-                    hunt.violated(f"failover {which} of run {number} (by {by}) took too long: {cost}")
-            for share in run.stalls:
-                if share > asked.stall_share:
-                    hunt.violated(f"a site's training stood still for {share:.1%} of run {number} (by {by})")
-            runs[by].append(run)
-            counts.update(failovers=len(run.took), runs=1, standbys_killed_copying=run.died_copying)
-            with suppress(OSError):
-                shutil.rmtree(here)
-    by_kind = {f"by_{by}": told_of(of_kind, by) for by, of_kind in runs.items()}
-    return hunt.finish({**counts, **by_kind, "lease_s": LEASE_TTL_S, "killed_at": dict(sorted(killed.items()))})
-
-
 def spread(values: list[float]) -> dict[str, float]:
     """Return the median, the 95th percentile and the largest value."""
     ordered = sorted(values) or [0.0]
@@ -211,5 +173,36 @@ def spread(values: list[float]) -> dict[str, float]:
     return {name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) for name, share in at.items()}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(
+    n=(10, "syncers to kill"),
+    by=("both", "run by run", [*BY, "both"]),
+    at=("any", "where to kill", ["any", "merge"]),
+    within_s=(WITHIN_S, "after the verb"),
+    within_leases=(WITHIN_LEASES, "after the kill"),
+    stall_share=(STALL_SHARE_MAX, "largest share"),
+)
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    kinds = BY if asked.by == "both" else (asked.by,)
+    bounds_s = {"verb": asked.within_s, "lease": asked.within_leases * LEASE_TTL_S}
+    killed: Counter[str] = Counter()
+    runs: dict[str, list[Failovers]] = {by: [] for by in kinds}
+    counts = Counter(failovers=0, runs=0, updates=0, versions=0, standbys_killed_copying=0)
+    while counts["failovers"] < asked.n and not hunt.violations:
+        number = counts["runs"]
+        here, by = hunt.folder / str(number), kinds[number % len(kinds)]
+        num = min(EACH, asked.n - counts["failovers"])
+        run = Failovers(here, asked.seed * 1000 + number, num, by, asked.at, killed)
+        with hunt.judging(f"run {number} (by {by})", here):
+            told = run.run()
+            counts.update(updates=len(told.accepted), versions=len(told.published))
+        for which, cost in enumerate(run.took):
+            if cost.published_s > bounds_s[by]:
+                hunt.violated(f"failover {which} of run {number} (by {by}) took too long: {cost}")
+        for share in run.stalls:
+            if share > asked.stall_share:
+                hunt.violated(f"a site's training stood still for {share:.1%} of run {number} (by {by})")
+        runs[by].append(run)
+        counts.update(failovers=len(run.took), runs=1, standbys_killed_copying=run.died_copying)
+        shutil.rmtree(here, ignore_errors=True)
+    by_kind = {f"by_{by}": told_of(of_kind, by) for by, of_kind in runs.items()}
+    return {**counts, **by_kind, "lease_s": LEASE_TTL_S, "killed_at": dict(sorted(killed.items()))}

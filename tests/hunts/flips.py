@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import StoreError, payloads_in, verify
 from tests.hunts.cutting import State, quick_folder, record_syncer, state_of, unmergeable
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.power import QuietDisk
 from tests.syncer.building import update
 from tests.syncer.desk import Desk
@@ -78,10 +77,8 @@ def let_wait(folder: Path) -> list[str]:
     return [f"spool/{reference}" for reference in sorted(payloads_in(desk.machine.snapshot()))]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("flips", __doc__)
-    hunt.option("flips", 2000, "cases")
-    asked = hunt.asked(arguments)
+@hunting(flips=(2000, "cases"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     dice, found = random.Random(f"flips/{asked.seed}"), Counter[str]()
     with quick_folder() as place:
         record_syncer(place, 2)
@@ -113,8 +110,4 @@ def main(arguments: list[str] | None = None) -> int:
             if not named:
                 found[f"harmless in {path.name.split('-')[0]}"] += 1
             path.write_bytes(before)
-    return hunt.finish({"files": len(paths), "found": dict(sorted(found.items()))})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"files": len(paths), "found": dict(sorted(found.items()))}

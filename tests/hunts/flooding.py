@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from multiprocessing.connection import Connection
 
 import grpc
 
@@ -254,26 +253,25 @@ def attack(flood: Flood, kind: str, until_s: float, counts: Counter[str], lock: 
             counts[f"{kind}_{said}"] += 1
 
 
-def main(toy: Toy, address: str, token: str, orders: Connection) -> None:
-    """Carry out one order after the other, and send back the counts of each."""
+def flooded(toy: Toy, address: str, token: str, order: Order) -> dict[str, int]:
+    """Carry out an order, and return its counts."""
     os.nice(19)  # The hunt measures the syncer's work, not competition for the CPU.
-    while (order := orders.recv()) is not None:
-        counts: Counter[str] = Counter()
-        lock = threading.Lock()
-        private = [("grpc.use_local_subchannel_pool", 1)]
-        channels = [grpc.insecure_channel(address, private) for _ in range(order.connections)]
-        turn = itertools.cycle(channels)
-        with ThreadPoolExecutor(len(order.kinds) * order.threads) as pool:
-            attacks = [
-                pool.submit(attack, Flood(toy, token, next(turn)), kind, order.until_s, counts, lock)
-                for kind in order.kinds
-                for _ in range(order.threads)
-            ]
-        for each in attacks:
-            each.result()  # Raise the error of a flood that broke down: the hunt must not continue with less.
-        for channel in channels:
-            channel.close()
-        orders.send(dict(counts))
+    counts: Counter[str] = Counter()
+    lock = threading.Lock()
+    private = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.insecure_channel(address, private) for _ in range(order.connections)]
+    turn = itertools.cycle(channels)
+    with ThreadPoolExecutor(len(order.kinds) * order.threads) as pool:
+        attacks = [
+            pool.submit(attack, Flood(toy, token, next(turn)), kind, order.until_s, counts, lock)
+            for kind in order.kinds
+            for _ in range(order.threads)
+        ]
+    for each in attacks:
+        each.result()  # Raise the error of a flood that broke down: the hunt must not continue with less.
+    for channel in channels:
+        channel.close()
+    return dict(counts)
 
 
 # --- Floods of frames that HTTP/2 allows but our peers never send, each as fast as one connection accepts them -------

@@ -8,8 +8,6 @@ changed what that answer says.  No payload of an unauthorized caller reaches a c
 from __future__ import annotations
 
 import random
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -28,7 +26,7 @@ from diloco.wire.messages import JoinReply
 from tests.hunts import statuses
 from tests.hunts.asking import ADMIN, FOR_STRANGERS, SYNC, Access, Call, World, due, pushed
 from tests.hunts.attacks import spoiled_at_random, strict
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.hunts.target import Died, Fortress, Target, View, guarded, running
 
 SITES = ("alder", "birch", "cedar", "damson", "hazel", "willow")
@@ -291,12 +289,12 @@ def growth_of(memory: list[int]) -> float:
     return median(memory[-quarter:]) / median(memory[:quarter]) - 1
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("fuzz", __doc__)
-    hunt.option("n", 5000, "calls")
-    hunt.parser.add_argument("--variant", choices=sorted(VARIANTS), help="only this one (default: a share of each)")
-    hunt.option("first", 0, "number of the first batch")
-    asked = hunt.asked(arguments)
+@hunting(
+    n=(5000, "calls"),
+    variant=("", "only this one, rather than a share of each", VARIANTS),
+    first=(0, "number of the first batch"),
+)
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     shares = {asked.variant: 1.0} if asked.variant else VARIANTS
     answers: Counter[str] = Counter()
     totals = Counter(calls=0, unknown_or_internal=0, batches_that_changed_the_run=0, decoded_of_strangers=0)
@@ -309,8 +307,8 @@ def main(arguments: list[str] | None = None) -> int:
             hunt.violated(complaint, variant=variant, first=number, n=len(SITES) * EACH)
 
         count = int(asked.n * share)
-        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            found, memory = besiege(variant, Path(folder), asked.seed, count, told, asked.first)
+        folder = hunt.folder / variant
+        found, memory = besiege(variant, folder, asked.seed, count, told, asked.first)
         answers += found.answers
         totals.update(
             calls=found.calls,
@@ -324,8 +322,4 @@ def main(arguments: list[str] | None = None) -> int:
         if growth > GROWTH_MAX and found.calls >= GROWTH_CALLS_MIN:
             hunt.violated(f"memory grew by {100 * growth:.1f} %", variant=variant, n=found.calls)
     measured = {"rss_growth_percent": growths, "rss_mib": held, "warm_after_calls": warm}
-    return hunt.finish({**totals, "answers": dict(sorted(answers.items())), **measured})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {**totals, "answers": dict(sorted(answers.items())), **measured}

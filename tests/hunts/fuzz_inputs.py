@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ import torch
 
 from tests.hunts.inputs import Reader, codecs, files, folders, journals, messages, models, texts
 from tests.hunts.mutating import spoiled
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
 PIECE = 5000
 SECONDS_MAX = 2.0
@@ -59,29 +58,6 @@ def readers(folder: Path) -> dict[str, Reader]:
 
 class Hung(BaseException):
     """An input took longer than allowed."""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("fuzz_inputs", __doc__)
-    hunt.option("n", 20_000, "inputs")
-    hunt.option("jobs", len(os.sched_getaffinity(0)), "processes")
-    asked = hunt.asked(arguments)
-    sizes = [min(PIECE, asked.n - at) for at in range(0, asked.n, PIECE)]
-    taken: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
-    slowest_s, growth_bytes = 0.0, 0
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        for piece in pool.map(run_piece, range(asked.seed, asked.seed + len(sizes)), sizes):
-            taken += piece.taken
-            refused += piece.refused
-            slowest_s, growth_bytes = max(slowest_s, piece.slowest_s), max(growth_bytes, piece.growth_bytes)
-            for failure in piece.failures:
-                hunt.violated(failure, seed=piece.seed, n=PIECE)
-    if growth_bytes > GROWTH_BYTES_MAX:
-        hunt.violated(f"memory grew by {growth_bytes} bytes")
-    counts = {"inputs": taken.total() + refused.total(), "taken": taken.total(), "refused": refused.total()}
-    limits = {"slowest_s": round(slowest_s, 3), "growth_mib": round(growth_bytes / 2**20, 1)}
-    return hunt.finish({**counts, "readers": len(taken | refused), **limits})
 
 
 def run_piece(seed: int, count: int) -> Piece:
@@ -133,5 +109,21 @@ def _hung(number: int, frame: FrameType | None) -> None:
     raise Hung(f"more than {HANG_S} s")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(n=(20_000, "inputs"), jobs=(len(os.sched_getaffinity(0)), "processes"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    sizes = [min(PIECE, asked.n - at) for at in range(0, asked.n, PIECE)]
+    taken: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    slowest_s, growth_bytes = 0.0, 0
+    with ProcessPoolExecutor(asked.jobs) as pool:
+        for piece in pool.map(run_piece, range(asked.seed, asked.seed + len(sizes)), sizes):
+            taken += piece.taken
+            refused += piece.refused
+            slowest_s, growth_bytes = max(slowest_s, piece.slowest_s), max(growth_bytes, piece.growth_bytes)
+            for failure in piece.failures:
+                hunt.violated(failure, seed=piece.seed, n=PIECE)
+    if growth_bytes > GROWTH_BYTES_MAX:
+        hunt.violated(f"memory grew by {growth_bytes} bytes")
+    counts = {"inputs": taken.total() + refused.total(), "taken": taken.total(), "refused": refused.total()}
+    limits = {"slowest_s": round(slowest_s, 3), "growth_mib": round(growth_bytes / 2**20, 1)}
+    return {**counts, "readers": len(taken | refused), **limits}

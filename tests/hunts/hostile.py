@@ -11,24 +11,16 @@ thousands.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import resource
 import select
 import socket
 import struct
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from pathlib import Path
-
-import grpc
 
 from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.client import AdminClient
@@ -38,7 +30,7 @@ from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.hunts import flooding
 from tests.hunts.crowd import memory_of, reset_peak
 from tests.hunts.flooding import FLOODS, Due, flood
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.hunts.target import Target, View, guarded, running
 from tests.loopback.cluster import Process
 from tests.loopback.test_hostile import report, update
@@ -175,39 +167,16 @@ def trickle(siege: Siege) -> None:
     siege.facts["trickling_ended_s"] = round(last_s - began_s, 1)
 
 
-def abandoned_streams(address: str, token: str, ready: Connection) -> None:
-    """Open streams of every kind and never end them; runs in its own process."""
-    never = threading.Event()
-
-    def header() -> Iterator[bytes]:
-        yield pack_push(update(site_id=RUDE, sequence=1))
-        never.wait()
-
-    for _ in range(4):
-        channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
-        metadata = (("authorization", f"Bearer {token}"),)
-        for method in ("Push", "Push", "Watch", "Join"):
-            channel.stream_stream(PATH + method)(header(), timeout=600, metadata=metadata)
-        grpc.channel_ready_future(channel).result(timeout=30)
-    ready.send("ready")
-    never.wait()
-
-
 def abandoned(siege: Siege) -> None:
-    """Kill clients in the middle of their streams."""
-    count, context = max(1, int(4 * siege.scale)), multiprocessing.get_context("spawn")
-    processes = []
-    for _ in range(count):
-        ready, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=abandoned_streams, args=(siege.address, siege.token, theirs))
-        process.start()
-        theirs.close()
-        processes.append((process, ready))
-    for process, ready in processes:
-        ready.recv()
-        process.kill()
-        process.join(30)
-    siege.facts["clients_killed"] = count
+    """Close connections in the middle of their streams, as the kernel does for a client that is killed."""
+    header = flooding.message(pack_push(update(site_id=RUDE, sequence=1)))
+    for _ in range(siege.count(16)):
+        with flooding.hello(siege.address) as connection:
+            for stream, method in ((1, "Push"), (3, "Push"), (5, "Watch"), (7, "Join")):
+                connection.sendall(flooding.asking(PATH + method, siege.token, stream))
+                connection.sendall(flooding.frame(flooding.DATA, 0, stream, header))
+            time.sleep(0.1)  # All are under way.
+    siege.facts["abandoned"] = siege.count(16)
 
 
 def resets(siege: Siege) -> None:
@@ -304,25 +273,6 @@ SCENARIOS: Mapping[int, tuple[Callable[[Siege], None], ...]] = {
 """The scenarios, by the number of files that the syncer may open."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("hostile", __doc__)
-    hunt.option("scale", 0.1, "share of the full numbers")
-    asked = hunt.asked(arguments)
-    _raise_limit()
-    facts: dict[str, object] = {}
-    for files in SCENARIOS:
-        with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-            # One keepalive in five seconds, so that the hunt need not wait long until half-open peers are noticed.
-            fortress, shown = guarded("tokens", Path(folder), [HONEST, RUDE], keepalive_time_ms=5_000)
-            tokens = {name: each["token"] for name, each in shown.items() if each}
-            with running(replace(fortress, files=files)) as target:
-                honest = replace(fortress, token=tokens[HONEST])
-                with Process("site", honest, site=HONEST, address=target.address, step_s=0.02) as site:
-                    site.log.wait_for("adopted", ADOPTED_MIN, GONE_S)
-                    facts[str(files)] = _besieged(hunt, target, site, asked.scale, files, tokens)
-    return hunt.finish(facts)
-
-
 def _besieged(
     hunt: Hunt, target: Target, site: Process, scale: float, files: int, tokens: Mapping[str, str]
 ) -> dict[str, object]:
@@ -390,5 +340,17 @@ def _raise_limit() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(scale=(0.1, "share of the full numbers"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    _raise_limit()
+    facts: dict[str, object] = {}
+    for files in SCENARIOS:
+        # One keepalive in five seconds, so that the hunt need not wait long until half-open peers are noticed.
+        fortress, shown = guarded("tokens", hunt.folder / str(files), [HONEST, RUDE], keepalive_time_ms=5_000)
+        tokens = {name: each["token"] for name, each in shown.items() if each}
+        with running(replace(fortress, files=files)) as target:
+            honest = replace(fortress, token=tokens[HONEST])
+            with Process("site", honest, site=HONEST, address=target.address, step_s=0.02) as site:
+                site.log.wait_for("adopted", ADOPTED_MIN, GONE_S)
+                facts[str(files)] = _besieged(hunt, target, site, asked.scale, files, tokens)
+    return facts

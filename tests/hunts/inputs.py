@@ -11,13 +11,14 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import zstandard
+from torch import Tensor
 
 from diloco.codec.base import DecodeError
 from diloco.codec.registry import CODEC_NAMES, make_codec
@@ -57,7 +58,6 @@ from diloco.syncer.snapshots import (
     SnapshotError,
     Snapshots,
     read_image,
-    same_values,
     write_image,
 )
 from diloco.syncer.store import RunCard, Store, StoreError
@@ -72,7 +72,7 @@ from tests.sync.format_1 import encode_record
 from tests.sync.test_journal import a_run
 from tests.syncer.building import update
 from tests.syncer.desk import CARD, OUTER, RULE, Desk
-from tests.syncer.test_snapshots import assert_equal, snapshot
+from tests.syncer.test_snapshots import snapshot
 from tests.syncer.test_store import Story
 from tests.syncer.test_store_formats import FIXTURE, card_of, toy_of
 from tests.wire.samples import everything
@@ -356,6 +356,32 @@ def replaced(path: Path, read: Callable[[], object], words: Words, weight: float
     return Reader([good], reading, words, json_spoiled if path.suffix == ".json" else None, weight)
 
 
+def kept(
+    folder: Path, read: Callable[[], object], words: Words, name: str, weight: float = 0.5, heavy: float = 0.5
+) -> Iterator[tuple[str, Reader]]:
+    """Yield a reader of each file in ``folder``, of weight ``heavy`` for JSON, that takes only what is there now."""
+    written = plain(read())
+
+    def reading() -> object:
+        found = read()
+        assert plain(found) == written, "other facts than were written"
+        return found
+
+    for path in sorted(folder.iterdir()):
+        yield f"{name} {path.name}", replaced(path, reading, words, heavy if path.suffix == ".json" else weight)
+
+
+def plain(value: Any) -> Any:
+    """Return what can be compared of a value with tensors in it."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.tolist()
+    if is_dataclass(value):
+        return plain({each.name: getattr(value, each.name) for each in fields(value)})
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def files(folder: Path) -> Iterator[tuple[str, Reader]]:
     """Yield the readers of our folders' files; ``folder`` should be in memory."""
     card = RunCard("small", "f" * 64, "shared")
@@ -364,10 +390,8 @@ def files(folder: Path) -> Iterator[tuple[str, Reader]]:
     yield "run.json", replaced(run / "run.json", lambda: Store(run, card).journal.close(), (StoreError,), 0.5)
     snapshots = Snapshots(folder / "snapshots")
     snapshots.write(snapshot(1))
-    for path in sorted((folder / "snapshots" / "00000001").iterdir()):
-        read = lambda: assert_equal(snapshots.load(1), snapshot(1))  # noqa: E731
-        weight = 1.0 if path.name == "manifest.json" else 0.3
-        yield f"snapshot's {path.name}", replaced(path, read, (SnapshotError,), weight)
+    read = lambda: snapshots.load(1)  # noqa: E731
+    yield from kept(folder / "snapshots/00000001", read, (SnapshotError,), "snapshot's", 0.3, 1.0)
     yield "outbox", outbox(folder / "outbox")
     yield from credentials(folder)
 
@@ -461,14 +485,7 @@ def image(folder: Path, desk: Desk) -> Iterator[tuple[str, Reader]]:
     written = Image(asdict(CARD), tuple(desk.values), {("a", 1): (300, 3)}, {"from": "a test", "left_out": [1, 2]})
     write_image(path, written)
 
-    def read() -> object:
-        found = read_image(path)
-        assert (found.card, found.held, found.facts) == (written.card, written.held, written.facts), "other facts"
-        assert all(same_values(one, other) for one, other in zip(found.fragments, written.fragments, strict=True))
-        return found
-
-    for each in sorted(path.iterdir()):
-        yield f"image's {each.name}", replaced(each, read, (ImageError,), 2.0 if each.suffix == ".json" else 0.3)
+    yield from kept(path, lambda: read_image(path), (ImageError,), "image's", 0.3, 2.0)
 
 
 def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
@@ -488,40 +505,23 @@ def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
 
         yield f"format 1, {path.name}", replaced(path, journal, (JournalError,), 1.0)
     snapshots = Snapshots(folder / "syncer" / "snapshots")
-    written = snapshots.load(3)
-    for path in sorted((folder / "syncer" / "snapshots" / "00000003").iterdir()):
-
-        def snapshot() -> object:
-            found = snapshots.load(3)
-            assert (found.state, found.journal_segment) == (written.state, written.journal_segment)
-            assert all(same_values(one, other) for one, other in zip(found.fragments, written.fragments, strict=True))
-            return found
-
-        yield f"format 1, snapshot's {path.name}", replaced(path, snapshot, (SnapshotError,), 0.5)
-
+    third = folder / "syncer/snapshots/00000003"
+    yield from kept(third, lambda: snapshots.load(3), (SnapshotError,), "format 1, snapshot's")
     run_json = lambda: Store(folder / "syncer", card_of(toy)).journal.close()  # noqa: E731
     yield "format 1, run.json", replaced(folder / "syncer" / "run.json", run_json, (StoreError,), 0.5)
-    yield from checkpoint_files(folder / "a" / "checkpoints" / "00000001", "format 1, ")
+    first = folder / "a/checkpoints/00000001"
+    yield from kept(first, lambda: checkpoint_in(first), (CheckpointError,), "format 1, checkpoint's")
 
 
 def checkpoints(folder: Path) -> Iterator[tuple[str, Reader]]:
     tensors = {"model/a": torch.arange(12.0).view(3, 4), "random/cpu": torch.arange(9, dtype=torch.uint8)}
     checkpoint.save(folder, "1", tensors, {"steps": 3, "names": ["a"], "none": None})
-    yield from checkpoint_files(folder / "1", "")
+    yield from kept(folder / "1", lambda: checkpoint_in(folder / "1"), (CheckpointError,), "checkpoint's")
 
 
-def checkpoint_files(folder: Path, prefix: str) -> Iterator[tuple[str, Reader]]:
-    written = checkpoint.load(folder)
-
-    def read() -> object:
-        found = checkpoint.load(folder)
-        assert found.meta == written.meta, "other facts"
-        assert found.tensors.keys() == written.tensors.keys()
-        assert all(bool((found.tensors[name] == kept).all()) for name, kept in written.tensors.items())
-        return found
-
-    for path in sorted(folder.iterdir()):
-        yield f"{prefix}checkpoint's {path.name}", replaced(path, read, (CheckpointError,), 0.5)
+def checkpoint_in(folder: Path) -> object:
+    found = checkpoint.load(folder)
+    return found.meta, dict(found.tensors)
 
 
 def lease(path: Path) -> Reader:

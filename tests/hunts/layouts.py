@@ -1,7 +1,7 @@
 """``make layouts``: sites of every layout train one model, and the layout changes no bit of the exchanged data.
 
-Real processes over real gRPC, ranks over gloo.  In each run the same sites make the same steps, in lock-step and by
-default without a codec, so that every payload, version and adopted value is determined; only the layout of the model
+Real processes over real gRPC, ranks over gloo.  In each run the same sites make the same steps, in lock-step and
+without a codec, so that every payload, version and adopted value is determined; only the layout of the model
 over a site's ranks differs.  First one site alone, as one process and then under each layout; then four sites of four
 layouts together, compared with four sites of one process each.  Compared are the payloads and versions in the syncer's
 journal, and the values on each rank after each boundary, as torch gathers them.
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -32,7 +30,7 @@ from diloco.learner.agent import Agent
 from diloco.learner.exchange import Follower, Owner
 from diloco.learner.ranks import deal
 from diloco.outer.fragments import named_parameters_once
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.layouts import LAYOUTS, SHAPES, Odd, fill, part_of, ranks, whole
 from tests.loopback.audit import audit, history
 from tests.loopback.cluster import Log, serving
@@ -41,6 +39,7 @@ from tests.loopback.toy import TOKENS_PER_STEP, Toy, generator
 BOUND_S = 90.0
 RANKS = 4
 INNER_STEPS = 3
+ALONE = ("ddp", "fsdp", "hsdp", "tp", "tp_fsdp")
 MIXED = {"a": ("plain", 1), "b": ("ddp", 2), "c": ("fsdp", 4), "d": ("tp", 2)}
 Sites = Mapping[str, tuple[str, int]]
 """For each site its layout and the number of its ranks."""
@@ -120,12 +119,11 @@ def heard(ends: Mapping[Connection, Log]) -> None:
             left[end].emit(said.pop("what"), said)
 
 
-def run_of(folder: Path, sites: Sites, rounds: int, adopt: str, codec: str = "fp32") -> Found:
+def run_of(folder: Path, sites: Sites, rounds: int, adopt: str) -> Found:
     """Make a whole run and audit it."""
     toy = Toy(
         folder=str(folder),
         shapes=tuple(SHAPES.items()),
-        codec=codec,
         adopt=adopt,
         inner_steps=INNER_STEPS,
         lock_step=True,
@@ -165,34 +163,27 @@ def run_of(folder: Path, sites: Sites, rounds: int, adopt: str, codec: str = "fp
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("layouts", __doc__)
-    hunt.option("rounds", 6, "rounds of each fragment")
-    hunt.option("adopt", "rebase", "adopt rule")
-    hunt.option("codec", "fp32", "codec of updates and versions")
-    hunt.parser.add_argument("--layouts", nargs="+", default=["ddp", "fsdp", "hsdp", "tp", "tp_fsdp"])
-    hunt.parser.add_argument("--mixed", action="store_true", help="only the run of four layouts")
-    asked = hunt.asked(arguments)
-    alone: list[Sites] = [] if asked.mixed else [{"a": (layout, RANKS)} for layout in asked.layouts]
+@hunting(
+    rounds=(6, "rounds of each fragment"),
+    adopt=("rebase", "adopt rule"),
+    mixed=(False, "only the run of four layouts"),
+)
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    alone: list[Sites] = [] if asked.mixed else [{"a": (layout, RANKS)} for layout in ALONE]
     mismatches, compared, found = 0, 0, dict[str, Found]()
-    with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
 
-        def made(sites: Sites) -> Found:
-            name = "+".join(f"{layout}x{world}" for layout, world in sites.values())
-            if name not in found:
-                found[name] = run_of(Path(folder) / name, sites, asked.rounds, asked.adopt, asked.codec)
-                shutil.rmtree(Path(folder) / name)
-            return found[name]
+    def made(sites: Sites) -> Found:
+        name = "+".join(f"{layout}x{world}" for layout, world in sites.values())
+        if name not in found:
+            found[name] = run_of(hunt.folder / name, sites, asked.rounds, asked.adopt)
+            shutil.rmtree(hunt.folder / name)
+        return found[name]
 
-        for sites in [*alone, MIXED]:
-            with hunt.judging(str(sites)):
-                mine, plain = made(sites), made(dict.fromkeys(sites, ("plain", 1)))
-                differing = mine.differs(plain)
-                mismatches += len(differing)
-                compared += len(mine.payloads) + len(mine.versions) + len(mine.held)
-                assert not differing, ", ".join(differing[:5])
-    return hunt.finish({"runs": len(found), "compared": compared, "mismatches": mismatches})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for sites in [*alone, MIXED]:
+        with hunt.judging(str(sites)):
+            mine, plain = made(sites), made(dict.fromkeys(sites, ("plain", 1)))
+            differing = mine.differs(plain)
+            mismatches += len(differing)
+            compared += len(mine.payloads) + len(mine.versions) + len(mine.held)
+            assert not differing, ", ".join(differing[:5])
+    return {"runs": len(found), "compared": compared, "mismatches": mismatches}

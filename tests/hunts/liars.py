@@ -25,7 +25,7 @@ from diloco.sync.options import SECOND_NS, HealthOptions, OuterOptions
 from diloco.sync.rounds import raw_weight
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
 MOVED_MAX = 1.5
 NORM_MAX = 10.0 * 8
@@ -194,18 +194,12 @@ def _weight(world: World, site: Site) -> float:
     return raw_weight(rule, line.usual_tokens, line.usual_steps) / true if line.usual_tokens else 0.0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("liars", __doc__)
-    hunt.option("n", 1000, "number of lies")
-    asked = hunt.asked(arguments)
+@hunting(n=(1000, "number of lies"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     counts: Counter[str] = Counter()
     moved_most, weight_most, seed = 0.0, 0.0, asked.seed
     while counts["lies"] < asked.n and len(hunt.violations) < 20:
         worst, weight = play(seed, hunt, counts)
         moved_most, weight_most, seed = max(moved_most, worst), max(weight_most, weight), seed + 1
-    found = {"runs": seed - asked.seed, "moved_at_most": round(moved_most, 3), "weight_at_most": round(weight_most, 1)}
-    return hunt.finish({**counts, **found})
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    most = {"moved_at_most": round(moved_most, 3), "weight_at_most": round(weight_most, 1)}
+    return {**counts, "runs": seed - asked.seed, **most}

@@ -19,8 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ from xml.etree import ElementTree
 
 from tests.forked import forkserver
 from tests.hunts.mutant_sites import Site, in_both, marked, sites_of
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [f"diloco/{name}" for name in ("sync", "outer", "codec", "inner", "wire", "syncer", "learner")]
@@ -273,53 +271,6 @@ def copied(tree: Path, folder: Path, commit: str = "") -> None:
             shutil.copy2(library, folder / library.relative_to(tree))
 
 
-def main(arguments: list[str] | None = None, tree: Path = ROOT, context: ForkServerContext | None = None) -> int:
-    """Run the hunt; ``context`` starts the test processes, by default with the modules that most of them need."""
-    hunt = Hunt("mutants", __doc__)
-    hunt.option("n", 300, "number of mutants")
-    hunt.option("since", "", "only functions that this commit has too, by name")
-    hunt.parser.add_argument("--there", action="store_true", help="try the same draw in the tree of --since")
-    hunt.option("at", "", "the one mutant of this name, with all --tests")
-    hunt.parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders (default: tests)")
-    hunt.parser.add_argument("--packages", nargs="+", default=PACKAGES, help="folders (default: seven of diloco's)")
-    hunt.option("tests-seconds", 30.0, "time of tests for each mutant")
-    hunt.option("minutes", 0.0, "try no more mutants after this; 0: all")
-    hunt.option("workers", 3, "processes that record")
-    asked = hunt.asked(arguments)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        scratch = Path(folder)
-        if asked.since:
-            copied(tree, scratch / "since", asked.since)
-        if not asked.there:
-            copied(tree, scratch / "tree")
-        sites = sites_of(tree, asked.packages)
-        pairs = [(site, site) for site in sites]
-        if asked.since:
-            pairs = list(in_both(sites, sites_of(scratch / "since", asked.packages)))
-        chosen = [pair[asked.there] for pair in Random(asked.seed).sample(pairs, min(asked.n, len(pairs)))]
-        bench = Bench(scratch / ("since" if asked.there else "tree"), scratch, context or forkserver(IMPORTED))
-        if asked.at:
-            one = next(pair[asked.there] for pair in pairs if pair[asked.there].name == asked.at)
-            fate, by = bench.fate(one, asked.tests, Record())
-            print(f"{fate}: {one}\n{by}", flush=True)
-            return hunt.finish({})
-        print(f"{len(chosen)} of {len(pairs)} places", flush=True)
-        record = bench.record(chosen, asked.tests, asked.workers)
-        failed = [test for tests in record.failed.values() for test in tests]
-        print(f"tests without a mutant: {hunt.seconds():.0f} s, {len(failed)} failed, which are left out", flush=True)
-        print("".join(f"  {test}\n" for test in failed), end="")
-        tried = list(trials(bench, chosen, record, asked.tests_seconds, asked.minutes * 60))
-    elsewhere = f" --since {asked.since} --there" if asked.there else ""
-    for trial in sorted(tried, key=lambda each: each.site.name):
-        if trial.fate == "survived":
-            tests = " ".join(trial.files)
-            print(f"{trial.site}{'' if trial.whole else ' (not by all the files that reach it)'}")
-            print(f"  python -m tests.hunts.mutants{elsewhere} --at {trial.site.name} --tests {tests}")
-        elif trial.fate == "not covered":
-            print(f"{trial.site} (no default test reaches it)")
-    return hunt.finish({"of": len(pairs), **summed(tried), "left_out": len(failed)})
-
-
 @dataclass(frozen=True)
 class Trial:
     """The fate of the mutant at ``site``; ``whole`` where all test files that reach it were tried."""
@@ -330,12 +281,9 @@ class Trial:
     whole: bool
 
 
-def trials(bench: Bench, sites: Sequence[Site], record: Record, budget_s: float, bound_s: float) -> Iterator[Trial]:
-    """Try one mutant after another, until ``bound_s`` have passed unless that is 0: the draw is in random order."""
-    began_s = time.monotonic()
+def trials(bench: Bench, sites: Sequence[Site], record: Record, budget_s: float) -> Iterator[Trial]:
+    """Try one mutant after another."""
     for number, site in enumerate(sites):
-        if bound_s and time.monotonic() > began_s + bound_s:
-            return
         files, whole = record.files_for(number, site, budget_s)
         fate, by = bench.fate(site, files, record) if files else ("not covered", "")
         print(f"{number + 1}/{len(sites)} {fate}: {site}\n  {by}".rstrip(), flush=True)
@@ -364,5 +312,46 @@ def summed(tried: Sequence[Trial]) -> dict[str, object]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(
+    n=(300, "number of mutants"),
+    since=("", "only functions that this commit has too, by name"),
+    there=(False, "try the same draw in the tree of --since"),
+    at=("", "the one mutant of this name, with all --tests"),
+    tests=(["tests"], "files or folders"),
+    packages=(PACKAGES, "folders"),
+    tests_seconds=(30.0, "time of tests for each mutant"),
+    workers=(3, "processes that record"),
+)
+def main(hunt: Hunt, asked: Namespace, tree: Path = ROOT, context: ForkServerContext | None = None) -> Counts:
+    """Run the hunt; ``context`` starts the test processes, by default with the modules that most of them need."""
+    scratch = hunt.folder
+    if asked.since:
+        copied(tree, scratch / "since", asked.since)
+    if not asked.there:
+        copied(tree, scratch / "tree")
+    sites = sites_of(tree, asked.packages)
+    pairs = [(site, site) for site in sites]
+    if asked.since:
+        pairs = list(in_both(sites, sites_of(scratch / "since", asked.packages)))
+    chosen = [pair[asked.there] for pair in Random(asked.seed).sample(pairs, min(asked.n, len(pairs)))]
+    bench = Bench(scratch / ("since" if asked.there else "tree"), scratch, context or forkserver(IMPORTED))
+    if asked.at:
+        one = next(pair[asked.there] for pair in pairs if pair[asked.there].name == asked.at)
+        fate, by = bench.fate(one, asked.tests, Record())
+        print(f"{fate}: {one}\n{by}", flush=True)
+        return {}
+    print(f"{len(chosen)} of {len(pairs)} places", flush=True)
+    record = bench.record(chosen, asked.tests, asked.workers)
+    failed = [test for tests in record.failed.values() for test in tests]
+    print(f"tests without a mutant: {hunt.seconds():.0f} s, {len(failed)} failed, which are left out", flush=True)
+    print("".join(f"  {test}\n" for test in failed), end="")
+    tried = list(trials(bench, chosen, record, asked.tests_seconds))
+    elsewhere = f" --since {asked.since} --there" if asked.there else ""
+    for trial in sorted(tried, key=lambda each: each.site.name):
+        if trial.fate == "survived":
+            tests = " ".join(trial.files)
+            print(f"{trial.site}{'' if trial.whole else ' (not by all the files that reach it)'}")
+            print(f"  python -m tests.hunts.mutants{elsewhere} --at {trial.site.name} --tests {tests}")
+        elif trial.fate == "not covered":
+            print(f"{trial.site} (no default test reaches it)")
+    return {"of": len(pairs), **summed(tried), "left_out": len(failed)}

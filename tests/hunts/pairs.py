@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
@@ -21,8 +19,8 @@ from diloco.config import build_syncer
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
 from diloco.observe.eventlog import read_events
-from tests.hunts.reporting import Hunt
-from tests.runs.processes import TINY, Place, place_in
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
+from tests.runs.processes import TINY, place_in
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "outer.lock_step": ("false", "true"),
@@ -99,11 +97,13 @@ def refusal(row: Row) -> str:
     return ""
 
 
-def run_of(place: Place, name: str, row: Mapping[str, str], seconds: float) -> None:
-    """Run ``row`` and judge the result; AssertionError says what is wrong."""
-    code, said = place.run("up", *words_of(row), f"run.name={name}", f"run.seconds={seconds}", bound_s=BOUND_S)
+def run_of(folder: Path, row: Mapping[str, str]) -> None:
+    """Run ``row`` in ``folder`` and judge the result; AssertionError says what is wrong."""
+    folder.mkdir(exist_ok=True)
+    with place_in(folder) as place:
+        code, said = place.run("up", *words_of(row), "run.name=pair", "run.seconds=10", bound_s=BOUND_S)
     assert code == 0, f"exit code {code}: {said[-400:]}"
-    run = place.folder / "runs" / name
+    run = folder / "runs/pair"
     judge(json.loads((run / "summary.json").read_text()), list(read_events(run / "events.jsonl")))
 
 
@@ -121,22 +121,13 @@ def judge(summary: Mapping[str, Any], events: list[dict[str, Any]]) -> None:
     assert 0 < sent <= OVERHEAD * wire["bytes_fp32_equivalent"], f"{sent} bytes apart from joins: {wire}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("pairs", __doc__)
-    hunt.option("first", 0, "the first row to run")
-    hunt.option("rows", 0, "number of rows; 0: all")
-    hunt.option("run-seconds", 10.0, "length of each run")
-    asked = hunt.asked(arguments)
+@hunting(first=(0, "the first row to run"), rows=(0, "number of rows; 0: all"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     rows, refused = covering(asked.seed, refusal)
     last = asked.first + asked.rows if asked.rows else len(rows)
     print(f"{len(rows)} rows; {len(refused)} pairs are refused, as {sorted(set(refused.values()))[:3]}", flush=True)
     for number, row in list(enumerate(rows))[asked.first : last]:
-        with tempfile.TemporaryDirectory(prefix="pairs-") as folder, place_in(Path(folder)) as place:
-            print(f"row {number}: {' '.join(f'{name}={value}' for name, value in row.items())}", flush=True)
-            with hunt.judging(f"row {number}", first=number, rows=1):
-                run_of(place, "pair", row, asked.run_seconds)
-    return hunt.finish({"of": len(rows), "refused": len(refused)})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        print(f"row {number}: {' '.join(f'{name}={value}' for name, value in row.items())}", flush=True)
+        with hunt.judging(f"row {number}", first=number, rows=1):
+            run_of(hunt.folder / str(number), row)
+    return {"of": len(rows), "refused": len(refused)}

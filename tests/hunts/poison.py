@@ -16,8 +16,6 @@ import contextlib
 import io
 import json
 import shlex
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +27,22 @@ from diloco.config.run_dir import run_dir_of
 from diloco.config.schema import RunConfig
 from tests.hunts.lives import check_balance
 from tests.hunts.pseudo_gradients import Part, loss_of
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
 GAP_MAX = 0.02
+STRENGTH = 8.0
+"""The length of the poison over that of the true pseudo-gradient."""
 POISONER = "site-c"
 LATER = 3
 """Versions after the poison, before the hunt stops the run."""
 SETTINGS = ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.snapshot_every=1000")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("poison", __doc__)
-    hunt.option("tokens", 1_200_000, "tokens merged in each run")
-    hunt.option("at", 4, "the site's first poisoned update")
-    hunt.option("updates", 2, "poisoned updates in a row")
-    hunt.option("strength", 8.0, "factor of the poison's length")
-    hunt.option("settings", "", "more of diloco up, for another run than the demo")
-    asked = hunt.asked(arguments)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="poison-") as folder:
-        given = {name: getattr(asked, name) for name in ("seed", "tokens", "at", "updates", "strength")}
-        poisoning = Poisoning(Path(folder), **given, more=tuple(shlex.split(asked.settings)))
-        counts: dict[str, float] = {}
-        with hunt.judging("the three runs"):
-            counts = poisoning.happen()
-            gap = counts["loss_restored"] / counts["loss_clean"] - 1
-            counts["gap_percent"] = round(100 * gap, 3)
-            if counts["loss_when_stopped"] < 1.05 * counts["loss_without"]:
-                hunt.violated("the poison did no harm, so the hunt shows nothing")
-            assert abs(gap) <= GAP_MAX, f"the restored run's loss is {gap:+.1%} from the clean one's"
-        return hunt.finish(counts)
-
-
 class Poisoning:
     """The three runs below ``root``."""
 
-    def __init__(
-        self, root: Path, seed: int, tokens: int, at: int, updates: int, strength: float, more: tuple[str, ...] = ()
-    ) -> None:
-        self.root, self.seed, self.tokens, self.strength = root, seed, tokens, strength
+    def __init__(self, root: Path, seed: int, tokens: int, at: int, updates: int, more: tuple[str, ...] = ()) -> None:
+        self.root, self.seed, self.tokens = root, seed, tokens
         self.sequences = range(at, at + updates)
         self.more = more
         self.left_out: list[dict[str, Any]] = []
@@ -82,7 +57,7 @@ class Poisoning:
         clean = self.config("clean")
         loss_clean, tokens_clean = self.finished(clean, Part(clean))
         poisoned = self.config("poisoned")
-        loss_poisoned, _ = self.finished(poisoned, Part(poisoned, POISONER, self.sequences, self.strength))
+        loss_poisoned, _ = self.finished(poisoned, Part(poisoned, POISONER, self.sequences, STRENGTH))
         restored = self.config("restored")
         when_stopped, alone, without = self.stopped_and_restored(restored)
         loss_restored, tokens_restored = self.finished(restored, Part(restored))
@@ -112,7 +87,7 @@ class Poisoning:
 
         Return the loss when it was stopped, without the poison alone, and also without all that was trained on it.
         """
-        part = Part(config, POISONER, self.sequences, self.strength)
+        part = Part(config, POISONER, self.sequences, STRENGTH)
         part.wait_for_poison(POISONER, self.sequences, LATER)
         part.syncer.drain()
         part.end()
@@ -151,5 +126,22 @@ def verb(*arguments: str) -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(
+    tokens=(1_200_000, "tokens merged in each run"),
+    at=(4, "the site's first poisoned update"),
+    updates=(2, "poisoned updates in a row"),
+    settings=("", "more of diloco up, for another run than the demo"),
+)
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    torch.set_num_threads(1)
+    given = {name: getattr(asked, name) for name in ("seed", "tokens", "at", "updates")}
+    poisoning = Poisoning(hunt.folder, **given, more=tuple(shlex.split(asked.settings)))
+    counts: dict[str, float] = {}
+    with hunt.judging("the three runs"):
+        counts = poisoning.happen()
+        gap = counts["loss_restored"] / counts["loss_clean"] - 1
+        counts["gap_percent"] = round(100 * gap, 3)
+        if counts["loss_when_stopped"] < 1.05 * counts["loss_without"]:
+            hunt.violated("the poison did no harm, so the hunt shows nothing")
+        assert abs(gap) <= GAP_MAX, f"the restored run's loss is {gap:+.1%} from the clean one's"
+    return counts

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,7 +28,7 @@ from diloco.syncer.store import RunCard, Store, StoreError
 from tests.hunts.cutting import Recording, quick_folder, record_backup, record_in_place, record_site, record_syncer
 from tests.hunts.lives import ended
 from tests.hunts.loop_disk import LoopDisk, NotPermittedError
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
 from tests.loopback.toy import RUN, Toy
@@ -188,12 +187,12 @@ def model_cuts(hunt: Hunt, rounds: int, seed: int) -> dict[str, object]:
     return counts
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("powercut", __doc__)
-    hunt.option("cuts", 6, "real power cuts")
-    hunt.option("rounds", 2, "rounds of the run in the model")
-    hunt.option("forget", "", "leave out the syncs of a step: the hunt must find it", metavar="STEP")
-    asked = hunt.asked(arguments)
+@hunting(
+    cuts=(6, "real power cuts"),
+    rounds=(2, "rounds of the run in the model"),
+    forget=("", "leave out the syncs of a step: the hunt must find it"),
+)
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     counts = model_cuts(hunt, asked.rounds, asked.seed)
@@ -201,8 +200,4 @@ def main(arguments: list[str] | None = None) -> int:
     found = real_cuts(hunt, asked.cuts, asked.seed, asked.forget)
     if "not_permitted" in found:
         print(f"no real power cut was made: {found['not_permitted']}", flush=True)
-    return hunt.finish({**counts, **found})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {**counts, **found}

@@ -16,8 +16,6 @@ import os
 import random
 import re
 import signal
-import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +26,7 @@ from diloco.observe.eventlog import Event
 from diloco.sync.fates import columns_of
 from diloco.sync.syncer import OuterSync
 from tests.hunts.lives import audited, in_a_place
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.runs.processes import Place, Verb, wait_for
 
 BOUND_S = 240.0
@@ -169,18 +167,14 @@ def _of_process(pid: int, name: str) -> str | None:
         return None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("rank_kills", __doc__)
-    hunt.option("kills", 30, "ranks to kill, one after the other")
-    hunt.option("parallel", "fsdp", "the site's layout of the model")
-    hunt.option("memory", 0, "steps between two checkpoints in memory; 0: none")
-    asked = hunt.asked(arguments)
+@hunting(
+    kills=(30, "ranks to kill, one after the other"),
+    parallel=("fsdp", "the site's layout of the model"),
+    memory=(0, "steps between two checkpoints in memory; 0: none"),
+)
+def main(hunt: Hunt, asked: Namespace) -> Counts:
     torch.set_num_threads(1)
     counts: dict[str, object] = {}
-    with tempfile.TemporaryDirectory(prefix="rank-kills-") as folder, hunt.judging("a run"):
-        counts = RankKills(Path(folder), asked.seed, asked.kills, asked.parallel, asked.memory).run()
-    return hunt.finish(counts)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with hunt.judging("a run"):
+        counts = RankKills(hunt.folder, asked.seed, asked.kills, asked.parallel, asked.memory).run()
+    return counts

@@ -5,7 +5,7 @@ configuration.  After each kill, the syncer itself opens the folder: it starts w
 one, or says that the folder must be restored again.  Then the verb runs once more, and its result starts, accepts
 updates and makes versions.  An interrupted backup leaves no backup, or a complete one.
 
-``python -m tests.hunts.short_lives`` kills at every passage of everything; ``make crash`` draws some of them.
+``make crash`` draws the step and the passage of each kill.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import json
 import os
 import random
 import shutil
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -42,7 +40,6 @@ from diloco.syncer.spool import Spool
 from diloco.syncer.store import STAGING, RunCard, Store, StoreError
 from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
-from tests.hunts.reporting import Hunt
 from tests.models.pasts import Hand, with_a_past
 from tests.models.test_read_warm_site import checkpointed
 from tests.syncer.building import stored
@@ -346,32 +343,3 @@ def draw(lives: ShortLives, dice: random.Random, killed: Counter[str], deaths: i
 def named(what: str, step: str) -> str:
     """Return the name of a kill's place in a hunt's counts."""
     return f"{f'restore from {what}' if what in WAYS else what}: {step}"
-
-
-def every_passage(lives: ShortLives, stride: int) -> Iterator[tuple[str, str, int]]:
-    """Yield every ``stride``-th (what, step, passage)."""
-    number = 0
-    for what in SHORT:
-        for step, passages in sorted(lives.passages(what).items()):
-            for passage in range(1, passages + 1):
-                number += 1
-                if number % stride == 0:
-                    yield what, step, passage
-
-
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("short_lives", __doc__)
-    hunt.option("stride", 1, "kill at every STRIDE-th passage")
-    asked = hunt.asked(arguments)
-    killed: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(prefix="short-lives-") as folder:
-        lives = ShortLives(Path(folder))
-        for what, step, passage in every_passage(lives, asked.stride):
-            with hunt.judging(f"{what} at {step}:{passage}"):
-                lives.kill(what, step, passage)
-            killed[named(what, step)] += 1
-    return hunt.finish({"kills": lives.kills, "left": dict(lives.again), "killed_at": dict(sorted(killed.items()))})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

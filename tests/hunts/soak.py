@@ -12,20 +12,17 @@ import itertools
 import random
 import signal
 import statistics
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.hunts.crowd import memory_of
 from tests.hunts.lives import ended
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, Process, free_port
 from tests.loopback.toy import Toy
@@ -42,6 +39,7 @@ MIX = {
     "syncer_kill": 10,
     "syncer_freeze": 5,
 }
+FAULT_EVERY_S = 20.0
 BOUND_S = 90.0
 STUCK_S = 30.0
 """With most sites healthy, some fragment gets a new version within this time."""
@@ -72,7 +70,7 @@ class Life:
 class Soak:
     """Runs the processes, injects the faults and watches, in one thread."""
 
-    def __init__(self, hunt: Hunt, folder: Path, seconds: float, seed: int, alive: ExitStack) -> None:
+    def __init__(self, hunt: Hunt, seconds: float, seed: int, alive: ExitStack) -> None:
         self.hunt, self.seconds, self.alive = hunt, seconds, alive
         self.dice = random.Random(f"soak/{seed}")
         outer = {
@@ -83,7 +81,7 @@ class Soak:
         }
         keepalive = {"keepalive_time_ms": 2000, "keepalive_timeout_ms": 2000}
         self.toy = Toy(
-            folder=str(folder),
+            folder=str(hunt.folder),
             seed=seed,
             codec="int8",
             inner_steps=10,
@@ -134,7 +132,7 @@ class Soak:
 
     # --- faults ------------------------------------------------------------------------------------------------
 
-    def trouble(self, every_s: float) -> None:
+    def trouble(self) -> None:
         if self.elapsed() > self.seconds - 30.0:
             return  # The run must end in order.
         kind = self.dice.choices(list(MIX), weights=list(MIX.values()))[0]
@@ -147,7 +145,7 @@ class Soak:
         if self.runs(name):
             self.faults[kind] += 1
             self.begin(kind.removeprefix("syncer_"), name, down_s)
-        self.later(self.dice.expovariate(1 / every_s), lambda: self.trouble(every_s))
+        self.later(self.dice.expovariate(1 / FAULT_EVERY_S), self.trouble)
 
     def begin(self, kind: str, name: str, down_s: float) -> None:
         process = self.processes[name]
@@ -185,12 +183,12 @@ class Soak:
             self.hunt.violated(f"no new version for {now_s - self.moved_s:.0f} s")
             self.moved_s = now_s
 
-    def run(self, every_s: float) -> None:
+    def run(self) -> None:
         self.start("syncer")
         self.processes["syncer"].log.wait_for("listening", 1, BOUND_S)
         for site in SITES:
             self.start(site)
-        self.later(5.0, lambda: self.trouble(every_s))
+        self.later(5.0, self.trouble)
         watched_s = 0.0
         while not self.over() and self.elapsed() < self.seconds + BOUND_S:
             due = sorted(item for item in self.agenda if item[0] <= time.monotonic())
@@ -243,17 +241,9 @@ class Soak:
         }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("soak", __doc__)
-    hunt.option("minutes", 1.0, "length of the run")
-    hunt.option("fault-every", 20.0, "mean seconds between faults")
-    asked = hunt.asked(arguments)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder, ExitStack() as alive:
-        soak = Soak(hunt, Path(folder), asked.minutes * 60, asked.seed, alive)
-        soak.run(asked.fault_every)
-        found = soak.check()
-    return hunt.finish({**found, "faults": dict(sorted(soak.faults.items()))})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(minutes=(1.0, "length of the run"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    with ExitStack() as alive:
+        soak = Soak(hunt, asked.minutes * 60, asked.seed, alive)
+        soak.run()
+        return {**soak.check(), "faults": dict(sorted(soak.faults.items()))}

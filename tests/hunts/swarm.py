@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
 from diloco.sim.swarm import CHECKERS, Checker, Outcome, Several, Swarm, draw_plan, draw_several
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
 CHUNK = 50
 
@@ -29,37 +29,6 @@ def run_several(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
 
 
 RUNS = {"one": run_seed, "several": run_several}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("swarm", __doc__)
-    hunt.option("seeds", 200, "number of seeds")
-    hunt.option("minutes", 0.0, "run for this long instead")
-    hunt.option("jobs", len(os.sched_getaffinity(0)), "processes")
-    hunt.option("syncers", "one", "syncers that share the model", choices=RUNS)
-    asked = hunt.asked(arguments)
-    wanted: Iterable[range] = (
-        itertools.takewhile(
-            lambda _: hunt.seconds() < 60 * asked.minutes,
-            (range(first, first + CHUNK) for first in itertools.count(asked.seed, CHUNK)),
-        )
-        if asked.minutes
-        else pieces(asked.seed, asked.seeds)
-    )
-    totals: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
-    fates: Counter[str] = Counter()
-    staleness_worst = 0
-    for outcome in outcomes(wanted, asked.jobs, asked.syncers):
-        totals["seeds"] += 1
-        totals += outcome.ran
-        faults += outcome.faults
-        fates += outcome.fates
-        staleness_worst = max(staleness_worst, outcome.staleness_worst)
-        if outcome.failure:
-            hunt.violated(outcome.failure, seed=outcome.seed, seeds=1, minutes=0.0)
-    counts: dict[str, object] = {"ran": dict(totals), "faults": dict(sorted(faults.items()))}
-    return hunt.finish({**counts, "updates": dict(sorted(fates.items())), "staleness_worst": staleness_worst})
 
 
 def pieces(first: int, count: int) -> Iterator[range]:
@@ -87,5 +56,27 @@ def run_piece(seeds: range, syncers: str) -> list[Outcome]:
     return [RUNS[syncers](seed) for seed in seeds]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(
+    seeds=(200, "number of seeds"),
+    minutes=(0.0, "run for this long instead"),
+    jobs=(len(os.sched_getaffinity(0)), "processes"),
+    syncers=("one", "syncers that share the model", RUNS),
+)
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    wanted = pieces(asked.seed, sys.maxsize if asked.minutes else asked.seeds)
+    if asked.minutes:
+        wanted = itertools.takewhile(lambda _: hunt.seconds() < 60 * asked.minutes, wanted)
+    totals: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    fates: Counter[str] = Counter()
+    staleness_worst = 0
+    for outcome in outcomes(wanted, asked.jobs, asked.syncers):
+        totals["seeds"] += 1
+        totals += outcome.ran
+        faults += outcome.faults
+        fates += outcome.fates
+        staleness_worst = max(staleness_worst, outcome.staleness_worst)
+        if outcome.failure:
+            hunt.violated(outcome.failure, seed=outcome.seed, seeds=1, minutes=0.0)
+    ran = {"ran": dict(totals), "faults": dict(sorted(faults.items()))}
+    return {**ran, "updates": dict(sorted(fates.items())), "staleness_worst": staleness_worst}

@@ -70,10 +70,8 @@ def test_a_violation_is_one_line_with_the_command_that_replays_it(
 def test_a_replay_has_the_options_that_were_given_as_they_are_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hunt = Hunt("example", "An example.")
-    hunt.option("at-step", "any", "where")
-    hunt.option("settings", "", "more of them")
-    hunt.option("n", 10, "how many")
+    options = {"at_step": ("any", "where"), "settings": ("", "more of them"), "n": (10, "how many")}
+    hunt = Hunt("example", "An example.", **options)
     hunt.asked(["--settings", "a=1 b=2", "--n", "3"])
     hunt.violated("it broke", at_step="journal.sync", n=10)
     (tmp_path / "evidence").touch()

@@ -13,7 +13,6 @@ from diloco.sync.rounds import raw_weight
 from tests.hunts import liars, poison
 from tests.hunts.pairs import SETTINGS, Row, covering, judge, pairs_of, refusal, run_of
 from tests.hunts.poison import Poisoning
-from tests.runs.processes import place_in
 
 Patch = pytest.MonkeyPatch
 Hunted = Callable[..., Any]
@@ -79,7 +78,7 @@ def test_poison_is_taken_out_of_a_run_of_real_training(hunted: Hunted) -> None:
 
 def test_a_site_that_was_to_send_poison_and_did_not_is_noticed(tmp_path: Path) -> None:
     """Regression: the hunt sent no poison any more, and did not notice, after the code that it patches had moved."""
-    poisoning = Poisoning(tmp_path, seed=1, tokens=10**9, at=4, updates=3, strength=2.0)
+    poisoning = Poisoning(tmp_path, seed=1, tokens=10**9, at=4, updates=3)
     poisoning.check_sent([[], [4, 5, 6], []])
     for sent in ([[], [], []], [[4, 5, 6], [4, 5, 6], []], [[], [4, 5, 6, 7], []]):
         with pytest.raises(AssertionError, match="one site was to send"):
@@ -138,13 +137,11 @@ def test_a_run_that_went_wrong_is_seen(part: str, changed: dict[str, Any], words
 
 @pytest.mark.slow
 def test_a_row_trains_and_says_true_figures(tmp_path: Path) -> None:
-    with place_in(tmp_path) as place:
-        run_of(place, "pair", ROW, 10.0)
+    run_of(tmp_path, ROW)
 
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("number", range(4))
 def test_rows_train_and_say_true_figures(number: int, tmp_path: Path) -> None:
     rows, _ = covering(0, refusal)
-    with place_in(tmp_path) as place:
-        run_of(place, "pair", rows[number], 10.0)
+    run_of(tmp_path, rows[number])

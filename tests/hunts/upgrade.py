@@ -11,44 +11,15 @@ import os
 import subprocess
 import sys
 import tarfile
-import tempfile
 from io import BytesIO
 from pathlib import Path
 
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.upgrading import Upgrade
 from tests.runs.processes import ROOT, place_in
 
 PREVIOUS = "e4cbd8b"
 """The last commit that speaks protocol 2, whose digests are SHA-256."""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    hunt = Hunt("upgrade", __doc__)
-    hunt.option("from-commit", PREVIOUS, "the old release's commit")
-    hunt.option("runs", 1, "number of upgrades, one after another")
-    asked = hunt.asked(arguments)
-    counts = {"upgrades": 0, "stages": 0, "versions": 0, "acknowledged": 0, "drain_s_max": 0.0}
-    with tempfile.TemporaryDirectory(prefix="upgrade-") as scratch:
-        old = unpacked(asked.from_commit, Path(scratch) / "old")
-        for number in range(asked.runs):
-            folder = Path(scratch) / f"run-{number}"
-            folder.mkdir()
-            with place_in(folder) as place:
-                upgrade = Upgrade(place, old, ROOT)
-                try:
-                    told = upgrade.run()
-                except AssertionError as error:
-                    print(error)
-                    after = upgrade.said[-1] if upgrade.said else "the start"
-                    hunt.violated(f"after {after}: {str(error).splitlines()[-1][:200]}")
-                    continue
-            print(f"run {number}: {'; '.join(upgrade.said)}: {told}", flush=True)
-            for name in ("stages", "versions", "acknowledged"):
-                counts[name] += told[name]
-            counts["upgrades"] += 1
-            counts["drain_s_max"] = max(counts["drain_s_max"], told["drain_s"])
-    return hunt.finish(counts)
 
 
 def unpacked(commit: str, folder: Path) -> Path:
@@ -67,5 +38,18 @@ def unpacked(commit: str, folder: Path) -> Path:
     return folder
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@hunting(from_commit=(PREVIOUS, "the old release's commit"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    old, folder = unpacked(asked.from_commit, hunt.folder / "old"), hunt.folder / "run"
+    folder.mkdir()
+    told: dict[str, float] = {}
+    with place_in(folder) as place:
+        upgrade = Upgrade(place, old, ROOT)
+        try:
+            told = upgrade.run()
+        except AssertionError as error:
+            print(error)
+            after = upgrade.said[-1] if upgrade.said else "the start"
+            hunt.violated(f"after {after}: {str(error).splitlines()[-1][:200]}")
+    print("; ".join(upgrade.said), flush=True)
+    return told

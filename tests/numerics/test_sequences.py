@@ -19,35 +19,12 @@ Points = Iterator[tuple[float, float]]
 Recursion = Callable[[OuterOptimizerOptions, float, list[float]], Points]
 
 
-def sgd(of: OuterOptimizerOptions, theta: float, gs: list[float]) -> Points:
+def with_momentum(of: OuterOptimizerOptions, theta: float, gs: list[float]) -> Points:
+    """sgd, heavy_ball and nesterov: torch.optim.SGD.  nesterov_ema: arXiv 2606.00271."""
+    m, new = 0.0, 1 - of.momentum if of.kind == "nesterov_ema" else 1.0
     for g in gs:
-        theta -= of.lr * g
-        yield theta, theta
-
-
-def heavy_ball(of: OuterOptimizerOptions, theta: float, gs: list[float]) -> Points:
-    m = 0.0
-    for g in gs:
-        m = of.momentum * m + g
-        theta -= of.lr * m
-        yield theta, theta
-
-
-def nesterov(of: OuterOptimizerOptions, theta: float, gs: list[float]) -> Points:
-    """torch.optim.SGD(nesterov=True)."""
-    m = 0.0
-    for g in gs:
-        m = of.momentum * m + g
-        theta -= of.lr * (g + of.momentum * m)
-        yield theta, theta
-
-
-def nesterov_ema(of: OuterOptimizerOptions, theta: float, gs: list[float]) -> Points:
-    """arXiv 2606.00271."""
-    m = 0.0
-    for g in gs:
-        m = of.momentum * m + (1 - of.momentum) * g
-        theta -= of.lr * (g + of.momentum * m)
+        m = of.momentum * m + new * g
+        theta -= of.lr * (g + of.momentum * m if of.kind.startswith("nesterov") else m)
         yield theta, theta
 
 
@@ -88,14 +65,10 @@ def averaged(of: OuterOptimizerOptions, theta: float, gs: list[float]) -> Points
 
 
 RECURSIONS: Mapping[str, Recursion] = {
-    "sgd": sgd,
-    "heavy_ball": heavy_ball,
-    "nesterov": nesterov,
-    "nesterov_ema": nesterov_ema,
+    **dict.fromkeys(("sgd", "heavy_ball", "nesterov", "nesterov_ema"), with_momentum),
     "delayed_nesterov": delayed_nesterov,
     "adamw": adamw,
-    "schedule_free": averaged,
-    "gpa": averaged,
+    **dict.fromkeys(("schedule_free", "gpa"), averaged),
 }
 OPTIONS = [
     OuterOptimizerOptions(kind="sgd", lr=0.7, momentum=0.0),
