@@ -9,7 +9,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing import forkserver as server
 from multiprocessing.context import ForkServerContext
@@ -56,10 +56,11 @@ class ForkedVerb:
         out: Path,
         environment: Mapping[str, str],
         open_files: tuple[int, int] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Start the process; ``open_files`` are its soft and hard limits of open files."""
+        """Start the process, which calls ``prepare`` first; ``open_files`` are its soft and hard limits of them."""
         self.arguments = arguments
-        begins = (arguments, cwd, out, dict(environment), open_files)
+        begins = (arguments, cwd, out, dict(environment), open_files, prepare)
         self._process = forkserver().Process(target=_run_verb, args=begins)
         self._process.start()
 
@@ -86,7 +87,12 @@ class ForkedVerb:
 
 
 def _run_verb(
-    arguments: list[str], cwd: Path, out: Path, environment: dict[str, str], open_files: tuple[int, int] | None
+    arguments: list[str],
+    cwd: Path,
+    out: Path,
+    environment: dict[str, str],
+    open_files: tuple[int, int] | None,
+    prepare: Callable[[], None] | None,
 ) -> None:
     os.setsid()
     if open_files is not None:
@@ -99,6 +105,8 @@ def _run_verb(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["diloco", *arguments]
+    if prepare is not None:
+        prepare()
     from diloco.cli.main import command
 
     command()

@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable
 
 from diloco.observe.eventlog import Event
-from diloco.syncer.restoring import Kept
-from tests.hunts.lives import PARTS, check_balance, merged_by_site
+from tests.hunts.lives import PARTS, balanced
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.runs.processes import Place, place_in, wait_for
 
@@ -129,14 +128,8 @@ class Disaster:
         self.up.signal(signal.SIGINT)
         code = self.up.end(START_S)
         assert code == 75, f"diloco up ended with {code}: {self.up.text()[-2000:]}"
-        done = [event for event in self.place.events("lost") if event["what"] == "site_done"]
-        assert sorted(str(event["who"]) for event in done) == sorted(SITES), done
-        merged = merged_by_site(Kept(self.place.folder / RUN / "syncer").points()[-1].state)
-        ledgers: dict[str, dict[str, int]] = {}
-        for event in done:
-            site, told = str(event["who"]), dict(event["ledger"])  # type: ignore[call-overload]
-            ledgers[site] = {name.removeprefix("tokens_"): count for name, count in told.items()}
-            check_balance(site, ledgers[site], merged)
+        ledgers = balanced(self.place.events("lost"), self.place.folder / RUN / "syncer")
+        assert ledgers.keys() == SITES, f"not all sites ended: {ledgers}"
         code, said = self.place.run("replay", RUN, "--verify", bound_s=START_S)
         assert code == 0, f"the restored run does not replay: {said}"
         return ledgers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,10 +15,12 @@ from diloco.config import build
 from diloco.config import compose as configs
 from diloco.config.schema import RunConfig
 from diloco.learner.agent import Finished
+from diloco.observe.eventlog import Event
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import OuterRule
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import OuterState
+from diloco.syncer.restoring import Kept
 from diloco.wire.client import AdminClient
 from tests.hunts.reporting import why
 from tests.loopback.audit import History, audit, one_run
@@ -51,6 +53,19 @@ def check_balance(site: str, ledger: Mapping[str, int], held: Mapping[str, int])
     """Check that a site's tokens balance, and that its syncer has merged as many; ``held`` are the syncer's counts."""
     assert ledger["processed"] == sum(ledger[part] for part in PARTS), f"{site}: tokens do not balance: {ledger}"
     assert ledger["merged"] == held[site], f"{site}: {ledger}, but the syncer has merged {held}"
+
+
+def balanced(events: Iterable[Event], syncer: Path) -> dict[str, dict[str, int]]:
+    """Return the last ledger of each of a run's sites, after a check that it balances and agrees with the syncer."""
+    state, ledgers = Kept(syncer).points()[-1].state, dict[str, dict[str, int]]()
+    for event in events:
+        if event["what"] == "site_done":
+            told = dict(event["ledger"])  # type: ignore[call-overload]
+            ledgers[str(event["who"])] = {name.removeprefix("tokens_"): count for name, count in told.items()}
+    for site, ledger in ledgers.items():
+        check_balance(site, ledger, merged_by_site(state))
+    assert sorted(ledgers) == sorted(state.sites), f"of {sorted(state.sites)} {sorted(ledgers)} ended"
+    return ledgers
 
 
 class Nodes:

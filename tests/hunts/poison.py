@@ -15,19 +15,33 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import re
 import shlex
+import signal
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diloco.cli.main import main as run_verb
+from diloco.config import build
 from diloco.config import compose as configs
-from diloco.config.run_dir import run_dir_of
-from diloco.config.schema import RunConfig
-from tests.hunts.lives import check_balance
-from tests.hunts.pseudo_gradients import Part, loss_of
+from diloco.config.connecting import link_options
+from diloco.config.errors import ExitCode
+from diloco.config.model_files import load_values
+from diloco.models.evaluate import Evaluator
+from diloco.observe.eventlog import Event, read_events
+from diloco.syncer.restoring import Kept
+from diloco.wan.process import RelayProcess
+from tests.forked import ForkedVerb
+from tests.hunts.lives import balanced
+from tests.hunts.pseudo_gradients import poisoning
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
+from tests.loopback.cluster import free_port
+from tests.runs.processes import Verb, place_in, wait_for
 
 GAP_MAX = 0.02
 STRENGTH = 8.0
@@ -35,85 +49,129 @@ STRENGTH = 8.0
 POISONER = "site-c"
 LATER = 3
 """Versions after the poison, before the hunt stops the run."""
-SETTINGS = ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.snapshot_every=1000")
+SETTINGS = ("cluster.syncer.snapshot_every=1000",)
+BOUND_S = 600.0
+
+
+class Site(Verb):
+    """A site whose updates with these sequences are poison."""
+
+    def __init__(self, folder: Path, name: str, arguments: list[str], sequences: range) -> None:
+        self.name, self.out = name, folder / f"{name}.out"
+        prepare = partial(poisoning, sequences, STRENGTH)
+        self.process = ForkedVerb(arguments, folder, self.out, os.environ, prepare=prepare)
 
 
 class Poisoning:
     """The three runs below ``root``."""
 
     def __init__(self, root: Path, seed: int, tokens: int, at: int, updates: int, more: tuple[str, ...] = ()) -> None:
-        self.root, self.seed, self.tokens = root, seed, tokens
+        self.root, self.tokens = root, tokens
         self.sequences = range(at, at + updates)
-        self.more = more
+        self.settings = [*SETTINGS, *more, f"run.dir={root}", f"data.cache={root}/cache", f"seed={seed}"]
+        self.settings.append(f"run.tokens={tokens}")
         self.left_out: list[dict[str, Any]] = []
 
-    def config(self, name: str) -> RunConfig:
-        settings = [f"run.name={name}", f"run.dir={self.root}", f"seed={self.seed}", f"run.tokens={self.tokens}"]
-        config = configs.compose([*SETTINGS, *self.more, *settings])
-        configs.write(config, run_dir_of(config).config)
-        return config
-
     def happen(self) -> dict[str, float]:
-        clean = self.config("clean")
-        loss_clean, tokens_clean = self.finished(clean, Part(clean))
-        poisoned = self.config("poisoned")
-        loss_poisoned, _ = self.finished(poisoned, Part(poisoned, POISONER, self.sequences, STRENGTH))
-        restored = self.config("restored")
-        when_stopped, alone, without = self.stopped_and_restored(restored)
-        loss_restored, tokens_restored = self.finished(restored, Part(restored))
+        with place_in(self.root) as self.place:
+            loss_clean, tokens_clean = self.finished("clean")
+            loss_poisoned, _ = self.finished("poisoned", poisoned=True)
+            when_stopped, alone, without = self.stopped_and_restored()
+            loss_restored, tokens_restored = self.finished("restored")
         return {
-            "loss_clean": round(loss_clean, 4),
-            "loss_poisoned": round(loss_poisoned, 4),
-            "loss_when_stopped": round(when_stopped, 4),
-            "loss_without_poison_alone": round(alone, 4),
-            "loss_without": round(without, 4),
-            "loss_restored": round(loss_restored, 4),
+            "loss_clean": loss_clean,
+            "loss_poisoned": loss_poisoned,
+            "loss_when_stopped": when_stopped,
+            "loss_without_poison_alone": alone,
+            "loss_without": without,
+            "loss_restored": loss_restored,
             "tokens_clean": tokens_clean,
             "tokens_restored": tokens_restored,
             "left_out": len(self.left_out),
         }
 
-    def finished(self, config: RunConfig, part: Part) -> tuple[float, int]:
-        """Let the run reach its tokens; return the loss of its final model, and the tokens merged."""
-        part.end()
-        run_dir = run_dir_of(config)
-        assert run_dir.final_model.is_file(), f"{config.run.name} has no final version"
-        assert part.merged_tokens >= self.tokens, f"{config.run.name} ended with {part.merged_tokens} tokens merged"
-        self.balanced(part)
-        return loss_of(config, run_dir.final_model), part.merged_tokens
+    def finished(self, name: str, *, poisoned: bool = False) -> tuple[float, int]:
+        """Let a run reach its tokens; return the loss of its final model, and the tokens merged."""
+        with self.part(name, poisoned):
+            pass
+        syncer = self.root / name / "syncer"
+        tokens = Kept(syncer).points()[-1].state.run_tokens()
+        assert tokens >= self.tokens, f"{name} ended with {tokens} tokens merged"
+        return self.loss_of(syncer / "final/model.safetensors"), tokens
 
-    def stopped_and_restored(self, config: RunConfig) -> list[float]:
+    def stopped_and_restored(self) -> list[float]:
         """Stop a run right after the poison, remove that and restore the run.
 
         Return the loss when it was stopped, without the poison alone, and also without all that was trained on it.
         """
-        part = Part(config, POISONER, self.sequences, STRENGTH)
-        part.wait_for_poison(POISONER, self.sequences, LATER)
-        part.syncer.drain()
-        part.end()
-        self.check_sent([sorted(site.sent) for site in part.sites])
-        self.balanced(part)
-        run, folder = run_dir_of(config).root, self.root
-        said = verb("replay", str(run), "--out", str(folder / "as-it-was"), "--json")
-        chosen = f"site={POISONER}:sequences={self.sequences.start}..{self.sequences.stop - 1}"
-        alone = verb("replay", str(run), "--without", chosen, "--out", str(folder / "alone"), "--json")
-        told = verb("replay", str(run), "--without", chosen, "--and-later", "--out", str(folder / "without"), "--json")
+        with self.part("restored", poisoned=True) as (syncer, *sites):
+            wait_for(self.is_poisoned, "the poison", syncer.text, BOUND_S)
+            syncer.signal(signal.SIGINT)
+        sent = [re.findall(r"^poison: (\d+)$", site.text(), re.MULTILINE) for site in sites]
+        self.check_sent([sorted({int(number) for number in numbers}) for numbers in sent])
+        run, chosen = str(self.root / "restored"), f"{self.sequences.start}..{self.sequences.stop - 1}"
+        names, without = ("as-it-was", "alone", "without"), ["--without", f"site={POISONER}:sequences={chosen}"]
+        said, alone, told = (
+            verb("replay", run, *chosen, "--out", str(self.root / name), "--json")
+            for name, chosen in zip(names, ([], without, [*without, "--and-later"]), strict=True)
+        )
         assert said["left_out"] == []
         poison = len(said["versions"]) * len(self.sequences)
         assert len(alone["left_out"]) == poison, f"not all poison is left out: {alone['left_out']}"
         self.left_out = told["left_out"]
-        verb("restore", str(run), "--from", str(folder / "without"), "--json")
-        return [loss_of(config, folder / name / "model.safetensors") for name in ("as-it-was", "alone", "without")]
+        verb("restore", run, "--from", str(self.root / "without"), "--json")
+        return [self.loss_of(self.root / name / "model.safetensors") for name in names]
+
+    @contextlib.contextmanager
+    def part(self, name: str, poisoned: bool) -> Iterator[list[Verb]]:
+        """Run the syncer and all sites until the run ends or is drained; then check that its tokens balance."""
+        address = f"127.0.0.1:{free_port()}"
+        shared = [*self.settings, f"run.name={name}", f"cluster.syncer.listen={address}"]
+        config = configs.compose(shared)
+        verbs = [self.place.start(f"{name}-syncer", "syncer", *shared)]
+        with RelayProcess() as relay:
+            for index, (site, settings) in enumerate(config.cluster.sites.items()):
+                dial = relay.add(site, link_options(config, site), address) if config.network.emulate else address
+                own = [f"site.id={site}", f"site.index={index}", f"site.num_sites={len(config.cluster.sites)}"]
+                own += [f"site.slowdown={settings.slowdown}", f"site.syncer={dial}"]
+                sequences = self.sequences if poisoned and site == POISONER else range(0)
+                verbs.append(Site(self.root, f"{name}-{site}", ["site", *shared, *own], sequences))
+                self.place.verbs.append(verbs[-1])
+            yield verbs
+            for each in verbs:
+                code = each.end(BOUND_S)
+                assert code in (ExitCode.OK, ExitCode.DRAINED), f"{each.name} ended with {code}: {each.text()[-400:]}"
+        balanced(self.events(name), self.root / name / "syncer")
+
+    def events(self, name: str) -> list[Event]:
+        return list(read_events(self.root / name / "events.jsonl"))
+
+    def is_poisoned(self) -> bool:
+        """Return whether all poison is merged, and each fragment has ``LATER`` more versions."""
+        events = self.events("restored")
+        poison = [each for each in events if each["who"] == POISONER and each.get("sequence") in self.sequences]
+        refused = [event for event in poison if event["what"] == "fate"]
+        assert not refused, f"not merged: {refused}"
+        merged = [int(str(event["version"])) for event in poison if event["what"] == "merged"]
+        versions: dict[object, int] = {}
+        for event in events:
+            if event["what"] == "published":
+                versions[event["fragment"]] = int(str(event["version"]))
+        enough = len(merged) == len(versions) * len(self.sequences) > 0
+        return enough and min(versions.values()) >= max(merged) + LATER
+
+    def loss_of(self, model: Path) -> float:
+        """Return the loss of a file of parameters on the whole validation text, in nats per token."""
+        config = configs.compose(self.settings)
+        evaluator, built = Evaluator(config, build.corpus(config)), build.build_model(config)
+        load_values(str(model), built)
+        with torch.no_grad():
+            return round(evaluator.score(built, whole=True).val_loss, 4)
 
     def check_sent(self, by_site: list[list[int]]) -> None:
         """Check that exactly one site sent the poison, all of it."""
         sent = [numbers for numbers in by_site if numbers]
         assert sent == [list(self.sequences)], f"one site was to send {list(self.sequences)} as poison: {by_site}"
-
-    def balanced(self, part: Part) -> None:
-        for site in part.sites:
-            assert site.finished is not None, f"{site.site} never ended"
-            check_balance(site.site, site.finished.ledger, part.merged_of)
 
 
 def verb(*arguments: str) -> dict[str, Any]:

@@ -8,16 +8,16 @@ audited from its journal.
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+from diloco.runs.scenario import Schedule, Step
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.hunts.crowd import memory_of
@@ -32,12 +32,12 @@ SPARED = "gh"
 """Sites that are never killed, so that their processes run long enough to show a leak."""
 MIX = {
     "kill": 40,
-    "freeze": 15,
+    "stop": 15,
     "partition": 10,
     "one_way": 10,
     "reset": 10,
     "syncer_kill": 10,
-    "syncer_freeze": 5,
+    "syncer_stop": 5,
 }
 FAULT_EVERY_S = 20.0
 BOUND_S = 90.0
@@ -103,8 +103,6 @@ class Soak:
         self.lives: dict[str, Life] = {}
         self.faults: Counter[str] = Counter()
         self.began_s = time.monotonic()
-        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self.number = itertools.count()
         self.moved_s = self.began_s
         self.versions = 0
 
@@ -124,46 +122,40 @@ class Soak:
     def runs(self, name: str) -> bool:
         return self.processes[name].wait(0) is None
 
-    def later(self, delay_s: float, what: Callable[[], None]) -> None:
-        self.agenda.append((time.monotonic() + delay_s, next(self.number), what))
-
     def elapsed(self) -> float:
         return time.monotonic() - self.began_s
 
     # --- faults ------------------------------------------------------------------------------------------------
 
-    def trouble(self) -> None:
-        if self.elapsed() > self.seconds - 30.0:
-            return  # The run must end in order.
-        kind = self.dice.choices(list(MIX), weights=list(MIX.values()))[0]
-        if kind.startswith("syncer") and self.elapsed() > self.seconds / 2:
-            kind = "freeze"
-        down_s = self.dice.choice((0.5, 2.0, 6.0, 15.0))
-        name = self.dice.choice([site for site in SITES if kind != "kill" or site not in SPARED])
-        if kind.startswith("syncer"):
-            name, down_s = "syncer", min(down_s, 6.0)
-        if self.runs(name):
-            self.faults[kind] += 1
-            self.begin(kind.removeprefix("syncer_"), name, down_s)
-        self.later(self.dice.expovariate(1 / FAULT_EVERY_S), self.trouble)
+    def drawn(self) -> Iterator[Step]:
+        """Draw the faults, the last of which ends in time for the run to end in order."""
+        at_s = 5.0
+        while at_s <= self.seconds - 30.0:
+            kind = self.dice.choices(list(MIX), weights=list(MIX.values()))[0]
+            if kind.startswith("syncer") and at_s > self.seconds / 2:
+                kind = "stop"
+            for_s = self.dice.choice((0.5, 2.0, 6.0, 15.0))
+            name = self.dice.choice([site for site in SITES if kind != "kill" or site not in SPARED])
+            if kind.startswith("syncer"):
+                name, for_s = "syncer", min(for_s, 6.0)
+            direction = self.dice.choice(("up", "down")) if kind == "one_way" else "both"
+            yield Step(do=kind, target=name, at_s=at_s, for_s=for_s, direction=direction)
+            at_s += self.dice.expovariate(1 / FAULT_EVERY_S)
 
-    def begin(self, kind: str, name: str, down_s: float) -> None:
-        process = self.processes[name]
-        if kind == "kill":
-            process.kill()
-            self.later(down_s, lambda: self.start(name))
-        elif kind == "freeze":
-            process.send(signal.SIGSTOP)
-            self.later(down_s, lambda: self.thaw(process))
-        elif kind == "reset":
-            self.relay.reset(name)
-        else:
-            self.relay.partition(name, *([self.dice.choice(("up", "down"))] if kind == "one_way" else []))
-            self.later(down_s, lambda: self.relay.heal(name))
-
-    def thaw(self, process: Process) -> None:
-        if process.wait(0) is None:
-            process.send(signal.SIGCONT)
+    def carry_out(self, step: Step, heals: bool) -> None:
+        name, lives = step.target, self.runs(step.target)
+        self.faults[step.do] += lives and not heals
+        match step.do.removeprefix("syncer_"):
+            case "kill" if heals and not lives:
+                self.start(name)
+            case "kill" if lives and not heals:
+                self.processes[name].kill()
+            case "stop" if lives:
+                self.processes[name].send(signal.SIGCONT if heals else signal.SIGSTOP)
+            case "reset" if not heals:
+                self.relay.reset(name)
+            case "partition" | "one_way":
+                self.relay.heal(name) if heals else self.relay.partition(name, step.direction)
 
     # --- watching ----------------------------------------------------------------------------------------------
 
@@ -188,13 +180,10 @@ class Soak:
         self.processes["syncer"].log.wait_for("listening", 1, BOUND_S)
         for site in SITES:
             self.start(site)
-        self.later(5.0, self.trouble)
-        watched_s = 0.0
+        schedule, watched_s = Schedule(list(self.drawn())), 0.0
         while not self.over() and self.elapsed() < self.seconds + BOUND_S:
-            due = sorted(item for item in self.agenda if item[0] <= time.monotonic())
-            for item in due:
-                self.agenda.remove(item)
-                item[2]()
+            for play in schedule.due(self.elapsed(), 0.0):
+                self.carry_out(play.step, play.heals)
             if self.elapsed() - watched_s >= 1.0:
                 watched_s = self.elapsed()
                 self.watch()

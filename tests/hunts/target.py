@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import faulthandler
 import gc
 import hashlib
@@ -18,11 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.runs.process import limit_arenas
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
@@ -37,18 +35,6 @@ ANSWER_S = 60.0
 MEMORY_MAX = 8 << 30
 """The limit of all memory that the process allocates, including its threads' stacks, which are mostly unused."""
 Emit = Callable[[str, dict[str, object]], None]
-
-
-class FillableDisk(Disk):
-    """Reports a full disk as long as its folder has a file ``full``."""
-
-    def __init__(self, folder: Path) -> None:
-        self._full = folder / "full"
-
-    def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
-        if self._full.exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(file, data, step)
 
 
 @dataclass(kw_only=True)
@@ -68,12 +54,12 @@ class Fortress(Toy):
         }
     )
 
-    def syncer(self, emit: Emit, disk: Disk = PLAIN_DISK) -> Syncer:
+    def syncer(self, emit: Emit) -> Syncer:
         outer, rule = self.rules()
         options = SyncerOptions(folder=f"{self.folder}/syncer", up_codecs=list(CODECS), snapshot_every=16)
         plan = RunPlan(self.agreement(), self.layout(), "shared", outer, rule)
         network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}", **self.server)
-        return Syncer(options, plan, self.version_zero, network, SecurityOptions(**self.security), emit, disk)
+        return Syncer(options, plan, self.version_zero, network, SecurityOptions(**self.security), emit)
 
 
 @dataclass(frozen=True)
@@ -223,8 +209,7 @@ def main(fortress: Fortress, pipe: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(fortress.files, hard), hard))
     said = _Said()
     logging.getLogger().addHandler(said)
-    disk = FillableDisk(Path(fortress.folder))
-    syncer = fortress.syncer(lambda what, fields: said.say(f"{what} {list(fields.items())}"), disk)
+    syncer = fortress.syncer(lambda what, fields: said.say(f"{what} {list(fields.items())}"))
     try:
         pipe.send(syncer.start())
         while pipe.recv() == "look":

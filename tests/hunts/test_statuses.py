@@ -10,61 +10,44 @@ import shutil
 import socket
 import ssl
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 
-from diloco.wire import convert
-from diloco.wire.channel import PUSHBACK_KEY
-from diloco.wire.convert import pack_push
-from diloco.wire.messages import MemberAsk
 from tests.hunts import flooding, statuses
-from tests.hunts.asking import ADMIN, HEALTH, SYNC, Access, Call, due, good, pushed
+from tests.hunts.asking import ADMIN, due
 from tests.hunts.attacks import strict
 from tests.hunts.crowd import memory_of, reset_peak
 from tests.hunts.flooding import FLOODS, KINDS, Due, Flood, flood
 from tests.hunts.fuzz import Siege
 from tests.hunts.hostile import FLOOD_BYTES_MAX, ORDER
 from tests.hunts.target import Target, _kept, guarded, running
-from tests.loopback.toy import RUN, Toy
+from tests.loopback.toy import Toy
 from tests.sooner import sooner
 
 SITES = ["site-a", "site-b", "site-c"]
 BOUND_S = 30.0
 ELSEWHERE = {statuses.TLS_FAILS, statuses.AWAY, statuses.DISK_FULL, statuses.OVERLOAD}
-"""Rows that have a test of their own below; no input is drawn for them."""
+"""Rows that are tried in tests/wire and tests/syncer; no input is drawn for them."""
 
 
-def besieged(variant: str, folder: Path) -> Iterator[Siege]:
-    fortress, shown = guarded(variant, folder, SITES)
+@pytest.fixture(scope="module", params=["tokens"])
+def siege(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Siege]:
+    fortress, shown = guarded(request.param, tmp_path_factory.mktemp(request.param), SITES)
     with running(fortress) as target:
-        siege = Siege(target, fortress, shown, SITES, seed=5)
-        before = siege.quiet()
-        yield siege
-        if target.process.is_alive():
-            assert siege.quiet(before).state == before.state, "a refused message has changed the run"
-        siege.close()
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
-    yield from besieged("tokens", tmp_path_factory.mktemp("tokens"))
-
-
-@pytest.fixture(scope="module")
-def mtls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
-    yield from besieged("mtls", tmp_path_factory.mktemp("mtls"))
+        found = Siege(target, fortress, shown, SITES, seed=5)
+        before = found.quiet()
+        yield found
+        assert found.quiet(before).state == before.state, "a refused message has changed the run"
+        found.close()
 
 
 @pytest.mark.parametrize("row", sorted(set(statuses.ROWS) - ELSEWHERE))
-def test_bad_input_has_the_status_of_its_row(tokens: Siege, row: str) -> None:
-    worker, count = tokens.workers[0], 1 if row == statuses.TOO_LARGE else 5
+def test_bad_input_has_the_status_of_its_row(siege: Siege, row: str) -> None:
+    worker, count = siege.workers[0], 1 if row == statuses.TOO_LARGE else 5
     drawn = strict(worker.world, random.Random(row))
     calls = itertools.islice((call for call in drawn if call.row == row and worker.access.can_show(call.who)), count)
     for call in calls:
@@ -73,23 +56,11 @@ def test_bad_input_has_the_status_of_its_row(tokens: Siege, row: str) -> None:
         assert wrong is None, wrong
 
 
-def test_a_stranger_to_tls_reaches_no_handler(mtls: Siege) -> None:
-    """Without a client certificate, with one of another authority, and in plaintext."""
-    access, before = mtls.workers[0].access, mtls.target.look()
-    for path, (_, raw) in good(mtls.workers[0].world, random.Random(1)).items():
-        for who in ("nobody", "unknown"):
-            assert access.make(Call(statuses.TLS_FAILS, path, [raw], who))[0] == "UNAVAILABLE", (path, who)
-    with grpc.insecure_channel(mtls.target.address) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary(f"{ADMIN}Status")(b"", timeout=BOUND_S)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    after = mtls.target.look()
-    assert (after.counters, after.decoded, after.state) == (before.counters, before.decoded, before.state)
-
-
+@pytest.mark.parametrize("siege", ["mtls"], indirect=True)
 @pytest.mark.parametrize(("version", "refused"), [("TLSv1_1", 0), ("TLSv1_2", 1), ("TLSv1_3", 0)])
-def test_tls_older_than_1_3_is_unauthenticated_or_no_connection_at_all(mtls: Siege, version: str, refused: int) -> None:
-    counted = mtls.target.look().counters.get("refused_unauthenticated", 0)
-    connection = tls(mtls, getattr(ssl.TLSVersion, version))
+def test_tls_older_than_1_3_is_unauthenticated_or_no_connection(siege: Siege, version: str, refused: int) -> None:
+    counted = siege.target.look().counters.get("refused_unauthenticated", 0)
+    connection = tls(siege, getattr(ssl.TLSVersion, version))
     if connection is None:
         assert version == "TLSv1_1", "a version older than 1.2 gets no handshake"
     else:
@@ -98,7 +69,7 @@ def test_tls_older_than_1_3_is_unauthenticated_or_no_connection_at_all(mtls: Sie
             connection.sendall(flooding.PREFACE + flooding.frame(flooding.SETTINGS, 0, 0, b""))
             connection.sendall(flooding.asking(f"{ADMIN}Status", body=b""))
             assert flooding.heard(connection, 1, BOUND_S) == flooding.DATA
-    assert mtls.target.look().counters.get("refused_unauthenticated", 0) == counted + refused
+    assert siege.target.look().counters.get("refused_unauthenticated", 0) == counted + refused
 
 
 def tls(siege: Siege, version: ssl.TLSVersion) -> ssl.SSLSocket | None:
@@ -119,78 +90,6 @@ def tls(siege: Siege, version: ssl.TLSVersion) -> ssl.SSLSocket | None:
         return context.wrap_socket(flooding.dial(siege.target.address, BOUND_S), server_hostname="localhost")
     except OSError:
         return None
-
-
-def test_overload_is_resource_exhausted_with_a_time_to_come_back(tokens: Siege) -> None:
-    worker, over = tokens.workers[1], threading.Event()
-    worker.stand()
-    channel, metadata = worker.access.channel(worker.world.site), worker.access.metadata(worker.world.site)
-    headers = [worker.world.update(random.Random(3), fragment=number)[0] for number in (0, 1)]
-
-    def held(raw: bytes) -> Iterator[bytes]:
-        yield raw
-        over.wait()
-
-    options: dict[str, Any] = {"metadata": metadata, "timeout": BOUND_S}
-    streams = [channel.stream_stream(f"{SYNC}Push")(held(pack_push(header)), **options) for header in headers]
-    try:
-        for stream in streams:
-            next(stream)  # Both are admitted, which is the limit of one site.
-        header, payload = worker.world.update(random.Random(4), sequence=headers[0].sequence + 1, fragment=0)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(channel.stream_stream(f"{SYNC}Push")(iter(pushed(header, payload)), **options))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert int(dict(caught.value.trailing_metadata())[PUSHBACK_KEY]) > 0
-    finally:
-        over.set()
-        for stream in streams:
-            stream.cancel()
-
-
-def test_a_syncer_that_stops_is_unavailable(tmp_path: Path) -> None:
-    for siege in besieged("tokens", tmp_path):
-        worker = siege.workers[0]
-        ask = convert.pack_member(MemberAsk(RUN, worker.world.site, worker.world.incarnation))
-        options: dict[str, Any] = {"metadata": worker.access.metadata(worker.world.site), "timeout": BOUND_S}
-        stream = worker.access.channel(worker.world.site).unary_stream(f"{SYNC}Watch")(ask, **options)
-        next(stream)
-        siege.target.stop()
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stream)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert worker.access.make(Call(statuses.AWAY, f"{SYNC}Watch", [ask], worker.world.site))[0] == "UNAVAILABLE"
-
-
-def test_a_full_disk_is_unavailable_and_changes_nothing_and_heals(tmp_path: Path) -> None:
-    for siege in besieged("tokens", tmp_path):
-        worker, full = siege.workers[0], tmp_path / "full"
-        header, payload = worker.world.update(random.Random(6))
-        push = Call(statuses.DISK_FULL, f"{SYNC}Push", pushed(header, payload), worker.world.site)
-        joining = siege.workers[1].world
-        ask = convert.pack_join(joining.join(process="00000000000abcde", ticket=joining.incarnation + 1))
-        join = Call(statuses.DISK_FULL, f"{SYNC}Join", [ask], joining.site)
-        snapshot = Call(statuses.DISK_FULL, f"{ADMIN}Snapshot", [b""], "admin")
-        before = siege.quiet()
-        full.touch()
-        said = ("UNAVAILABLE", "disk full: No space left on device")
-        assert worker.access.make(push) == said, "there is no room for its payload"
-        assert siege.quiet().state == before.state
-        for call in (join, push, snapshot):
-            assert worker.access.make(call) == said, call.path
-        check = good(worker.world, random.Random(1))[f"{HEALTH}Check"][1]
-        assert serving(worker.access, check) is False
-        full.unlink()
-        until_s = time.monotonic() + BOUND_S
-        while not serving(worker.access, check):
-            assert time.monotonic() < until_s, "there is room again, but it does not serve"
-            time.sleep(0.1)
-        assert worker.access.make(push)[0] == "accepted"
-        siege.target.stop()
-
-
-def serving(access: Access, check: bytes) -> bool:
-    answer = access.channel("").unary_unary(f"{HEALTH}Check")(check, timeout=BOUND_S)
-    return bool(health_pb2.HealthCheckResponse.FromString(answer).status == health_pb2.HealthCheckResponse.SERVING)
 
 
 # --- Short floods of frames ------------------------------------------------------------------------------------------
