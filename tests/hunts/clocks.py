@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 import random
 import shutil
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from diloco.durable import locked
 from diloco.syncer.backups import BackupError, BackupFacts, Vault
@@ -37,6 +37,7 @@ from tests.hunts.lives import Nodes, check_balance, merged_by_site
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.cluster import Process
 from tests.loopback.toy import RUN
+from tests.runs.processes import wait_for
 
 BOUND_S = 30.0
 SITES = {"a": 0.02, "b": 0.03}
@@ -122,18 +123,21 @@ class Clocks:
         both = f"{self.nodes.address(0)},{self.nodes.address(1)}"
         self._begin("site", site, site=site, step_s=SITES[site], checkpoint_every=3, address=both)
 
-    def _said(self, process: Process, what: str, count: int = 1, text: str = "") -> None:
-        """Wait until ``process`` has logged ``what``; fail if any process ends or ``BOUND_S`` passes."""
-        until = time.monotonic() + BOUND_S
-        while sum(text in str(event) for event in process.log.of(what)) < count:
-            self._all_live()
-            assert time.monotonic() < until, f"no {what} {text} in {BOUND_S} s: {process.log.events[-5:]}"
-            time.sleep(0.01)
+    def _until(self, condition: Callable[[], object], what: str, process: Process) -> None:
+        """Wait until ``condition`` holds; fail if any process ends or ``BOUND_S`` passes."""
 
-    def _all_live(self) -> None:
-        for name, process in self.living.items():
-            assert process.wait(0) is None, f"{name} ended with {process.wait(0)}: {process.errors}"
-            assert not process.errors, f"{name}: {process.errors}"
+        def holds() -> object:
+            for name, each in self.living.items():
+                assert each.wait(0) is None, f"{name} ended with {each.wait(0)}: {each.errors}"
+                assert not each.errors, f"{name}: {each.errors}"
+            return condition()
+
+        wait_for(holds, what, lambda: str(process.log.events[-5:]), BOUND_S)
+
+    def _said(self, process: Process, what: str, count: int = 1, text: str = "") -> None:
+        """Wait until ``process`` has logged ``what``."""
+        said = lambda: sum(text in str(event) for event in process.log.of(what)) >= count  # noqa: E731
+        self._until(said, f"{what} {text}", process)
 
     def _lead(self, number: int) -> Process:
         process = self._begin("syncer", f"node-{number}", **self.nodes.home(number))
@@ -151,12 +155,13 @@ class Clocks:
         leader = self.living[f"node-{self.leads}"]
         if self.nodes.toy.lease:  # As in the failover hunt: until then it is not the heir.
             self._said(leader, "note", text=f"names {name}-")
-        until = time.monotonic() + BOUND_S
         with AdminClient(self.nodes.address(self.leads)) as operator:
-            while (said := dict(operator.status()["replication"]))["detached"] or not said["following"]:  # type: ignore[call-overload]
-                self._all_live()
-                assert time.monotonic() < until, f"{name} does not follow in {BOUND_S} s: {said}"
-                time.sleep(0.02)
+
+            def follows() -> bool:
+                said: dict[str, Any] = operator.status()["replication"]  # type: ignore[assignment]
+                return said["following"] and not said["detached"]
+
+            self._until(follows, f"{name} to follow", leader)
 
     # --- what happens ----------------------------------------------------------------------------------------------
 
@@ -231,14 +236,13 @@ class Clocks:
     def _goes_on(self) -> None:
         """Check that both sites merge again, and that the syncer's status is plausible."""
         leader = self.living[f"node-{self.leads}"]
-        since, until = len(leader.log), time.monotonic() + BOUND_S
-        merged: set[str] = set()
-        while merged < set(SITES):
-            self._all_live()
-            assert time.monotonic() < until, f"only {merged} merged in {BOUND_S} s: {leader.log.events[-5:]}"
-            time.sleep(0.02)
+        since = len(leader.log)
+
+        def merged() -> bool:
             new = [event for event in leader.log.events[since:] if event["what"] == "published"]
-            merged = {site for event in new for site in event["merged"]}  # type: ignore[attr-defined]
+            return {site for event in new for site in event["merged"]} == set(SITES)  # type: ignore[attr-defined]
+
+        self._until(merged, "both sites to merge again", leader)
         for name, process in self.living.items():
             notes = [
                 event for event in process.log.of("note") if "evicted" in str(event) or "implausible" in str(event)

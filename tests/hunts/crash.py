@@ -347,19 +347,14 @@ class Crashes:
         return sorted(name for name in EVERY_CASE if not self.killed[name])
 
     def counts(self) -> dict[str, object]:
-        """Return the counts for the last line, by step and by role."""
-        by_step: Counter[str] = Counter({str(step): 0 for step in Step if step not in NEVER})
-        for name, kills in self.killed.items():
-            step = name.partition(": ")[2]
-            if step in by_step:
-                by_step[step] += kills
+        """Return the counts for the last line."""
+        steps = {str(step) for step in Step if step not in NEVER}
         return {
             "kills": self.kills,
             "rounds": dict(self.rounds),
             "updates": self.updates,
-            "steps_named": len(by_step),
-            "steps_killed_at": sum(kills > 0 for kills in by_step.values()),
-            "kills_by_step": dict(sorted(by_step.items())),
+            "steps_named": len(steps),
+            "steps_killed_at": len(steps & {name.partition(": ")[2] for name in self.killed}),
             "killed_at": dict(sorted(self.killed.items())),
             "never_killed_at": self.never(),
         }

@@ -11,6 +11,8 @@ import hashlib
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from diloco.codec.registry import make_codec
 from diloco.sync.options import PROTOCOL
 from diloco.syncer.options import memory_bytes_max
 from diloco.wire.client import SyncClient
-from diloco.wire.messages import JoinAsk, PushHeader, Refused, Unreachable
+from diloco.wire.messages import JoinAsk, PushHeader, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.cluster import Process
@@ -35,30 +37,24 @@ class Crowd:
     """The sites; each pushes ``rounds`` updates, every one once the version that contains the previous one is out."""
 
     def __init__(self, syncer: Process, toy: Toy, address: str, sites: int, rounds: int) -> None:
-        self.answers: Counter[str] = Counter()
-        self.broken: list[str] = []
         self._syncer, self._toy, self._address, self._rounds = syncer, toy, address, rounds
-        self._lock = threading.Lock()
         self._ready = threading.Barrier(sites)
         self._numel = toy.layout().fragments[0].numel
         self._payload = make_codec(toy.codec).encode(torch.zeros(self._numel))
         self._digest = hashlib.sha256(self._payload).hexdigest()
-        self._threads = [threading.Thread(target=self._run, args=(f"site-{number}",)) for number in range(sites)]
 
-    def push(self) -> float:
-        """Push from all sites at once; return the seconds until the last push is acknowledged."""
-        began_s = time.monotonic()
-        for thread in self._threads:
-            thread.start()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
-        return time.monotonic() - began_s
+    def push(self) -> tuple[Counter[str], list[str]]:
+        """Push from all sites at once; return the answers and the errors."""
+        with ThreadPoolExecutor(self._ready.parties) as pool:
+            jobs = [pool.submit(self._run, f"site-{number}") for number in range(self._ready.parties)]
+        answers = Counter(answer for job in jobs if job.exception() is None for answer in job.result())
+        return answers, [repr(job.exception()) for job in jobs if job.exception() is not None]
 
-    def _run(self, site: str) -> None:
+    def _run(self, site: str) -> list[str]:
         options = ClientOptions(stall_s=60.0, answer_s=PATIENCE_S, join_timeout_s=60.0)
+        layout, shared, answers = self._toy.layout(), {"codec": self._toy.codec}, list[str]()
         try:
             with SyncClient(self._address, site, RUN, options=options) as client:
-                layout, shared = self._toy.layout(), {"codec": self._toy.codec}
                 ask = JoinAsk(PROTOCOL, RUN, 1, site, "0123456789abcdef", layout.fingerprint, b"", shared)
                 incarnation = client.join(ask).incarnation
                 for sequence in range(1, self._rounds + 1):
@@ -67,26 +63,21 @@ class Crowd:
                     header = PushHeader(*here, False, self._toy.codec, size, self._numel, self._digest)
                     self._syncer.log.wait_for("published", sequence - 1, PATIENCE_S)
                     self._ready.wait(BOUND_S)
-                    self._count(self._pushed(client, header))
-        except Exception as error:
-            self.broken.append(f"{site}: {error!r}")
+                    answers += self._pushed(client, header)
+        except Exception:
             self._ready.abort()
+            raise
+        return answers
 
-    def _pushed(self, client: SyncClient, header: PushHeader) -> str:
+    def _pushed(self, client: SyncClient, header: PushHeader) -> Iterator[str]:
         until_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < until_s:
             try:
-                return client.push(header, self._payload).outcome.value
+                yield client.push(header, self._payload).outcome.value
+                return
             except Unreachable as error:
-                self._count("come_back")
+                yield "come_back"
                 time.sleep(error.retry_after_s or 0.5)
-            except Refused as error:
-                return error.status.value.lower()
-        return "never"
-
-    def _count(self, what: str) -> None:
-        with self._lock:
-            self.answers[what] += 1
 
 
 def memory_of(pid: int) -> dict[str, int]:
@@ -106,13 +97,14 @@ def _pushed(hunt: Hunt, toy: Toy, sites: int, rounds: int, versions: int, bound:
     with Process("syncer", toy) as syncer:
         address = str(syncer.log.wait_for("listening", 1, BOUND_S)[0]["address"])
         before = reset_peak(syncer.pid)
-        crowd = Crowd(syncer, toy, address, sites, rounds)
-        seconds = crowd.push()
+        began_s = time.monotonic()
+        answers, broken = Crowd(syncer, toy, address, sites, rounds).push()
+        seconds = time.monotonic() - began_s
         made = len(syncer.log.wait_for("published", versions, PATIENCE_S))
         taken = memory_of(syncer.pid)["VmHWM"] - before
         assert syncer.wait(0) is None, syncer.errors
-    if crowd.broken or crowd.answers["accepted"] != sites * rounds:
-        hunt.violated(f"{dict(crowd.answers)} of {sites * rounds} pushes: {crowd.broken[:3]}")
+    if broken or answers["accepted"] != sites * rounds:
+        hunt.violated(f"{dict(answers)} of {sites * rounds} pushes: {broken[:3]}")
     if taken > bound:
         hunt.violated(f"the syncer took {taken // MIB} MiB, {bound // MIB} are its bound")
     return {
@@ -120,7 +112,7 @@ def _pushed(hunt: Hunt, toy: Toy, sites: int, rounds: int, versions: int, bound:
         "taken_mib": taken // MIB,
         "bound_mib": bound // MIB,
         "push_seconds": round(seconds, 1),
-        "answers": dict(sorted(crowd.answers.items())),
+        "answers": dict(sorted(answers.items())),
         "versions": made,
     }
 

@@ -293,11 +293,6 @@ class MortalDisk(RecordingDisk):
             raise InterruptedError(step.value)
 
 
-def record_second(root: Path) -> Recording:
-    """Record a backup's restore after an interrupted restore."""
-    return record_backup(root, passage=5)
-
-
 def record_backup(root: Path, passage: int = 0) -> Recording:
     """Record a backup's restore into an empty folder, after one interrupted at ``passage`` unless that is 0."""
     a_run(root / "lost", QuietDisk())

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.record import percentile
 from diloco.durable import Step
 from diloco.wire.client import AdminClient
 from tests.hunts.lives import BOUND_S, Nodes
@@ -37,6 +38,7 @@ WITHIN_LEASES = 3.0
 LEASE_TTL_S = 2.0
 BY = ("verb", "lease")
 STALL_SHARE_MAX = 0.02
+SPREAD = {"p50": 50, "p95": 95, "max": 100}
 EACH = 5
 """The most kills in one run."""
 PATIENCE_S = 15.0
@@ -156,21 +158,17 @@ def told_of(runs: list[Failovers], by: str) -> dict[str, object]:
     unit, one = ("_leases", LEASE_TTL_S) if by == "lease" else ("_s", 1.0)
     took = [cost for run in runs for cost in run.took]
     stalls = [share for run in runs for share in run.stalls]
-    names = ("serving", "joined", "published")
+    times: dict[str, object] = {}
+    for name in ("serving", "joined", "published"):
+        costs = [getattr(cost, f"{name}_s") / one for cost in took] or [0.0]
+        times[name + unit] = {each: round(percentile(costs, of), 3) for each, of in SPREAD.items()}
     return {
         "failovers": len(took),
         "runs": len(runs),
-        **{name + unit: spread([getattr(cost, f"{name}_s") / one for cost in took]) for name in names},
+        **times,
         "stall_share_max": round(max(stalls, default=0.0), 5),
         "waited_s_max": round(max((run.longest_s for run in runs), default=0.0), 4),
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return the median, the 95th percentile and the largest value."""
-    ordered = sorted(values) or [0.0]
-    at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-    return {name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) for name, share in at.items()}
 
 
 @hunting(

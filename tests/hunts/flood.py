@@ -7,23 +7,33 @@ flooded periods alternate, so that other load on this machine affects both.  The
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
+import random
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from benchmarks.record import percentile
+from diloco.wire.convert import pack_join, pack_member, unpack_join_reply
+from diloco.wire.messages import MemberAsk
 from tests.forked import forkserver
-from tests.hunts.flooding import KINDS, SITE, Order, flooded
+from tests.hunts.asking import ADMIN, SYNC, World, good, pushed
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.cluster import Process, SiteThread, free_port
-from tests.loopback.toy import Toy
+from tests.loopback.toy import RUN, Toy
 
+SITE = "flood"
+WAIT_S = 10.0
 TOKENS = {"honest": "token-of-the-honest-site", SITE: "token-of-the-flooding-site"}
 BOUND_S = 60.0
 STEP_S = 0.03
@@ -32,6 +42,111 @@ ROUNDS_MIN = 10
 RISE_MAX = 0.20
 GRANTS = {"default": "deny", "sites": {"honest": {}, SITE: {"pushes_per_s": 2, "bytes_per_s": 4e6}}}
 SETTLE_S = 1.0
+
+
+@dataclass
+class Order:
+    """The calls to make until ``until_s`` on the monotonic clock, with this number of threads for each kind."""
+
+    kinds: tuple[str, ...]
+    until_s: float
+    threads: int
+    connections: int
+
+
+class Flood:
+    """The calls of one thread over one connection, for its own site and with a valid token.
+
+    The product's client would back off when told to; this one calls again as soon as it has an answer.
+    """
+
+    def __init__(self, toy: Toy, token: str, channel: grpc.Channel) -> None:
+        self.world = World(SITE, "", toy.layout(), toy.agreement(), incarnation=1, watermarks=[0], versions=[0])
+        self.metadata = (("authorization", f"Bearer {token}"),)
+        self.channel = channel
+        self.payload = bytes(4 * self.world.layout.fragments[0].numel)
+        self.numbers = itertools.count(os.getpid() << 32)
+        self.good = {path.rpartition("/")[2]: raw for path, (_, raw) in good(self.world, random.Random(1)).items()}
+
+    def ask(self, method: str, *messages: bytes) -> Iterator[bytes]:
+        call = self.channel.stream_stream(f"{ADMIN if method == 'Status' else SYNC}{method}")
+        answer: Iterator[bytes] = call(iter(messages), timeout=WAIT_S, metadata=self.metadata)
+        return answer
+
+    def joins(self, process: str = "0123456789abcdef") -> None:
+        ask = self.world.join(process=process)
+        reply = unpack_join_reply(next(self.ask("Join", pack_join(ask))))
+        while reply.ticket:  # Our other threads hold the same site: joining with the ticket replaces them.
+            reply = unpack_join_reply(next(self.ask("Join", pack_join(replace(ask, ticket=reply.ticket)))))
+        self.world.incarnation = reply.incarnation
+        self.world.watermarks = [reply.standings[0].watermark]
+        self.world.versions = [reply.standings[0].version]
+
+    def starts(self) -> None:
+        """Join as a new process each time."""
+        self.joins(f"{next(self.numbers):032x}")
+
+    def reports(self) -> None:
+        next(self.ask("Report", self.good["Report"]))
+
+    def pulls(self) -> None:
+        for _ in self.ask("Pull", self.good["Pull"]):
+            pass
+
+    def watches(self) -> None:
+        call = self.ask("Watch", pack_member(MemberAsk(RUN, SITE, self.world.incarnation)))
+        next(call)
+        call.cancel()  # type: ignore[attr-defined]
+
+    def status(self) -> None:
+        next(self.ask("Status", b""))
+
+    def noise(self) -> None:
+        next(self.ask("Push", b"\xff" * 200))
+
+    def updates(self, **changes: object) -> None:
+        """Push a valid update, or one with these changes."""
+        self.starts()
+        for _ in self.ask("Push", *pushed(*self.world.update(random.Random(1), payload=self.payload, **changes))):
+            pass
+
+    def damaged(self) -> None:
+        """Push a complete update whose digest does not match."""
+        self.updates(digest=hashlib.sha256(str(next(self.numbers)).encode()).hexdigest())
+
+    def attack(self, kind: str, until_s: float) -> Counter[str]:
+        """Make calls of this kind; return the answers."""
+        counts: Counter[str] = Counter()
+        while time.monotonic() < until_s:
+            try:
+                getattr(self, kind)()
+                counts[f"{kind}_ok"] += 1
+            except grpc.RpcError as error:
+                counts[f"{kind}_{error.code().name.lower()}"] += 1
+            except StopIteration:
+                counts[f"{kind}_nothing"] += 1
+        return counts
+
+
+KINDS = ("joins", "starts", "reports", "pulls", "watches", "status", "noise", "damaged", "updates")
+
+
+def flooded(toy: Toy, address: str, token: str, order: Order) -> Counter[str]:
+    """Carry out an order in a process of its own, and return its counts."""
+    os.nice(19)  # The hunt measures the syncer's work, not competition for the CPU.
+    private = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.insecure_channel(address, private) for _ in range(order.connections)]
+    turn = itertools.cycle(channels)
+    with ThreadPoolExecutor(len(order.kinds) * order.threads) as pool:
+        jobs = [
+            pool.submit(Flood(toy, token, next(turn)).attack, kind, order.until_s)
+            for kind in order.kinds
+            for _ in range(order.threads)
+        ]
+    for channel in channels:
+        channel.close()
+    # This raises the error of a flood that broke down: the hunt must not continue with less.
+    return sum((job.result() for job in jobs), Counter())
 
 
 class Run:
@@ -69,9 +184,9 @@ class Run:
         if what == "adopted":
             self.boundaries.append(time.monotonic())
 
-    def spell(self, seconds: float, order: Order | None) -> tuple[list[float], float, dict[str, int]]:
+    def spell(self, seconds: float, order: Order | None) -> tuple[list[float], float, Counter[str]]:
         """Run one period; return its complete rounds, the syncer's share of one core, and the flood's counts."""
-        until_s, counts = time.monotonic() + seconds, {}
+        until_s, counts = time.monotonic() + seconds, Counter[str]()
         if order is not None:
             order.until_s = until_s
             job = self.flooder.submit(flooded, self.toy, self.address, TOKENS[SITE], order)

@@ -1,43 +1,17 @@
-"""A site that does all it can to keep a syncer busy: the abuse of ``flood``, in its own process.
-
-It has a valid token and calls only for its own site.  It does not use the product's client, which would back off when
-told to: each thread calls again as soon as it has an answer.
-"""
+"""Just enough HTTP/2 to abuse a syncer, and floods of frames that HTTP/2 allows but our peers never send."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import os
 import socket
 import ssl
 import struct
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
-import grpc
-
-from diloco.sync.options import PROTOCOL
-from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
-from diloco.wire.chunks import cut
-from diloco.wire.convert import (
-    pack_join,
-    pack_member,
-    pack_pull,
-    pack_push,
-    pack_report,
-    unpack_join_reply,
-    unpack_push_reply,
-)
-from diloco.wire.messages import Chunk, JoinAsk, MemberAsk, PullAsk, PushCommit, PushHeader, PushResult, ReportInfo
-from tests.loopback.toy import RUN, Toy
-
-# --- Just enough HTTP/2 for the abuse --------------------------------------------------------------------------------
+from diloco.wire.channel import SYNC_SERVICE
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
@@ -136,145 +110,7 @@ def heard(connection: socket.socket, stream: int, timeout_s: float) -> int | Non
     return GOAWAY
 
 
-# --- Floods of frames and of calls ---
-
-SITE = "flood"
-WAIT_S = 10.0
-CHUNK_BYTES = 256 * 1024
-
-
-@dataclass
-class Order:
-    """The calls to make until ``until_s`` on the monotonic clock, with this number of threads for each kind."""
-
-    kinds: tuple[str, ...]
-    until_s: float
-    threads: int
-    connections: int
-
-
-class Flood:
-    """The calls of one thread over one connection."""
-
-    def __init__(self, toy: Toy, token: str, channel: grpc.Channel) -> None:
-        self.toy = toy
-        self.metadata = (("authorization", f"Bearer {token}"),)
-        self.channel = channel
-        layout = toy.layout()
-        self.numel = layout.fragments[0].numel
-        self.payload = bytes(4 * self.numel)
-        self.fingerprint = layout.fingerprint
-        self.incarnation = 1
-        self.sequence = 1
-        self.version = 0
-        self.numbers = itertools.count(os.getpid() << 32)
-
-    def ask(self, method: str, *messages: bytes) -> Iterator[bytes]:
-        service = ADMIN_SERVICE if method == "Status" else SYNC_SERVICE
-        call = self.channel.stream_stream(f"/{service}/{method}")
-        answer: Iterator[bytes] = call(iter(messages), timeout=WAIT_S, metadata=self.metadata)
-        return answer
-
-    def join(self, process: str) -> None:
-        ask = JoinAsk(PROTOCOL, RUN, 1, SITE, process, self.fingerprint, b"", {"codec": self.toy.codec})
-        reply = unpack_join_reply(next(self.ask("Join", pack_join(ask))))
-        while reply.ticket:  # Our other threads hold the same site: joining with the ticket replaces them.
-            reply = unpack_join_reply(next(self.ask("Join", pack_join(replace(ask, ticket=reply.ticket)))))
-        self.incarnation = reply.incarnation
-        self.sequence = reply.standings[0].watermark + 1
-        self.version = reply.standings[0].version
-
-    def joins(self) -> None:
-        self.join("0123456789abcdef")
-
-    def starts(self) -> None:
-        """Join as a new process each time."""
-        self.join(f"{next(self.numbers):032x}")
-
-    def reports(self) -> None:
-        fields: dict[str, object] = dict.fromkeys(ReportInfo.__slots__, 1)
-        fields |= {"run_id": RUN, "site_id": SITE, "loss": 2.5, "tokens_per_s": 1.0, "versions": (0,), "digests": (0,)}
-        fields |= {"link": None, "units": None}
-        next(self.ask("Report", pack_report(ReportInfo(**fields))))  # type: ignore[arg-type]
-
-    def pulls(self) -> None:
-        for _ in self.ask("Pull", pack_pull(PullAsk(RUN, SITE, 0, -1))):
-            pass
-
-    def watches(self) -> None:
-        call = self.ask("Watch", pack_member(MemberAsk(RUN, SITE, self.incarnation)))
-        next(call)
-        call.cancel()  # type: ignore[attr-defined]
-
-    def status(self) -> None:
-        next(self.ask("Status", b""))
-
-    def noise(self) -> None:
-        next(self.ask("Push", b"\xff" * 200))
-
-    def header(self, digest: str) -> PushHeader:
-        size = len(self.payload)
-        here = (RUN, SITE, self.incarnation, 0, self.sequence, self.version, 50, 5, 1_000_000, 5)
-        return PushHeader(*here, False, "fp32", size, self.numel, digest)
-
-    def push(self, digest: str) -> PushResult | None:
-        header = self.header(digest)
-        cuts = cut((self.payload,), 0, len(self.payload), lambda: CHUNK_BYTES)
-        messages = [pack_push(header), *(pack_push(Chunk.of(*each)) for each in cuts)]
-        messages.append(pack_push(PushCommit(len(self.payload), digest)))
-        last = [unpack_push_reply(raw) for raw in self.ask("Push", *messages)][-1]
-        return last if isinstance(last, PushResult) else None
-
-    def damaged(self) -> None:
-        """Push a complete update whose digest does not match."""
-        self.starts()
-        self.push(hashlib.sha256(str(next(self.numbers)).encode()).hexdigest())
-
-    def updates(self) -> None:
-        """Push a valid update."""
-        self.starts()
-        self.push(hashlib.sha256(self.payload).hexdigest())
-
-
-KINDS = ("joins", "starts", "reports", "pulls", "watches", "status", "noise", "damaged", "updates")
-
-
-def attack(flood: Flood, kind: str, until_s: float, counts: Counter[str], lock: threading.Lock) -> None:
-    call: Callable[[], None] = getattr(flood, kind)
-    while time.monotonic() < until_s:
-        try:
-            call()
-            said = "ok"
-        except grpc.RpcError as error:
-            said = error.code().name.lower()
-        except StopIteration:
-            said = "nothing"
-        with lock:
-            counts[f"{kind}_{said}"] += 1
-
-
-def flooded(toy: Toy, address: str, token: str, order: Order) -> dict[str, int]:
-    """Carry out an order, and return its counts."""
-    os.nice(19)  # The hunt measures the syncer's work, not competition for the CPU.
-    counts: Counter[str] = Counter()
-    lock = threading.Lock()
-    private = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.insecure_channel(address, private) for _ in range(order.connections)]
-    turn = itertools.cycle(channels)
-    with ThreadPoolExecutor(len(order.kinds) * order.threads) as pool:
-        attacks = [
-            pool.submit(attack, Flood(toy, token, next(turn)), kind, order.until_s, counts, lock)
-            for kind in order.kinds
-            for _ in range(order.threads)
-        ]
-    for each in attacks:
-        each.result()  # Raise the error of a flood that broke down: the hunt must not continue with less.
-    for channel in channels:
-        channel.close()
-    return dict(counts)
-
-
-# --- Floods of frames that HTTP/2 allows but our peers never send, each as fast as one connection accepts them -------
+# --- Floods of frames, each as fast as one connection accepts them ---------------------------------------------------
 
 PUSH = f"/{SYNC_SERVICE}/Push"
 Pieces = Callable[[str], Iterator[bytes]]

@@ -13,7 +13,6 @@ from diloco.durable import Step
 from tests.hunts import crash, disaster, failover
 from tests.hunts.crash import EVERY_CASE, NEVER
 from tests.hunts.disaster import BOUND_S
-from tests.hunts.failover import spread
 from tests.hunts.rank_kills import RankKills
 from tests.hunts.verb_lives import DEATHS, VerbLives
 from tests.loopback.audit import one_run
@@ -34,7 +33,7 @@ def test_a_short_hunt_finds_nothing(hunted: Hunted) -> None:
     found, _ = hunted(crash, "--kills", "40", "--seed", "4")
     assert found["violations"] == 0, found
     assert 40 <= found["kills"] == sum(found["killed_at"].values())
-    assert found["steps_named"] == len(Step) - len(NEVER) == len(found["kills_by_step"])
+    assert found["steps_named"] == len(Step) - len(NEVER)
     assert 0 < found["steps_killed_at"] <= found["steps_named"]
     assert found["rounds"].keys() >= {"lock-step", "standby"}
 
@@ -74,11 +73,6 @@ def test_what_a_syncer_wrote_beyond_what_its_standby_had_is_no_part_of_the_run(t
     found = {path.name: path.read_text() for path in sorted((whole / "archive" / "journal").iterdir())}
     assert list(found.values()) == ["node-0 1", "node-0 2", "node-1 3"]
     assert (whole / "syncer" / "journal").is_dir()
-
-
-def test_a_spread_names_the_middle_and_the_end() -> None:
-    assert spread([3.0, 1.0, 2.0]) == {"p50": 2.0, "p95": 3.0, "max": 3.0}
-    assert spread([]) == {"p50": 0.0, "p95": 0.0, "max": 0.0}
 
 
 # --- Ranks, verbs and whole folders ----------------------------------------------------------------------------------

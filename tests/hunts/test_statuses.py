@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
@@ -11,21 +10,21 @@ import socket
 import ssl
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hunts import flood as calls
 from tests.hunts import flooding, statuses
 from tests.hunts.asking import ADMIN, due
 from tests.hunts.attacks import strict
 from tests.hunts.crowd import memory_of, reset_peak
-from tests.hunts.flooding import FLOODS, KINDS, Due, Flood, flood
+from tests.hunts.flooding import FLOODS, Due, flood
 from tests.hunts.fuzz import Siege
 from tests.hunts.hostile import FLOOD_BYTES_MAX, ORDER
 from tests.hunts.target import Target, _kept, guarded, running
-from tests.loopback.toy import Toy
 from tests.sooner import sooner
 
 SITES = ["site-a", "site-b", "site-c"]
@@ -155,25 +154,8 @@ def test_a_folder_that_vanishes_while_the_target_is_looked_at_has_no_files(
     assert _kept(tmp_path) == [("run.json", 2)]
 
 
-class Silent:
-    """A channel on which every call gets an empty answer."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def stream_stream(self, path: str) -> Any:
-        def call(messages: Iterator[bytes], **_: object) -> Iterator[bytes]:
-            self.asked.append(path.rpartition("/")[2])
-            assert all(isinstance(message, bytes) for message in messages)
-            return iter(())
-
-        return call
-
-
-def test_every_kind_of_flood_asks_the_syncer_something() -> None:
-    wanted = {"reports": "Report", "pulls": "Pull", "watches": "Watch", "status": "Status", "noise": "Push"}
-    for kind in KINDS:
-        channel = Silent()
-        with contextlib.suppress(StopIteration, IndexError):
-            getattr(Flood(Toy(folder="nowhere"), "token", channel), kind)()  # type: ignore[arg-type]
-        assert channel.asked == [wanted.get(kind, "Join")], kind  # A push joins first.
+@pytest.mark.slow
+def test_every_kind_of_flood_reaches_the_syncer(hunted: Callable[..., Any]) -> None:
+    found, _ = hunted(calls, "--seconds", "5", "--turns", "1")
+    assert {name.partition("_")[0] for name in found["calls"]} == {*calls.KINDS}
+    assert {"joins_ok", "reports_ok", "pulls_ok", "updates_ok"} <= found["calls"].keys()
