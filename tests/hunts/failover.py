@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.record import percentile
 from diloco.durable import Step
 from diloco.wire.client import AdminClient
-from tests.hunts.lives import BOUND_S, Nodes
+from tests.hunts.lives import BOUND_S, Nodes, stall_share
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.audit import History
 from tests.loopback.cluster import Process
@@ -98,9 +98,8 @@ class Failovers:
                 self._fail_over(number, sites, alive)
             done = self.nodes.drained(self.lives[self.num], self.num, sites)
         for process in sites.values():
-            meter = process.log.of("meter")[-1]
-            self.stalls.append(float(str(meter["stall_s"])) / float(str(meter["train_s"])))
-            self.longest_s = max(self.longest_s, float(str(meter["after_step_s_max"])))
+            self.stalls.append(stall_share(process.log))
+            self.longest_s = max(self.longest_s, float(str(process.log.of("meter")[-1]["after_step_s_max"])))
         told, epochs = self.nodes.audited(self.num + 1, self.lives, sites, done)
         assert len(epochs) == self.num + 1, f"epochs are {epochs}"
         return told

@@ -39,8 +39,6 @@ from tests.loopback.toy import RUN
 HONEST, RUDE = "site-a", "site-b"
 SILENT = 500
 MANY = 10_000
-HANDSHAKE_S = 5.0
-"""``grpc.server_handshake_timeout_ms`` of the syncer; a silent connection may last about twice as long."""
 GONE_S = 60.0
 ANSWER_S = 20.0
 ADOPTED_MIN = 3

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from diloco.config import build
 from diloco.config import compose as configs
+from diloco.config.errors import ExitCode
 from diloco.config.schema import RunConfig
 from diloco.learner.agent import Finished
 from diloco.observe.eventlog import Event
@@ -26,10 +29,12 @@ from tests.hunts.reporting import why
 from tests.loopback.audit import History, audit, one_run
 from tests.loopback.cluster import Log, Process, free_port
 from tests.loopback.toy import Toy
-from tests.runs.processes import Place, place_in
+from tests.runs.processes import START_S, Place, Verb, place_in
 
 Found = TypeVar("Found")
 BOUND_S = 90.0
+QUICK = ("outer.num_fragments=2", "outer.quorum=1", "outer.grace_s=0.2", "inner.checkpoint_every_steps=10")
+"""Settings of runs of verbs, in which a round waits for no site."""
 PARTS = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
 """Where the tokens are that a site has processed."""
 
@@ -66,6 +71,19 @@ def balanced(events: Iterable[Event], syncer: Path) -> dict[str, dict[str, int]]
         check_balance(site, ledger, merged_by_site(state))
     assert sorted(ledgers) == sorted(state.sites), f"of {sorted(state.sites)} {sorted(ledgers)} ended"
     return ledgers
+
+
+def least(places: Iterable[Found], dice: Random, kills: Callable[[Found], int]) -> Found:
+    """Return one of the places with the fewest kills so far."""
+    drawn = list(places)
+    dice.shuffle(drawn)
+    return min(drawn, key=kills)
+
+
+def stall_share(log: Log) -> float:
+    """Return the share of a site's training time in which it waited."""
+    meter = log.of("meter")[-1]
+    return float(str(meter["stall_s"])) / float(str(meter["train_s"]))
 
 
 class Nodes:
@@ -164,15 +182,24 @@ class RealRun:
         return build.outer_options(self.config), build.rule(self.config, self.layout())
 
 
-def in_a_place(folder: Path, work: Callable[[Place], Found]) -> Found:
-    """Do ``work`` in a place; a failed check also tells what each verb said last."""
+@contextmanager
+def in_a_place(folder: Path) -> Iterator[Place]:
+    """Return a place for verbs; a failed check also tells what each verb said last."""
     folder.mkdir(parents=True, exist_ok=True)
     with place_in(folder) as place:
         try:
-            return work(place)
+            yield place
         except AssertionError as error:
             said = " ".join(f"[{verb.name}: {verb.text()[-400:]}]" for verb in place.verbs)
             raise AssertionError(f"{why(error)} {said}") from error
+
+
+def drained(syncer: Verb, *sites: Verb) -> None:
+    """Drain the run of these verbs, and wait until each has ended."""
+    syncer.signal(signal.SIGINT)
+    for verb in (syncer, *sites):
+        code = verb.end(4 * START_S)
+        assert code == ExitCode.DRAINED, f"{verb.name} ended with {code}"
 
 
 def audited(place: Place, name: str, sites: Sequence[str]) -> tuple[History, dict[str, Finished], dict[str, Log]]:

@@ -25,7 +25,7 @@ import torch
 from diloco.observe.eventlog import Event
 from diloco.sync.fates import columns_of
 from diloco.sync.syncer import OuterSync
-from tests.hunts.lives import audited, in_a_place
+from tests.hunts.lives import QUICK, audited, drained, in_a_place, stall_share
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.runs.processes import Place, Verb, wait_for
 
@@ -41,10 +41,7 @@ SETTINGS = (
     "model.layers=4",
     "model.dim=128",
     "model.heads=4",
-    "outer.num_fragments=2",
-    "outer.quorum=1",
-    "outer.grace_s=0.2",
-    "inner.checkpoint_every_steps=10",
+    *QUICK,
     "cluster.syncer.snapshot_every=1000000",
     "site.num_sites=2",
     "data.leased=true",
@@ -63,7 +60,8 @@ class RankKills:
 
     def run(self) -> dict[str, object]:
         """Make the run and return its counts; raise AssertionError for a violation."""
-        return in_a_place(self.folder, self._run)
+        with in_a_place(self.folder) as place:
+            return self._run(place)
 
     def _run(self, place: Place) -> dict[str, object]:
         syncer, address = place.syncer(RUN, *SETTINGS)
@@ -74,10 +72,7 @@ class RankKills:
         one = place.site(RUN, address, ONE, *SETTINGS, "site.index=1")
         away_s = [self._kill_one(place, many, number) for number in range(self.kills)]
         self._trains_on(place, many, "training after the last kill")
-        syncer.signal(signal.SIGINT)
-        for verb in (syncer, many, one):
-            code = verb.end(BOUND_S)
-            assert code == 75, f"{verb.name} ended with {code}"
+        drained(syncer, many, one)
         found = self._of_memory(place) if self.memory else {}
         return {"killed": self.killed, "away_s_p50": sorted(away_s)[len(away_s) // 2], **found, **self._audited(place)}
 
@@ -115,8 +110,7 @@ class RankKills:
 
     def _audited(self, place: Place) -> dict[str, object]:
         told, finished, logs = audited(place, RUN, (MANY, ONE))
-        meter = logs[ONE].of("meter")[-1]
-        stall = float(str(meter["stall_s"])) / float(str(meter["train_s"]))
+        stall = stall_share(logs[ONE])
         assert stall < STALL_MAX, f"{ONE} waited for {stall:.2%} of its time"
         lost = finished[MANY].ledger["lost"] / finished[MANY].ledger["processed"]
         return {

@@ -19,7 +19,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from diloco.syncer.spool import Spool
 from diloco.syncer.store import STAGING, RunCard, Store, StoreError
 from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
+from tests.hunts.lives import least
 from tests.models.pasts import Hand, with_a_past
 from tests.models.test_read_warm_site import checkpointed
 from tests.syncer.building import stored
@@ -127,16 +128,11 @@ class Stood:
     digests: tuple[str, ...]
 
 
-@dataclass(eq=False)
 class ShortLives:
     """A stopped run with all its sources for a restore, and the kills."""
 
-    folder: Path
-    kills: int = 0
-    again: Counter[str] = field(default_factory=Counter)
-    """Counts of what a kill left: the old run, the restored one, or a folder that must be restored again."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run = with_a_past(self.folder, 3)
         self.data = self.run / "syncer"
@@ -189,7 +185,6 @@ class ShortLives:
             return
         code = self._restore(what, f"{step}:{passage}")
         assert code == -9, f"it ended with {code}, not by a death: {self.said}"
-        self.kills += 1
         left = self._left(what)
         code = self._restore(what, "")
         if left is None or what == IMAGE:
@@ -204,7 +199,6 @@ class ShortLives:
         copy = self.folder / "looked-at"
         shutil.rmtree(copy, ignore_errors=True)
         if not self._is_there(self.data):
-            self.again["nothing"] += 1
             return None
         shutil.copytree(self.data, copy)
         try:
@@ -212,10 +206,8 @@ class ShortLives:
         except StoreError as error:
             if what == IMAGE or "restore it again" not in str(error):
                 raise AssertionError(f"it does not start: {error}") from error
-            self.again["restore again"] += 1
             return None
         restored = found.lineage > 1
-        self.again["restored" if restored else "as before"] += 1
         versions = tuple(version + restored for version in self.before.versions)
         assert found.versions == versions, f"{found} is neither the run before nor the restored one"
         assert found.digests == (self.wanted[what] if restored else self.before.digests), found
@@ -247,7 +239,6 @@ class ShortLives:
         vault = self._copied_vault()
         code = self._process(_backs_up, what, self.data, str(vault), step, passage, None)
         assert code == -9, f"it ended with {code}, not by a death"
-        self.kills += 1
         place = Vault(str(vault))
         names = list(place.backups("past"))
         assert len(names) in ((1, 2) if what == MAKING else (0, 1)), names
@@ -268,7 +259,6 @@ class ShortLives:
         shutil.rmtree(folder, ignore_errors=True)
         code = self._process(_gives_back, folder, step, passage)
         assert code == -9, f"it ended with {code}, not by a death"
-        self.kills += 1
         spool = Spool(folder)
         if passage == 1:
             assert stored(spool, spool.reference("a", 0, 1, HEADER.digest), HEADER.digest) == PAYLOAD
@@ -333,9 +323,8 @@ class ShortLives:
 def draw(lives: ShortLives, dice: random.Random, killed: Counter[str], deaths: int) -> None:
     """Kill ``deaths`` times, each time at a step with the fewest kills."""
     places = [(what, step) for what, steps in SHORT.items() for step in sorted(steps)]
-    dice.shuffle(places)
     for _ in range(deaths):
-        what, step = min(places, key=lambda place: killed[named(*place)])
+        what, step = least(places, dice, lambda place: killed[named(*place)])
         lives.kill(what, step, dice.randint(1, lives.passages(what)[step]))
         killed[named(what, step)] += 1
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from diloco.durable import Step
 from diloco.syncer.lease import REMEMBERED
-from tests.hunts.lives import BOUND_S, Nodes
+from tests.hunts.lives import BOUND_S, Nodes, least
 from tests.loopback.cluster import Process
 
 PATIENCE_S = 12.0
@@ -88,8 +88,7 @@ class StandbyLives:
     def _wanted(self, *what: str) -> Step:
         """Return the step of these activities with the fewest kills so far."""
         steps = [step for step, (does, _) in STANDBY.items() if does in what]
-        self.dice.shuffle(steps)
-        return min(steps, key=lambda step: self.killed[f"standby: {step}"])
+        return least(steps, self.dice, lambda step: self.killed[f"standby: {step}"])
 
     def _death(self, step: Step) -> tuple[str, int]:
         return str(step), self.dice.randint(1, STANDBY[step][1])

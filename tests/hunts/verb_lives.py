@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco.durable import Step
-from tests.hunts.lives import audited, in_a_place
+from tests.hunts.lives import QUICK, audited, drained, in_a_place, least
 from tests.loopback.archive import link
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY, Place, Verb, wait_for
@@ -29,10 +29,7 @@ SITES = ("site-a", "site-b")
 SETTINGS = (
     "run.name=killed",
     "run.seconds=3600",
-    "outer.num_fragments=2",
-    "outer.quorum=1",
-    "outer.grace_s=0.2",
-    "inner.checkpoint_every_steps=10",
+    *QUICK,
     "cluster.syncer.snapshot_every=4",
     "site.num_sites=8",
 )
@@ -74,26 +71,21 @@ class VerbLives:
 
     def run(self) -> int:
         """Make the run; return how many updates were accepted."""
-        return in_a_place(self.folder, self._run)
-
-    def _run(self, place: Place) -> int:
-        roles = ["syncer", "site", *(self.dice.choice(("syncer", "site")) for _ in range(self.deaths))]
-        lives = {name: self._start(place, name, "") for name in ("syncer", *SITES)}
-        for role in roles[: self.deaths]:
-            name = "syncer" if role == "syncer" else self.dice.choice(SITES)
-            step = self._wanted(role)
-            self._end(place, lives[name], None)
-            death = f"{step}:{self.dice.randint(1, DEATHS[role][step])}"
-            self._end(place, self._start(place, name, death), f"diloco {role}: {step}")
-            lives[name] = self._start(place, name, "")
-        self._trains_on(place, lives)
-        lives["syncer"].signal(signal.SIGINT)
-        for name, verb in lives.items():
-            code = verb.end(BOUND_S)
-            assert code == 75, f"{name} ended with {code}"
-        told, _, logs = audited(place, "killed", SITES)
-        assert all(logs[site].of("pushed") for site in SITES), "a site has sent nothing"
-        return len(told.accepted)
+        with in_a_place(self.folder) as place:
+            roles = ["syncer", "site", *(self.dice.choice(("syncer", "site")) for _ in range(self.deaths))]
+            lives = {name: self._start(place, name, "") for name in ("syncer", *SITES)}
+            for role in roles[: self.deaths]:
+                name = "syncer" if role == "syncer" else self.dice.choice(SITES)
+                step = least(DEATHS[role], self.dice, lambda step, role=role: self.killed[f"diloco {role}: {step}"])
+                self._end(place, lives[name], None)
+                death = f"{step}:{self.dice.randint(1, DEATHS[role][step])}"
+                self._end(place, self._start(place, name, death), f"diloco {role}: {step}")
+                lives[name] = self._start(place, name, "")
+            self._trains_on(place, lives)
+            drained(*lives.values())
+            told, _, logs = audited(place, "killed", SITES)
+            assert all(logs[site].of("pushed") for site in SITES), "a site has sent nothing"
+            return len(told.accepted)
 
     def _start(self, place: Place, name: str, death: str) -> Verb:
         where = [f"cluster.syncer.listen={self.address}"]
@@ -101,11 +93,6 @@ class VerbLives:
             where = [f"site.syncer={self.address}", f"site.id={name}", f"site.index={SITES.index(name)}"]
         verb = "syncer" if name == "syncer" else "site"
         return place.start(name, verb, *TINY, *SETTINGS, *where, kill_at=death)
-
-    def _wanted(self, role: str) -> Step:
-        steps = list(DEATHS[role])
-        self.dice.shuffle(steps)
-        return min(steps, key=lambda step: self.killed[f"diloco {role}: {step}"])
 
     def _end(self, place: Place, verb: Verb, where: str | None) -> None:
         """Wait until the process is killed at ``where``; kill it from outside if it does not reach that in time."""
