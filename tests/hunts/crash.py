@@ -14,12 +14,12 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-import signal
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -145,23 +145,6 @@ EVERY_CASE = frozenset(
 """Every pair of a role and a step at which it must be killed."""
 
 
-@dataclass
-class Actor:
-    """One of the run's processes, over all its restarts."""
-
-    name: str
-    process: Process | None = None
-    death: tuple[str, int] | None = None
-    kill_at_s: float | None = None
-    began_s: float = 0.0
-    logs: list[Log] = field(default_factory=list)
-    done: bool = False
-
-    @property
-    def role(self) -> str:
-        return "syncer" if self.name == "syncer" else "site"
-
-
 class Killing:
     """One run from its first process to its audit."""
 
@@ -172,107 +155,84 @@ class Killing:
         self.mortal = kills_max > 0
         self.lock_step = lock_step
         self.toy = the_toy(folder, lock_step=lock_step)
-        self.actors = {name: Actor(name) for name in ("syncer", *SITES)}
-        self.kills = 0
-        self.over = False
-
-    @property
-    def data(self) -> Path:
-        return Path(self.toy.folder) / "syncer"
+        self.data = folder / "syncer"
+        self.logs: dict[str, list[Log]] = {name: [] for name in ("syncer", *SITES)}
+        self.sites: list[Future[None]] = []
+        self.counting = threading.Lock()
 
     def run(self) -> History:
-        address = f"127.0.0.1:{self.toy.port}"
-        with ExitStack() as alive:
+        with ExitStack() as alive, ThreadPoolExecutor(len(self.logs)) as pool:
             if not self.lock_step:
-                alive.enter_context(Stranger(self.toy, address))
-            for actor in self.actors.values():
-                self._begin(actor, alive)
-            while not all(actor.done for actor in self.actors.values()):
-                for actor in self.actors.values():
-                    self._look_at(actor, alive)
-                time.sleep(0.005)
+                alive.enter_context(Stranger(self.toy, f"127.0.0.1:{self.toy.port}"))
+            self.sites = [pool.submit(self._live, site) for site in SITES]
+            for job in as_completed([*self.sites, pool.submit(self._live, "syncer")]):
+                job.result()
         return self._audited()
 
     # --- lives -------------------------------------------------------------------------------------------------
 
-    def _begin(self, actor: Actor, alive: ExitStack) -> None:
-        """Start the actor's next process, with the place of its kill."""
-        actor.death, actor.kill_at_s = self._next_death(actor), None
-        mine: dict[str, object] = {"stay": True} if self.over else {}
-        if actor.role == "site":
-            mine = {"site": actor.name, "address": f"127.0.0.1:{self.toy.port}", "checkpoint_every": 3}
-            mine["step_s"] = STEP_S if actor.name == "a" else 1.7 * STEP_S
-        place = actor.death if actor.death and actor.death[0] != INSTANT else None
-        actor.process = Process(actor.role, self.toy, place, **mine)
-        alive.callback(actor.process.__exit__)
-        actor.began_s = time.monotonic()
-        if actor.death and actor.death[0] == INSTANT:
-            actor.kill_at_s = actor.began_s + actor.death[1] / 1000
-        actor.logs.append(actor.process.log)
+    def _live(self, name: str) -> None:
+        """Start one process after another, each with the place of its kill, until one ends by itself."""
+        role, status = "syncer" if name == "syncer" else "site", -9
+        while status == -9:
+            with self.counting:
+                death = self._next_death(role)
+            with self._process(name, death) as process:
+                if death and death[0] == INSTANT and process.wait(death[1] / 1000) is None:
+                    process.kill()
+                found = process.wait(BOUND_S)
+                assert found in (0, -9), f"{name} ended with {found} in {BOUND_S} s, after {death}; {process.errors}"
+            status = found
+            if status == -9:
+                assert death is not None, f"{name} was not killed by this hunt"
+                with self.counting:
+                    self.kills_left -= 1
+                    self.killed[f"{role}: {death[0]}"] += 1
+        if name == "syncer":
+            # A site that was killed at the end asks once more; so the syncer is started again, as its operator would.
+            self.mortal = False
+            with self._process("syncer", None, stay=True):
+                wait(self.sites)
 
-    def _next_death(self, actor: Actor) -> tuple[str, int] | None:
-        if self.over or not self.mortal:
+    def _process(self, name: str, death: tuple[str, int] | None, **mine: object) -> Process:
+        if name != "syncer":
+            mine = {"site": name, "address": f"127.0.0.1:{self.toy.port}", "checkpoint_every": 3}
+            mine["step_s"] = STEP_S if name == "a" else 1.7 * STEP_S
+        role, place = "syncer" if name == "syncer" else "site", None if death and death[0] == INSTANT else death
+        process = Process(role, self.toy, place, **mine)
+        self.logs[name].append(process.log)
+        return process
+
+    def _next_death(self, role: str) -> tuple[str, int] | None:
+        if not self.mortal:
             return None
         if self.kills_left <= 0:
             # A run's end has its own step, the export: the second to last process is killed there.
-            self.mortal = actor.role != "syncer"
+            self.mortal = role != "syncer"
             return None if self.mortal else (str(Step.EXPORT), self.dice.randint(1, CASES[Step.EXPORT].passages))
         if self.dice.random() < 0.15:
             return INSTANT, self.dice.randrange(20, 1500)
-        wanted = [name for name, case in CASES.items() if self._is_time(actor, case)]
+        wanted = [name for name, case in CASES.items() if case.role == role and self._is_time(case)]
         self.dice.shuffle(wanted)
-        for name in sorted(wanted, key=lambda name: self.killed[f"{actor.role}: {name}"]):
+        for name in sorted(wanted, key=lambda name: self.killed[f"{role}: {name}"]):
             if CASES[name].before(self.data):
                 return str(name), self.dice.randint(1, CASES[name].passages)
         return None
 
-    def _is_time(self, actor: Actor, case: Case) -> bool:
-        if case.role != actor.role or (case.asynchronous and self.lock_step):
+    def _is_time(self, case: Case) -> bool:
+        if case.asynchronous and self.lock_step:
             return False
         if case.when == "first":
             return not (self.data / "run.json").exists()
-        return case.when != "last" or self._is_late()
-
-    def _is_late(self) -> bool:
-        told = [event for log in self.actors["syncer"].logs for event in log.of("published")]
-        return bool(told) and int(str(told[-1]["progress_ppm"])) > 850_000
-
-    def _look_at(self, actor: Actor, alive: ExitStack) -> None:
-        process = actor.process
-        if process is None or (actor.done and actor.role == "site"):
-            return
-        now_s = time.monotonic()
-        status = process.wait(0)
-        if status is None:
-            if actor.kill_at_s is not None and now_s >= actor.kill_at_s:
-                actor.kill_at_s = None
-                with suppress(ProcessLookupError):  # It ended by itself just now.
-                    process.send(signal.SIGKILL)
-            assert self.over or now_s - actor.began_s < BOUND_S, (
-                f"{actor.name} still runs after {BOUND_S} s: {actor.death}"
-            )
-            return
-        process.wait(20.0)
-        assert status in (0, -9), f"{actor.name} ended with {status}; {process.errors}"
-        if status == -9:
-            assert actor.death is not None, f"{actor.name} was not killed by this hunt"
-            self.kills, self.kills_left = self.kills + 1, self.kills_left - 1
-            self.killed[f"{actor.role}: {actor.death[0]}"] += 1
-            self._begin(actor, alive)
-            return
-        actor.done = True
-        if actor.name == "syncer":
-            # A site that was killed at the end asks once more; so the syncer is started again, as its operator would.
-            self.over = True
-            self._begin(actor, alive)
+        told = [event for log in self.logs["syncer"] for event in log.of("published")]
+        return case.when != "last" or (bool(told) and int(str(told[-1]["progress_ppm"])) > 850_000)
 
     # --- afterwards --------------------------------------------------------------------------------------------
 
     def _audited(self) -> History:
-        finished = {site: ended(self.actors[site].logs[-1]) for site in SITES}
+        finished = {site: ended(self.logs[site][-1]) for site in SITES}
         assert {done.ending for done in finished.values()} == {"finished"}, finished
-        logs = {site: self.actors[site].logs for site in SITES}
-        return audit(self.toy, self.actors["syncer"].logs, logs, finished)
+        return audit(self.toy, self.logs["syncer"], {site: self.logs[site] for site in SITES}, finished)
 
     def final(self) -> dict[str, torch.Tensor]:
         return load_file(self.data / "final" / "model.safetensors")

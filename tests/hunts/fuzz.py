@@ -298,9 +298,7 @@ def main(hunt: Hunt, asked: Namespace) -> Counts:
     shares = {asked.variant: 1.0} if asked.variant else VARIANTS
     answers: Counter[str] = Counter()
     totals = Counter(calls=0, unknown_or_internal=0, batches_that_changed_the_run=0, decoded_of_strangers=0)
-    growths: dict[str, float] = {}
-    held: dict[str, list[float]] = {}
-    warm: dict[str, int] = {}
+    measured: dict[str, object] = {}
     for variant, share in shares.items():
 
         def told(number: int, complaint: str, variant: str = variant) -> None:
@@ -317,9 +315,11 @@ def main(hunt: Hunt, asked: Namespace) -> Counts:
             decoded_of_strangers=found.decoded_of_strangers,
         )
         growth = growth_of(memory)
-        growths[variant], warm[variant] = round(100 * growth, 2), warm_after(count)
-        held[variant] = [round(each / 2**20, 1) for each in memory[:: max(1, len(memory) // 8)]]
+        measured[variant] = {
+            "rss_growth_percent": round(100 * growth, 2),
+            "rss_mib": [round(each / 2**20, 1) for each in memory[:: max(1, len(memory) // 8)]],
+            "warm_after_calls": warm_after(count),
+        }
         if growth > GROWTH_MAX and found.calls >= GROWTH_CALLS_MIN:
             hunt.violated(f"memory grew by {100 * growth:.1f} %", variant=variant, n=found.calls)
-    measured = {"rss_growth_percent": growths, "rss_mib": held, "warm_after_calls": warm}
     return {**totals, "answers": dict(sorted(answers.items())), **measured}

@@ -17,9 +17,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from diloco.wire.channel import SYNC_SERVICE
@@ -87,32 +87,37 @@ class Siege:
                     return
         self.hunt.violated(f"an operator got no answer in {ANSWER_S:g} s")
 
-    def gone(self, connections: list[socket.socket], bound_s: float, what: str) -> float:
-        """Wait until the syncer has closed all of them; return how long that took, in seconds."""
+    def gone(self, name: str, connections: list[socket.socket]) -> None:
+        """Wait until the syncer has closed all of these connections, and note how long that took."""
         began_s = time.monotonic()
         left = list(connections)
-        while left and time.monotonic() - began_s < bound_s:
+        while left and time.monotonic() - began_s < GONE_S:
             time.sleep(0.2)
             left = [each for each in left if not flooding.is_over(each)]
         if left:
-            self.hunt.violated(f"{what}: {len(left)} of {len(connections)} are still open after {bound_s:g} s")
+            self.hunt.violated(f"{name}: {len(left)} of {len(connections)} are still open after {GONE_S:g} s")
         for each in connections:
             each.close()
-        return round(time.monotonic() - began_s, 1)
+        self.facts[name] = len(connections)
+        self.facts[f"{name}_closed_s"] = round(time.monotonic() - began_s, 1)
+
+    @contextmanager
+    def training(self, what: str) -> Iterator[None]:
+        """Check that the honest site adopts a version meanwhile."""
+        before = self.adopted()
+        yield
+        if self.adopted() == before:
+            self.hunt.violated(f"{what}: the honest site adopted nothing meanwhile")
 
 
 def silent(siege: Siege) -> None:
     """Open connections that never send anything."""
-    connections = [flooding.dial(siege.address) for _ in range(siege.count(SILENT))]
-    siege.facts["silent"] = len(connections)
-    siege.facts["silent_closed_s"] = siege.gone(connections, GONE_S, "silent connections")
+    siege.gone("silent", [flooding.dial(siege.address) for _ in range(siege.count(SILENT))])
 
 
 def half_open(siege: Siege) -> None:
     """Open HTTP/2 connections that answer no ping, as if their machine had lost its power."""
-    connections = [flooding.hello(siege.address) for _ in range(siege.count(200))]
-    siege.facts["half_open"] = len(connections)
-    siege.facts["half_open_closed_s"] = siege.gone(connections, GONE_S, "half-open connections")
+    siege.gone("half_open", [flooding.hello(siege.address) for _ in range(siege.count(200))])
 
 
 def many(siege: Siege) -> None:
@@ -130,9 +135,8 @@ def many(siege: Siege) -> None:
     for each in connections:
         watched.register(each, select.POLLRDHUP | select.POLLHUP)
     siege.answered()
-    siege.facts["many_opened"] = len(connections)
     siege.facts["many_at_once"] = len(connections) - len(watched.poll(0))
-    siege.facts["many_closed_s"] = siege.gone(connections, GONE_S, "thousands of connections")
+    siege.gone("many", connections)
 
 
 def trickle(siege: Siege) -> None:
@@ -195,42 +199,39 @@ def frames(siege: Siege) -> None:
     told: dict[str, object] = {}
     for name, (pieces, due) in FLOODS.items():
         before, adopted = reset_peak(siege.pid), siege.adopted()
-        seconds, began_s = max(1.0, FLOOD_S * siege.scale), time.monotonic()
-        with ThreadPoolExecutor(2) as pool:
+        seconds = max(1.0, FLOOD_S * siege.scale)
+        until_s = time.monotonic() + seconds
+        with ThreadPoolExecutor(2) as pool, siege.training(name):
             jobs = [pool.submit(flood, siege.address, pieces(siege.token), seconds) for _ in range(2)]
-            found = [job.result() for job in jobs]
+            found = [job.result().due for job in jobs]
+            time.sleep(max(0.0, until_s - time.monotonic()))  # A flood may be ended at once.
         taken = memory_of(siege.pid)["VmHWM"] - before
-        rounds, took_s = siege.adopted() - adopted, time.monotonic() - began_s
-        told[name] = [*(each.due.value for each in found), f"{taken >> 20} MiB", f"{rounds} rounds"]
-        if any(ORDER.index(each.due) < ORDER.index(due) for each in found):
-            siege.hunt.violated(f"{name}: {[each.due.value for each in found]}, but {due.value} is due")
+        told[name] = [*(each.value for each in found), f"{taken >> 20} MiB", f"{siege.adopted() - adopted} rounds"]
+        if any(ORDER.index(each) < ORDER.index(due) for each in found):
+            siege.hunt.violated(f"{name}: {[each.value for each in found]}, but {due.value} is due")
         if taken > FLOOD_BYTES_MAX:
             siege.hunt.violated(f"{name}: the syncer took {taken} bytes, more than the bound {FLOOD_BYTES_MAX}")
-        if not rounds and took_s >= seconds:
-            siege.hunt.violated(f"{name}: the honest site adopted nothing meanwhile")
     siege.facts["floods"] = told
 
 
 def checks(siege: Siege) -> None:
     """Check the syncer's health as strangers, as fast as possible, in more calls at once than it has threads."""
     connections = [flooding.hello(siege.address) for _ in range(siege.count(100))]
-    seconds, adopted, asked = max(2.0, FLOOD_S * siege.scale), siege.adopted(), 0
+    seconds, asked = max(2.0, FLOOD_S * siege.scale), 0
     until_s = time.monotonic() + seconds
-    for first in itertools.count(1, 16):
-        calls = b"".join(flooding.asking(CHECK, stream=stream, body=b"") for stream in range(first, first + 16, 2))
-        if time.monotonic() > until_s:
-            break
-        for connection in connections:
-            if not flooding.is_over(connection):  # This also reads the answers.
-                with suppress(OSError):
-                    connection.sendall(calls)
-                    asked += 8
+    with siege.training("checks"):
+        for first in itertools.count(1, 16):
+            calls = b"".join(flooding.asking(CHECK, stream=stream, body=b"") for stream in range(first, first + 16, 2))
+            if time.monotonic() > until_s:
+                break
+            for connection in connections:
+                if not flooding.is_over(connection):  # This also reads the answers.
+                    with suppress(OSError):
+                        connection.sendall(calls)
+                        asked += 8
     for each in connections:
         each.close()
-    rounds = siege.adopted() - adopted
-    siege.facts["checks_per_s"], siege.facts["rounds_in_checks"] = round(asked / seconds), rounds
-    if not rounds:
-        siege.hunt.violated(f"checks: the honest site adopted nothing in {seconds:g} s")
+    siege.facts["checks_per_s"] = round(asked / seconds)
 
 
 def takers_of_nothing(siege: Siege) -> None:
@@ -241,10 +242,8 @@ def takers_of_nothing(siege: Siege) -> None:
         for stream in range(1, 16, 2):
             with suppress(OSError):
                 connections[-1].sendall(flooding.asking(CHECK, stream=stream, body=b""))
-    adopted = siege.adopted()
-    time.sleep(max(2.0, FLOOD_S * siege.scale))
-    if siege.adopted() == adopted:
-        siege.hunt.violated("takers of nothing: the honest site adopted nothing meanwhile")
+    with siege.training("takers of nothing"):
+        time.sleep(max(2.0, FLOOD_S * siege.scale))
     siege.answered()
     for each in connections:
         each.close()

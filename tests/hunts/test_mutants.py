@@ -186,13 +186,6 @@ def test_the_copy_lacks_what_runs_leave_at_the_root_and_has_every_package(tmp_pa
     assert list(copy.rglob("up.py")) == [copy / "diloco/runs/up.py"]
 
 
-def test_what_runs_at_import_and_what_is_said_is_no_place(tmp_path: Path) -> None:
-    written(tmp_path, {"tiny/core/area.py": AREA})
-    found = [(site.function, site.line, site.operator) for site in sites_of(tmp_path, ["tiny/core"])]
-    lines = {6: ("comparison", "condition", "integer"), 8: ("arithmetic", "return")}
-    assert sorted(found) == [("area", line, operator) for line, operators in lines.items() for operator in operators]
-
-
 @pytest.mark.slow
 def test_each_place_in_a_part_of_the_product_can_be_marked_and_changed() -> None:
     sites = sites_of(ROOT, PACKAGES[1:3])

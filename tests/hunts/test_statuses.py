@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import shutil
 import socket
 import ssl
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,7 @@ from tests.hunts.crowd import memory_of, reset_peak
 from tests.hunts.flooding import FLOODS, Due, flood
 from tests.hunts.fuzz import Siege
 from tests.hunts.hostile import FLOOD_BYTES_MAX, ORDER
-from tests.hunts.target import Target, _kept, guarded, running
+from tests.hunts.target import Target, guarded, running
 from tests.sooner import sooner
 
 SITES = ["site-a", "site-b", "site-c"]
@@ -135,23 +132,6 @@ def test_what_is_done_about_a_flood_is_seen(answer: bytes, due: Due) -> None:
         found = flood(f"127.0.0.1:{server.getsockname()[1]}", itertools.repeat(bytes(1000)), 0.3)
         thread.join(30)
     assert found.due is due
-
-
-def test_a_folder_that_vanishes_while_the_target_is_looked_at_has_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The running syncer removes a snapshot between the listing of its parent folder and its own."""
-    (tmp_path / "snapshots" / ".00000012.tmp").mkdir(parents=True)
-    (tmp_path / "run.json").write_text("{}")
-    scandir = os.scandir
-
-    def vanishing(place: Any) -> Any:
-        if str(place).endswith(".tmp"):
-            shutil.rmtree(place)
-        return scandir(place)
-
-    monkeypatch.setattr(os, "scandir", vanishing)
-    assert _kept(tmp_path) == [("run.json", 2)]
 
 
 @pytest.mark.slow
