@@ -188,7 +188,7 @@ def test_growth_is_judged_by_many_looks() -> None:
 
 
 def view(**changes: object) -> View:
-    fields = {"state": "s", "watermarks": 5, "phase": "running", "rss_bytes": 1, "threads": 1, "files": 1, "partial": 0}
+    fields = {"state": "s", "watermarks": 5, "rss_bytes": 1, "threads": 1, "files": 1, "partial": 0}
     return View(**(fields | {"decoded": 7, "counters": {}, "said": 0, "forged": []} | changes))  # type: ignore[arg-type]
 
 
