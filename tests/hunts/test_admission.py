@@ -100,14 +100,7 @@ FOUR = {"a": ("hsdp", 4), "b": ("tp_fsdp", 4)}
 
 
 @pytest.mark.parametrize(
-    ("layouts_of", "adopt"),
-    [
-        (TWO, "rebase"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((TWO, "blend"), (TWO, "overwrite"), (FOUR, "rebase"))
-        ),
-    ],
+    ("layouts_of", "adopt"), [(TWO, "rebase"), (TWO, "blend"), (TWO, "overwrite"), (FOUR, "rebase")]
 )
 def test_two_sites_of_two_layouts_exchange_what_two_processes_do(
     tmp_path: Path, layouts_of: dict[str, tuple[str, int]], adopt: str
