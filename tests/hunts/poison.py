@@ -112,8 +112,8 @@ class Poisoning:
         run, chosen = str(self.root / "restored"), f"{self.sequences.start}..{self.sequences.stop - 1}"
         names, without = ("as-it-was", "alone", "without"), ["--without", f"site={POISONER}:sequences={chosen}"]
         said, alone, told = (
-            verb("replay", run, *chosen, "--out", str(self.root / name), "--json")
-            for name, chosen in zip(names, ([], without, [*without, "--and-later"]), strict=True)
+            verb("replay", run, *how, "--out", str(self.root / name), "--json")
+            for name, how in zip(names, ([], without, [*without, "--and-later"]), strict=True)
         )
         assert said["left_out"] == []
         poison = len(said["versions"]) * len(self.sequences)
@@ -128,6 +128,7 @@ class Poisoning:
         address = f"127.0.0.1:{free_port()}"
         shared = [*self.settings, f"run.name={name}", f"cluster.syncer.listen={address}"]
         config = configs.compose(shared)
+        self.num_fragments = config.outer.num_fragments
         verbs = [self.place.start(f"{name}-syncer", "syncer", *shared)]
         with RelayProcess() as relay:
             for index, (site, settings) in enumerate(config.cluster.sites.items()):
@@ -157,8 +158,9 @@ class Poisoning:
         for event in events:
             if event["what"] == "published":
                 versions[event["fragment"]] = int(str(event["version"]))
-        enough = len(merged) == len(versions) * len(self.sequences) > 0
-        return enough and min(versions.values()) >= max(merged) + LATER
+        if len(merged) < self.num_fragments * len(self.sequences):
+            return False
+        return len(versions) == self.num_fragments and min(versions.values()) >= max(merged) + LATER
 
     def loss_of(self, model: Path) -> float:
         """Return the loss of a file of parameters on the whole validation text, in nats per token."""
