@@ -42,7 +42,7 @@ def unpacked(commit: str, folder: Path) -> Path:
 def main(hunt: Hunt, asked: Namespace) -> Counts:
     old, folder = unpacked(asked.from_commit, hunt.folder / "old"), hunt.folder / "run"
     folder.mkdir()
-    told: dict[str, float] = {}
+    told: dict[str, object] = {}
     with place_in(folder) as place:
         upgrade = Upgrade(place, old, ROOT)
         try:
