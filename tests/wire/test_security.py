@@ -147,8 +147,15 @@ def shown(authority: Authority, *ids: str) -> dict[str, str]:
 def test_ends_that_do_not_trust_one_another_or_speak_another_language_never_meet(
     run: Start, authority: Authority, tmp_path: Path
 ) -> None:
-    tls, stranger = run(**serving(authority, mutual=False)), Authority(tmp_path, "stranger").ca
-    for here, security in ((run(), {"tls_ca": authority.ca}), (tls, {}), (tls, {"tls_ca": stranger})):
+    stranger = Authority(tmp_path, "stranger")
+    tls, mutual = run(**serving(authority, mutual=False)), run(**serving(authority))
+    for here, security in (
+        (run(), {"tls_ca": authority.ca}),
+        (tls, {}),
+        (tls, {"tls_ca": stranger.ca}),
+        (mutual, {"tls_ca": authority.ca}),
+        (mutual, shown(stranger, "site/site-a") | {"tls_ca": authority.ca}),
+    ):
         with pytest.raises(Unreachable):
             here.client(**security).join(join_ask())
         assert (here.syncer.calls, here.server.counters()) == ([], {})
