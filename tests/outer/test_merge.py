@@ -338,7 +338,6 @@ def test_a_correction_turns_towards_the_momentum_and_makes_nothing_longer(number
         (heloco(), (1.0, 0.0, 0.0)),
         (heloco(), (0.0, 0.0, 1.0)),
         (heloco(cosine=0.0), (4.0, 0.0, 1.0)),
-        (heloco(cosine=0.0), (4.0, 1e-9, 1.0)),
         (heloco(project=0.0), (4.0, -1.0, 1.0)),
         (heloco(project_max=0.0), (4.0, -1.0, 1.0)),
         (heloco(rotate=0.0), (4.0, 0.1, 1.0)),
@@ -384,28 +383,7 @@ def test_the_products_of_what_is_corrected_follow_from_those_before_and_no_squar
         assert 0 <= square < 1e-12 * products[0][0], f"seed {seed}: all of it is taken out"
 
 
-# --- The reference against DiLoCo written out with torch's own optimizer ---------------------------------------------
-
-
-def test_against_torchs_optimizer_on_the_mean() -> None:
-    """Two equal-weight sites with linear moves; the mean of two is exact up to one rounding, as is torch's."""
-    theta0 = torch.randn(101, generator=torch.Generator().manual_seed(0))
-    goals = [torch.full((101,), 1.0), torch.full((101,), -3.0)]
-
-    def site(goal: torch.Tensor):  # type: ignore[no-untyped-def]
-        return lambda local, round_index: local + (goal - local) * 0.1 * (round_index + 1)
-
-    versions = reference_diloco(theta0, [site(goal) for goal in goals], [2.0, 2.0], 4, OuterOptimizerOptions())
-    assert len(versions) == 5
-    assert versions[0] is theta0
-    parameter = torch.nn.Parameter(theta0.clone())
-    outer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
-    for round_index in range(4):
-        start = parameter.detach().clone()
-        deltas = [start - site(goal)(start.clone(), round_index) for goal in goals]
-        parameter.grad = torch.stack(deltas).mean(dim=0)
-        outer.step()
-        assert torch.allclose(versions[round_index + 1], parameter.detach(), rtol=1e-5, atol=1e-6)
+# --- The reference ---------------------------------------------------------------------------------------------------
 
 
 def test_a_site_keeps_its_inner_state_and_may_change_its_copy() -> None:

@@ -31,9 +31,7 @@ def fleet(
     *,
     fragments: int = 1,
     inner_steps: int = 24,
-    update_bytes: int = 1000,
     seconds: float | None = HOUR_S,
-    seed: int = 0,
     learner: dict[str, Any] | None = None,
     **outer: Any,
 ) -> FleetPlan:
@@ -42,11 +40,10 @@ def fleet(
         sites=sites,
         outer=OuterOptions(num_fragments=fragments, **rules),
         learner=LearnerOptions(num_fragments=fragments, inner_steps=inner_steps, **(learner or {})),
-        update_bytes=(update_bytes,) * fragments,
-        version_bytes=(update_bytes,) * fragments,
-        whole_bytes=(8 * update_bytes,) * fragments,
+        update_bytes=(1000,) * fragments,
+        version_bytes=(1000,) * fragments,
+        whole_bytes=(8000,) * fragments,
         seconds=seconds,
-        seed=seed,
     )
 
 

@@ -16,7 +16,7 @@ from diloco.sim.plan import draw_plan
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.standby_process import StandbyProcess
-from diloco.sim.world import Damaged, OuterPlan, OuterRule, Storage, sealed
+from diloco.sim.world import Damaged, OuterPlan, OuterRule, Storage
 from diloco.sync import (
     admission,
     fates,
@@ -25,7 +25,7 @@ from diloco.sync import (
     updates,
 )
 from diloco.sync.data_units import Holder, whole_units
-from diloco.sync.effects import Adopt, Contribution, Leave, Seal, SkipData, StartOuterStep, UpdateRef
+from diloco.sync.effects import Adopt, Leave, Seal, SkipData, StartOuterStep
 from diloco.sync.events import JoinAnswered, Outcome, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import JournalError, Record, encode_mark
 from diloco.sync.leadership import Leadership, Place, Replication
@@ -392,24 +392,9 @@ def test_every_checker_has_a_mutation() -> None:
     assert all(checker.mutation for checker in CHECKERS)
 
 
-STEP = StartOuterStep(0, 1, (Contribution("a", 1.0, 0, (UpdateRef(1, "p", "exact", "d"),)),))
-
-
-def a_replayer(rule: OuterRule | None = None) -> Replayer:
-    disk = OuterDisk(OuterPlan(OuterOptions(num_fragments=1), rule or OuterRule()))
-    disk.keep_payload("p", sealed((-30, -7, 0)))
-    return Replayer(OuterSync(disk.plan.options), [{0: ZERO}], disk)
-
-
-def test_a_version_is_the_one_before_and_what_was_merged() -> None:
-    made = a_replayer().made_again(STEP)
-    assert made == Kept((30, 7, 0), (-30, -7, 0), (30, 7, 0), (30, 7, 0))
-    coarse = a_replayer(OuterRule(10, 0, 64)).made_again(STEP)
-    assert (coarse.theta, coarse.published) == ((30, 7, 0), (0, 7, 0)), "what is published is rounded"
-
-
 def test_what_the_machine_said_otherwise_is_damage_and_only_the_newest_versions_are_kept() -> None:
-    replayer = a_replayer()
+    disk = OuterDisk(OuterPlan(OuterOptions(num_fragments=1), OuterRule()))
+    replayer = Replayer(OuterSync(disk.plan.options), [{0: ZERO}], disk)
     for version in range(1, 10):
         replayer.store(0, version, ZERO)
     assert sorted(replayer.versions[0]) == list(range(10 - VERSIONS_KEPT, 10))

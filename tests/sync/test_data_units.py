@@ -202,7 +202,7 @@ def test_a_site_that_comes_back_has_what_is_free_and_what_another_has_counts_onc
     assert (counts(syncer).merged, counts(syncer).repeated) == (3, 2)
 
 
-def test_what_a_site_has_given_up_is_leased_again_or_partly() -> None:
+def test_what_a_site_has_given_up_is_leased_again_or_partly_and_nothing_that_an_accepted_update_has() -> None:
     syncer = leasing("a", "b", num_fragments=2)
     ask(syncer, "a", 6)
     merge(syncer, "a", 1, (0, 40))
@@ -212,6 +212,11 @@ def test_what_a_site_has_given_up_is_leased_again_or_partly() -> None:
     assert (counts(syncer).merged, counts(syncer).partly) == (3, 1)
     assert (counts(syncer).given_back, counts(syncer).in_hand) == (1, 1)
     assert ask(syncer, "b", 1) == ((4, 1),)
+    syncer = leasing("a", "b", quorum=2)
+    ask(syncer, "a", 4)
+    syncer.push("a", 1, spans=((0, 15),), cursor=15)
+    ask(syncer, "a", 4, known=4, floor=30)
+    assert counts(syncer).in_hand == 4
 
 
 def test_the_places_that_a_site_filled_by_itself_are_skipped() -> None:
@@ -414,11 +419,3 @@ def test_a_list_does_not_grow_with_the_run() -> None:
     assert units.end - units.first <= REMEMBERED + 1
     assert len(units.pieces) <= REMEMBERED + 1
     assert site.machine.state.fragments[0].unsent_spans == [(0, 1200)]
-
-
-def test_a_floor_gives_up_nothing_that_an_accepted_update_has() -> None:
-    syncer = leasing("a", "b", quorum=2)
-    ask(syncer, "a", 4)
-    syncer.push("a", 1, spans=((0, 15),), cursor=15)
-    ask(syncer, "a", 4, known=4, floor=30)
-    assert counts(syncer).in_hand == 4

@@ -45,7 +45,6 @@ def link(up: float = 1e7, rtt_ms: float = 10, down: float = 1e7) -> LinkEstimate
     ("rtt_s", "bytes_per_s", "window_bytes", "channels"),
     [
         (0.1, 1000 * MBIT, 4 << 20, 6),
-        (0.05, 1000 * MBIT, 4 << 20, 4),
         (0.1, 1000 * MBIT, 64 << 20, 1),
         (0.3, 10_000 * MBIT, 4 << 20, CHANNELS_MAX),
         (0.0, 1000 * MBIT, 4 << 20, 1),
@@ -238,7 +237,6 @@ def test_round_trips_count_for_each_fragment_and_the_period_is_a_sites_own() -> 
     ("up", "rtt_ms", "began", "channels"),
     [
         (14e6, 100, 1, 2),  # 19 MB/s are one window's: it may be the window that bounds it
-        (14e6, 100, 2, 2),
         (34e6, 100, 2, 3),
         (8e6, 100, 3, 1),
         (18e6, 100, 3, 2),  # one would do, at the very edge of what it can hold
@@ -306,7 +304,6 @@ def test_what_cannot_be_is_refused_by_name(field: str, value: object) -> None:
         (301, 0, 0, 9, 4),
         (250, 3, 0, 9, 3),
         (250, 4, 0, 9, 4),  # 312 ms would not fit in three
-        (240, 4, 0, 9, 3),
         (50, 9, 2, 9, 2),
         (5000, 1, 0, 9, 9),
         (50, 0, 0, 0, 0),

@@ -148,9 +148,7 @@ def test_standing(
         ({}, 100, 40, 60, 0, 100 * MS),
         ({}, 100, 200, 100 - 3e-6, 0, 1),
         ({}, 100, 200, 100, 0, 0),
-        ({}, 100, 0, 301, 0, 0),
         ({}, 100, 10**7, 10**7, 0, 0),
-        ({}, 0, 5, 5, 0, 0),
         ({}, 10**6, 0, 0, 0, 10 * SECOND_NS),  # Invariant 14: its bound.
         ({"grace_period_percent": 90}, 10, 40, 0, 300, 270 * MS),  # No slack, and a period of 300 ms.
         ({"grace_period_percent": 90}, 500, 0, 0, 300, 750 * MS),  # The slack lasts longer.
@@ -322,7 +320,6 @@ def test_a_selection_takes_versions_or_sequences_of_one_site_perhaps_of_one_frag
     ("text", "said"),
     [
         ("", "has ''"),
-        ("b", "has 'b'"),
         ("site=b", "selects nothing"),
         ("versions=1..2", "selects nothing"),
         ("site=b:versions=1:sequences=2", "selects nothing"),
@@ -332,7 +329,6 @@ def test_a_selection_takes_versions_or_sequences_of_one_site_perhaps_of_one_frag
         ("site=b:versions=3..1", "the first is not above the last"),
         ("site=b:versions=0", "from 1 on"),
         ("site=b:versions=x..y", "versions=x: a whole number"),
-        ("site=b:versions=1..", "versions=: a whole number"),
         ("site=b:versions=1:fragment=-1", "fragment=-1: a whole number"),
         ("site=b:versions=٣", "a whole number"),
     ],

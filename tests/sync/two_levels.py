@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from diloco.outer.optimizer import OuterState
     from diloco.sync.progress import FragmentProgress
 
-PLAIN = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
-
 
 def number(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
@@ -37,10 +35,10 @@ def number(value: float) -> Tensor:
 class Level:
     """A syncer; ``theta`` is what it holds, ``payloads`` what has arrived.  Rounds are of one update."""
 
-    def __init__(self, optimizer: OuterOptimizerOptions = PLAIN, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         rules = {"grace": "fixed", "grace_ns": 0, "round_updates": 1, "staleness_max": 30, "fates_kept_max": 64}
         self.syncer = Syncer(**(rules | options))
-        self.optimizer = optimizer
+        self.optimizer = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
         self.theta = number(0.0)
         self.memory: OuterState = NOTHING
         self.payloads: dict[str, Tensor] = {}
@@ -97,12 +95,10 @@ class Region(Level):
     What it wants of the one above waits in ``orders``, and the encoding of an update in ``sealing``.
     """
 
-    def __init__(
-        self, above: Level, name: str, updates: int = 2, alpha: float = 0.25, from_blend: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, above: Level, name: str, updates: int = 2, from_blend: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.from_blend = from_blend
-        self.above, self.name, self.updates, self.alpha = above, name, updates, alpha
+        self.above, self.name, self.updates = above, name, updates
         self.outbox: dict[int, tuple[str, Tensor]] = {}
         self.spool: dict[str, Tensor] = {}
         self.reference: Tensor | None = None
@@ -116,7 +112,7 @@ class Region(Level):
 
     def start(self) -> None:
         outbox = tuple((0, sequence, digest) for sequence, (digest, _) in sorted(self.outbox.items()))
-        self.handle(UpstreamStarted(self.name, self.updates, self.alpha, 2, outbox, self.from_blend))
+        self.handle(UpstreamStarted(self.name, self.updates, 0.25, 2, outbox, self.from_blend))
 
     def restart(self, had_finished: bool = False) -> None:
         """kill -9: what was not on the disk is gone, and another process begins with what was."""
