@@ -108,6 +108,20 @@ def test_sites_of_a_calm_run_draw_and_merge_each_unit_once() -> None:
     assert small.cluster.restarts == 0
 
 
+def test_site_trains_at_its_own_pace_through_a_partition_and_joins_again_after_it() -> None:
+    small = Small(site_timeout_ns=3_000_000_000)
+    small.run(2)
+    site = small.process("a")
+    before, first = site.step, site.courier.session
+    small.link("a").cut(Direction.DOWN)
+    small.run(10)
+    assert site.step - before == 100, "one step per 100 ms, as before"
+    assert (first is not None, site.courier.session) == (True, None), "it hears nothing and breaks off"
+    small.link("a").heal()
+    small.run(8)
+    assert site.courier.session not in (None, first)
+
+
 @pytest.mark.parametrize("wiped", [False, True])
 def test_a_killed_site_goes_on_from_its_checkpoint_and_a_wiped_one_skips_what_its_updates_consumed(wiped: bool) -> None:
     small = Small()

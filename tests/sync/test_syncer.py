@@ -347,22 +347,14 @@ def play(seed: int) -> Book:
     return book
 
 
-def again(seed: int) -> str:
-    return f"again with: pytest 'tests/sync/test_syncer.py::test_any_order_of_events[{seed}]'"
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_events(seed: int) -> None:
-    try:
-        book = play(seed)
-    except Exception as error:
-        error.add_note(f"seed {seed}; {again(seed)}")
-        raise
+    book = play(seed)
     records = book.syncer.records
     read, _ = read_records(b"".join(encode_record(record) for record in records))
     machine = OuterSync(dataclasses.replace(book.syncer.options, sites_max=1))  # What the journal says holds.
     list(replay(machine, read))
-    assert machine.snapshot() == book.syncer.machine.snapshot(), f"seed {seed}; {again(seed)}"
+    assert machine.snapshot() == book.syncer.machine.snapshot()
 
 
 def test_the_draws_reach_what_they_should() -> None:

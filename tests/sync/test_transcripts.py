@@ -174,8 +174,6 @@ def show(key: str, value: Any) -> str:
         return show_fate(value)
     if key == "standings":
         return "; ".join(show_standing(standing) for standing in value)
-    if key == "share":
-        return f"{value:.3g}"
     if key.endswith("_ns"):
         return f"{value / MS:g}ms"
     if isinstance(value, list | tuple):

@@ -130,10 +130,6 @@ class Region(Level):
     def join(self) -> None:
         """Join the one above, and hear its answer."""
         effects = self.above.handle(ev.JoinRequested(1, self.name, f"process {self.syncer.machine.state.epoch}"))
-        answer = next((each for each in effects if isinstance(each, fx.AskToConfirm)), None)
-        if answer is not None:
-            process = f"process {self.syncer.machine.state.epoch}"
-            effects = self.above.handle(ev.JoinRequested(1, self.name, process, answer.ticket))
         (taken,) = [each for each in effects if isinstance(each, fx.AnswerJoin)]
         state = self.above.syncer.machine.state
         run = (state.run_tokens(), self.above.syncer.machine.progress_ppm(), taken.ending, state.lineage)
