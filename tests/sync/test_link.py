@@ -195,6 +195,9 @@ def test_one_look_moves_nothing_and_two_that_agree_do() -> None:
     for found in (slow, fast, slow, fast, slow):
         assert adapter.choose(found, STEP_NS) == Choice("int8", 1)
     assert adapter.choose(slow, STEP_NS).codec == "topk"
+    adapter, near, far = Adapter(options(ways=WAYS[:1], overlap_steps_max=9)), link(1e9), link(1e9, rtt_ms=200)
+    seen = [adapter.choose(found, STEP_NS).overlap_steps for found in (near, near, far, near, far, near, far, far)]
+    assert seen == [0, 5, 5, 5, 5, 5, 5, 9]
 
 
 def test_a_rate_between_the_bounds_never_moves_it_to_and_fro() -> None:
@@ -370,9 +373,3 @@ def test_a_round_is_from_the_acceptance_to_the_fate(heard: list[tuple[LearnerEve
     for event, now_ns in heard:
         rounds.heard(event, now_ns)
     assert rounds.usual_ns() == usual_ns
-
-
-def test_one_look_moves_no_overlap() -> None:
-    adapter, near, far = Adapter(options(ways=WAYS[:1], overlap_steps_max=9)), link(1e9), link(1e9, rtt_ms=200)
-    seen = [adapter.choose(found, STEP_NS).overlap_steps for found in (near, near, far, near, far, near, far, far)]
-    assert seen == [0, 5, 5, 5, 5, 5, 5, 9]
