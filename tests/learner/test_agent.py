@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import io
-import os
 import threading
 import time
 from dataclasses import replace
@@ -112,33 +109,6 @@ def test_a_site_that_comes_in_the_last_round_has_a_base_for_the_step_it_ends_wit
 
 
 # --- training --------------------------------------------------------------------------------------------------------
-
-
-def test_no_function_of_the_agent_touches_socket_or_file_in_the_training_thread(
-    syncer: Syncer, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``DirectClient`` fails for the network in that thread; everything that opens, writes or sleeps fails here."""
-    training, sleep = threading.current_thread(), time.sleep
-
-    def only_beside(real: Any) -> Any:
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            assert threading.current_thread() is not training, f"{real} in the training thread"
-            return real(*args, **kwargs)
-
-        return guarded
-
-    made: list[int] = []
-    guarded = ((builtins, "open"), (io, "open"), (os, "open"), (os, "fsync"), (time, "sleep"))
-    for number in range(200):
-        sleep(0.002)
-        with monkeypatch.context() as patch:
-            for owner, name in guarded:
-                patch.setattr(owner, name, only_beside(getattr(owner, name)))
-            site.step(0.0)
-        if number % 20 == 19:
-            made = versions(syncer)
-    assert max(made) >= 2, "the site exchanged something meanwhile"
-    assert len(site.events.of("adopted")) >= 2
 
 
 def test_nan_in_the_parameters_is_discarded_and_the_published_values_taken(syncer: Syncer, site: Site) -> None:

@@ -20,7 +20,6 @@ from tests.loopback.toy import TOKENS_PER_STEP, Toy
 
 BOUND_S = 30.0
 STEP_S = 0.005
-FAR = 1_000_000
 
 
 @dataclass

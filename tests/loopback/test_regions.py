@@ -51,6 +51,7 @@ DEATHS = {
 HEIRS = {
     "going up": [("outbox.put", 3), ("outbox.put", 2), ("outbox.drop", 2)],
     "coming back": [("spool.sync", 3), ("syncer.merge", 3), ("syncer.publish", 5)],
+    "lossy": [("outbox.put", 3)],
 }
 """Each of them from when the standby has everything on."""
 
@@ -203,18 +204,12 @@ def take_over(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chapter", "by"), [("coming back", "word"), ("going up", "lease")])
-def test_the_standby_of_a_region_goes_on_with_all_that_was_on_its_way(tmp_path: Path, chapter: str, by: str) -> None:
+@pytest.mark.parametrize(("chapter", "by"), [("coming back", "word"), ("going up", "lease"), ("lossy", "lossy")])
+def test_a_region_s_standby_goes_on_with_all_that_was_on_its_way_or_in_a_new_lineage_with_the_values_above(
+    tmp_path: Path, chapter: str, by: str
+) -> None:
     def once(folder: Path, budget: int) -> None:
         take_over(folder, budget, seed_of(chapter), HEIRS[chapter], by)
-
-    long_enough(tmp_path, once, 2 * BUDGET)
-
-
-@pytest.mark.slow
-def test_a_standby_that_begins_a_new_lineage_takes_the_values_above(tmp_path: Path) -> None:
-    def once(folder: Path, budget: int) -> None:
-        take_over(folder, budget, seed_of("lossy"), [("outbox.put", 3)], "lossy")
 
     long_enough(tmp_path, once, 2 * BUDGET)
 

@@ -101,8 +101,7 @@ class Watched:
         return inside
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
+@pytest.mark.parametrize("adopt", ["rebase", pytest.param("overwrite", marks=pytest.mark.slow)])
 def test_the_training_thread_never_waits_on_a_socket_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopt: str
 ) -> None:
