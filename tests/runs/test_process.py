@@ -183,15 +183,14 @@ def test_a_process_that_was_a_rank_ends_with_its_code() -> None:
     assert [each.stdout for each in told] == ["trained at the end\n"] * 2
 
 
-@pytest.mark.parametrize("text", ["journal.sync", "journal.sync:0", "journal.sink:1", ":1"])
-def test_what_names_no_step_and_passage_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KILL_VARIABLE, text)
-    with pytest.raises(ConfigError, match=f"{KILL_VARIABLE}: '{text}' is no place"):
-        disk_from_environment()
-
-
-def test_the_process_ends_at_that_passage_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KILL_VARIABLE, raising=False)
+def test_the_process_ends_at_the_passage_of_the_step_that_is_named_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for text in ("journal.sync", "journal.sync:0", "journal.sink:1"):
+        monkeypatch.setenv(KILL_VARIABLE, text)
+        with pytest.raises(ConfigError, match=f"{KILL_VARIABLE}: '{text}' is no place"):
+            disk_from_environment()
+    monkeypatch.delenv(KILL_VARIABLE)
     assert disk_from_environment() is PLAIN_DISK
     program = (
         "from diloco.durable import Step; from diloco.runs.process import disk_from_environment\n"

@@ -153,11 +153,7 @@ def test_all_ranks_are_started_together_and_end_as_rank_0_did(made: Callable[...
     second, first = made(1), made(0)
     run_all(0, first, second)
     assert first.places[0] == {**second.places[0], "first": 0}
-    assert {key: second.places[0][key] for key in ("first", "world", "start")} == {
-        "first": 2,
-        "world": 4,
-        "start": 0,
-    }
+    assert second.places[0].items() >= {"first": 2, "world": 4, "start": 0}.items()
     second.ends(0)  # They have done their part, and rank 0 writes its last checkpoint.
     says(tmp_path, 75, "site a drained")
     first.ends(0)
@@ -236,24 +232,14 @@ def test_who_was_asked_to_stop_and_goes_before_the_site_has_left_is_not_waited_f
     first.fails(ExitCode.DRAINED, "stopped while it waited for machine 1 of 2; the same command resumes")
 
 
-@pytest.mark.parametrize(
-    ("node_rank", "words"),
-    [
-        (0, r"waited 0.05 s for machine 1 of 2 \(site.nodes_wait_s\)"),
-        (
-            1,
-            r"waited 0.05 s for machine 0 at 127.0.0.1:0 \(site.nodes_wait_s; .*machines.json has its port",
-        ),
-    ],
-)
-def test_a_machine_waits_neither_for_ever_nor_once_it_is_asked_to_stop(
-    node_rank: int, words: str, made: Callable[..., Machine]
-) -> None:
-    made(node_rank, "site.nodes_wait_s=0.05").fails(ExitCode.FAILED, words)
-    alone = made(node_rank)
-    wait(lambda: alone.said, "a word")
-    alone.asked = True
-    alone.fails(ExitCode.DRAINED, "")
+def test_a_machine_waits_neither_for_ever_nor_once_it_is_asked_to_stop(made: Callable[..., Machine]) -> None:
+    there = (r"1 of 2 \(site.nodes_wait_s\)", r"0 at 127.0.0.1:0 \(site.nodes_wait_s; .*machines.json has its port")
+    for node_rank, words in enumerate(there):
+        made(node_rank, "site.nodes_wait_s=0.05").fails(ExitCode.FAILED, f"waited 0.05 s for machine {words}")
+        alone = made(node_rank)
+        wait(lambda alone=alone: alone.said, "a word")  # type: ignore[misc]
+        alone.asked = True
+        alone.fails(ExitCode.DRAINED, "")
 
 
 def test_a_machine_with_another_folder_or_other_settings_is_told(
@@ -308,18 +294,12 @@ def test_torchrun_is_started_for_this_machine_and_ends_with_its_ranks(
     ]
 
 
-def test_how_rank_0_ended_is_how_the_site_ended_or_its_log_is_shown(
+def test_of_ranks_that_end_without_a_word_the_log_is_shown_and_not_what_is_left_of_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, ranks = SiteDir(tmp_path), Ranks(1, tmp_path / "config.yaml", tmp_path / "torchrun.log")
-    for code in (ExitCode.OK, ExitCode.DRAINED):
-        folder.ending.write_text(json.dumps({"code": int(code), "text": "so it was"}))
-        assert ending_of_ranks("a", folder, ranks) == (code, "so it was")
-    folder.ending.write_text(json.dumps({"code": 4, "text": "another run"}))
-    with pytest.raises(VerbError, match="another run") as ended:
-        ending_of_ranks("a", folder, ranks)
-    assert ended.value.code is ExitCode.MISMATCH
-    folder.speaker.write_text("of before")
+    for left in (folder.ending, folder.speaker):
+        left.write_text("of before")
     forget_ending(folder)
     forget_ending(folder)
     assert list(tmp_path.iterdir()) == []
@@ -443,7 +423,9 @@ def test_a_machine_of_a_number_that_is_taken_is_told_why(meeting: Machines, tmp_
     line.close()
 
 
-def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder(tmp_path: Path) -> None:
+def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder_and_a_taken_port_is_said(
+    tmp_path: Path,
+) -> None:
     here, there = SiteDir(tmp_path / "here"), SiteDir(tmp_path / "there")
     with pytest.raises(OSError, match="No such file"):
         reached(three("site.node_rank=1"), here)
@@ -460,13 +442,9 @@ def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder(tm
         there.meeting.write_text("nonsense")
         with pytest.raises(OSError, match="JSONDecodeError"):
             reached(known, there)
+        taken = three(f"site.rendezvous=127.0.0.1:{meeting._door.port}")
+        with pytest.raises(ConfigError, match=r"^site\.rendezvous is '127\.0\.0\.1:\d+': Address already in use"):
+            Machines(taken, here).__enter__()
     assert not here.meeting.exists()
     with pytest.raises(OSError, match="refused"):
         reached(known, here)
-
-
-def test_a_port_that_cannot_be_had_is_said(tmp_path: Path) -> None:
-    with Machines(three(), SiteDir(tmp_path)) as meeting:
-        taken = three(f"site.rendezvous=127.0.0.1:{meeting._door.port}")
-        with pytest.raises(ConfigError, match=r"^site\.rendezvous is '127\.0\.0\.1:\d+': Address already in use"):
-            Machines(taken, SiteDir(tmp_path)).__enter__()

@@ -148,7 +148,7 @@ MISTAKE = ConfigError("data: no text")
     [
         (RankLost(ExitCode.FAILED, "rank 1 of 2 failed"), 1, ExitCode.FAILED),
         (VerbError(ExitCode.MISMATCH, "another model"), 0, ExitCode.MISMATCH),
-        (ConfigError("data: no text"), 0, ExitCode.USAGE),
+        (MISTAKE, 0, ExitCode.USAGE),
     ],
 )
 def test_only_a_lost_rank_has_all_ranks_started_again(

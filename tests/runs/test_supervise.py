@@ -19,8 +19,14 @@ FAMILY = (
 )
 
 
-def python(code: str, log: Path, name: str = "site-a") -> Child:
-    return Child(name, [sys.executable, "-c", code], log)
+def python(code: str, log: Path) -> Child:
+    return Child("site-a", [sys.executable, "-c", code], log)
+
+
+def started(code: str, log: Path) -> Child:
+    child = python(code, log)
+    child.start(child_environment(os.environ))
+    return child
 
 
 def until(done: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -45,19 +51,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def environment() -> dict[str, str]:
-    return child_environment(os.environ)
-
-
 def test_a_child_writes_to_its_log_and_its_end_is_seen_once(tmp_path: Path) -> None:
     child = python("print('one'); print('  the cause  '); raise SystemExit(4)", tmp_path / "logs" / "a.log")
     assert not child.running
-    child.start(environment())
+    child.start(child_environment(os.environ))
     until(child.ended)
     assert (child.code, child.ended(), child.running) == (4, False, False)
     assert child.last_words() == "the cause"
     child.command = [sys.executable, "-c", "pass"]
-    child.start(environment())
+    child.start(child_environment(os.environ))
     until(child.ended)
     assert child.last_words() == "", "the words of an earlier process"
     assert child.log.read_text().startswith("one")
@@ -65,9 +67,7 @@ def test_a_child_writes_to_its_log_and_its_end_is_seen_once(tmp_path: Path) -> N
 
 def test_all_end_by_asking_also_a_frozen_one_and_the_stubborn_by_force(tmp_path: Path) -> None:
     codes = (SLEEPER, SLEEPER, STUBBORN, "pass")
-    children = [python(code, tmp_path / str(number)) for number, code in enumerate(codes)]
-    for child in children:
-        child.start(environment())
+    children = [started(code, tmp_path / str(number)) for number, code in enumerate(codes)]
     for child in children[:3]:
         until(says_up(child))
     children[0].signal(signal.SIGSTOP)
@@ -82,8 +82,7 @@ def test_all_end_by_asking_also_a_frozen_one_and_the_stubborn_by_force(tmp_path:
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_what_cannot_be_passed_on_reaches_the_descendants(tmp_path: Path, number: signal.Signals) -> None:
-    child = python(FAMILY, tmp_path / "a")
-    child.start(environment())
+    child = started(FAMILY, tmp_path / "a")
     until(says_up(child))
     (grandchild,) = descendants(child.pid)
     child.signal(number)
@@ -96,16 +95,8 @@ def test_what_cannot_be_passed_on_reaches_the_descendants(tmp_path: Path, number
 def test_back_off_grows_and_is_bounded(tmp_path: Path) -> None:
     child = python("pass", tmp_path / "a")
     child.started_s = 90.0
-    for wait_s, goes_on in (
-        (0.5, True),
-        (1.0, True),
-        (2.0, True),
-        (4.0, True),
-        (8.0, True),
-        (15.0, False),
-        (15.0, False),
-    ):
-        assert child.backed_off(100.0) is goes_on
+    for wait_s in (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0):
+        assert child.backed_off(100.0) is (wait_s < 15.0)
         assert child.next_start_s == 100.0 + wait_s
     assert child.backed_off(200.0), "it has lived for long"
     assert child.next_start_s == 200.5

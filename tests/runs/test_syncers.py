@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,16 @@ def syncers(folder: Path, *codes: str) -> dict[Path, Child]:
         command = [sys.executable, "-c", SERVES + code, str(path), f"host:{index}"]
         made[path] = Child(f"syncer-{index}", command, folder / f"{index}.log")
     return made
+
+
+def asking(*requests: tuple[float, signal.Signals]) -> Callable[[list[str]], None]:
+    """Give this process each signal so many seconds after all have begun."""
+
+    def begun(addresses: list[str]) -> None:
+        for after_s, number in requests:
+            threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
+
+    return begun
 
 
 def starts(path: Path) -> int:
@@ -86,11 +96,7 @@ def test_one_that_cannot_start_ends_all_with_its_own_words_and_code(tmp_path: Pa
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_request_to_stop_reaches_each_and_the_run_is_drained(tmp_path: Path, number: signal.Signals) -> None:
     made = syncers(tmp_path, UNTIL_TOLD, UNTIL_TOLD)
-
-    def begun(addresses: list[str]) -> None:
-        threading.Thread(target=lambda: (time.sleep(0.2), os.kill(os.getpid(), number))).start()
-
-    assert keep_running(made, begun) is ExitCode.DRAINED
+    assert keep_running(made, asking((0.2, number))) is ExitCode.DRAINED
     assert [starts(path) for path in made] == [1, 1]
 
 
@@ -105,23 +111,14 @@ def test_one_whose_settings_are_refused_later_costs_only_its_own_fragments(tmp_p
 def test_one_that_fails_after_the_request_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fails = "signal.signal(signal.SIGTERM, lambda *_: (print('memory is damaged', flush=True), sys.exit(1)));"
     made = syncers(tmp_path, UNTIL_TOLD, fails + UNTIL_TOLD)
-
-    def begun(addresses: list[str]) -> None:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-
-    assert keep_running(made, begun) is ExitCode.FAILED
+    assert keep_running(made, asking((0.3, signal.SIGTERM))) is ExitCode.FAILED
     assert "syncer-1 ended with exit code 1: memory is damaged" in capfd.readouterr().out
 
 
 def test_a_hand_over_ends_the_wait_for_a_last_round(tmp_path: Path) -> None:
     waits = "signal.signal(signal.SIGTERM, lambda *_: None); time.sleep(60)"
     made = syncers(tmp_path, waits, waits)
-
-    def begun(addresses: list[str]) -> None:
-        for after_s, number in ((0.3, signal.SIGTERM), (0.8, signal.SIGHUP)):
-            threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
-
-    assert keep_running(made, begun) is ExitCode.DRAINED
+    assert keep_running(made, asking((0.3, signal.SIGTERM), (0.8, signal.SIGHUP))) is ExitCode.DRAINED
 
 
 def test_one_that_has_died_is_not_started_again_after_the_request(tmp_path: Path) -> None:

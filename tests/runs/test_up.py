@@ -228,20 +228,9 @@ def test_the_scenario_is_played_on_the_processes_and_what_was_not_is_said(tmp_pa
     assert stage.children["site-c"].code == 75
 
 
-def test_one_interrupt_drains_and_everybody_ends_in_order(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, seconds=60)
-    other = Mock(latest=None, drain_accepted=True, drain_refused="")
-    stage.watches.append(other)
-    stage.play(stage.has_begun)
-    other.drain.assert_called_once_with()
-    other.hurry.assert_called()
-    assert stage.history.ending == "drained"
-    assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
-    assert stage.left == []
-    assert "asked to stop" in stage.out.getvalue()
-
-
-def test_a_drain_that_is_refused_again_and_again_is_one_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_interrupt_drains_and_where_that_is_refused_again_and_again_it_is_one_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The watch goes on asking, and a second SIGTERM would end the syncer at once, without a last round."""
     stage = Stage(tmp_path, seconds=60)
     refuses = property(lambda watch: "only an admin may do this", lambda watch, text: None)
@@ -257,7 +246,11 @@ def test_a_drain_that_is_refused_again_and_again_is_one_signal(tmp_path: Path, m
     assert stage.history.ending == "drained"
     assert signals.mock_calls.count(call(syncer, signal.SIGTERM)) == 1
     assert refused_once.drain_refused == "", "its next answer counts"
+    accepts.drain.assert_called_once_with()
+    accepts.hurry.assert_called()
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
+    assert stage.left == []
+    assert "asked to stop" in stage.out.getvalue()
 
 
 def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
