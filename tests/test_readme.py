@@ -128,6 +128,18 @@ def start(place: Place, command: str, ports: Mapping[str, str] | None = None) ->
     return place.verbs[-1]
 
 
+def all_end(*verbs: Verb) -> None:
+    for verb in verbs:
+        assert verb.end(120.0) == 0, verb.text()
+
+
+def listening(place: Place, command: str, ports: Mapping[str, str]) -> Verb:
+    """Start a syncer, and wait until it serves."""
+    syncer = start(place, command, ports)
+    wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
+    return syncer
+
+
 def test_every_command_is_run_here_or_by_ci() -> None:
     run = {*BY_CI, *RUNS, *LINKS, *LATER, *STANDBY, *SEVERAL, *REGIONS, *BY_HAND}
     assert set(commands()) == run.union(*LOOPS.values())
@@ -201,38 +213,28 @@ def test_a_standby_takes_over(place: Place) -> None:
     syncer, standby, site = (start(place, line, ports) for line in STANDBY[:3])
     wait_for(lambda: place.seen("second", "syncer", "published"), "a version", lambda: syncer.text() + site.text())
     syncer.process.kill()
-    promoted = start(place, STANDBY[3], ports)
-    assert promoted.end(60.0) == 0, promoted.text()
-    for verb in (site, standby):
-        assert verb.end(120.0) == 0, verb.text()
+    all_end(start(place, STANDBY[3], ports), site, standby)
 
 
 @pytest.mark.slow
 def test_several_syncers_hold_one_model(place: Place) -> None:
     first = free_port(in_a_row=2)
     ports = {":7077": f":{first}", ":7078": f":{first + 1}"}
-    syncers = [start(place, line, ports) for line in SEVERAL[:2]]
-    for syncer in syncers:
-        wait_for(lambda syncer=syncer: "listening on" in syncer.text(), "a syncer", syncer.text)  # type: ignore[misc]
+    syncers = [listening(place, line, ports) for line in SEVERAL[:2]]
     site = start(place, SEVERAL[2], ports)
     status = start(place, SEVERAL[3], ports)
-    assert status.end(60.0) == 0, status.text()
+    all_end(status, site, *syncers)
     assert "two" in status.text()
-    for verb in (site, *syncers):
-        assert verb.end(120.0) == 0, verb.text()
     both = start(place, SEVERAL[4], ports)
-    for verb in (start(place, SEVERAL[2], ports), both):
-        assert verb.end(120.0) == 0, verb.text() + both.text()
+    all_end(start(place, SEVERAL[2], ports), both)
 
 
 @pytest.mark.slow
 def test_a_region_is_a_site_of_another_run(place: Place) -> None:
     ports = {":7077": f":{free_port()}", ":7078": f":{free_port()}"}
-    top = start(place, REGIONS[0], ports)
-    wait_for(lambda: "listening on" in top.text(), "the syncer above", top.text)
+    top = listening(place, REGIONS[0], ports)
     region, site = (start(place, line, ports) for line in REGIONS[1:])
-    for verb in (site, region, top):
-        assert verb.end(120.0) == 0, verb.text()
+    all_end(site, region, top)
     assert {event["event"] for event in place.seen("east", "syncer", "upstream")} >= {"joined", "fetched", "pushed"}
 
 
@@ -240,16 +242,15 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
 @pytest.mark.parametrize("lines", LOOPS.values(), ids=LOOPS)
 def test_a_loop_of_ones_own(place: Place, lines: list[str]) -> None:
     ports = {":7077": f":{free_port()}"}
-    made = start(place, lines[0])
-    assert made.end(60.0) == 0, made.text()
-    syncer = start(place, lines[1], ports)
-    wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
-    for verb in [*[start(place, line, ports) for line in lines[2:4]], syncer]:
-        assert verb.end(120.0) == 0, verb.text()
-        assert verb is syncer or "the run is finished; {" in verb.text(), verb.text()
+    all_end(start(place, lines[0]))
+    syncer = listening(place, lines[1], ports)
+    sites = [start(place, line, ports) for line in lines[2:4]]
+    all_end(*sites, syncer)
+    for site in sites:
+        assert "the run is finished; {" in site.text(), site.text()
     for line in lines[4:]:
         after = start(place, line)
-        assert after.end(60.0) == 0, after.text()
+        all_end(after)
     if lines is LOOPS["run.name=lora"]:
         assert_that_an_adapter_is_all_that_was_exchanged_and_merges(place, after)
 
@@ -273,7 +274,7 @@ def assert_that_an_adapter_is_all_that_was_exchanged_and_merges(place: Place, me
     assert fra.keys() == base.keys(), "no adapter is left in it"
     assert all(fra[name].equal(iad[name]) for name in fra)
     untrained = Verb(place.folder, "loss-base", ["loss", "base"], script=str(ROOT / "examples/lora.py"))
-    assert untrained.end(60.0) == 0, untrained.text()
+    all_end(untrained)
     losses = [float(verb.text().rpartition(": loss ")[2].split()[0]) for verb in (merged, untrained)]
     assert losses[0] < 0.8 * losses[1]
 
@@ -283,19 +284,15 @@ def test_real_sites_by_hand_and_status(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ports = {":7077": f":{free_port()}"}
-    syncer = start(place, *written("^diloco syncer run.name=first"), ports)
-    wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
+    syncer = listening(place, *written("^diloco syncer run.name=first"), ports)
     sites = [start(place, line, ports) for line in BY_HAND if line.startswith("diloco site")]
     status = start(place, "diloco status 127.0.0.1:7077", ports)
-    assert status.end(60.0) == 0, status.text()
-    assert "first" in status.text()
     doctor, watch = (start(place, *written(f"^diloco doctor {word}"), ports) for word in ("site", "--watch"))
-    assert doctor.end(60.0) == 0, doctor.text()
+    all_end(status, doctor, *sites, syncer)
+    assert "first" in status.text()
     assert " 0 fail" in doctor.text()
-    for verb in (*sites, syncer):
-        assert verb.end(90.0) == 0, verb.text()
     watch.signal(signal.SIGINT)  # The end may fall between two looks.
-    assert watch.end(30.0) == 0, watch.text()
+    all_end(watch)
     monkeypatch.chdir(place.folder)
     curves = Path("runs/first/track/jsonl/metrics.jsonl").read_text()
     assert all(f'"sites/{site}/loss"' in curves for site in ("fra", "iad"))

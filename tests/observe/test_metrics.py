@@ -196,7 +196,8 @@ def values(families: list[Metric]) -> dict[tuple[str, ...], float]:
 
 
 def page_of_a_run(folder: Path) -> tuple[list[Metric], list[Metric]]:
-    """The families of a syncer after one merged update, one refused, and a heartbeat; and after it has stopped."""
+    """The families of a syncer after one merged update, one refused, heartbeats, and two sites that are gone; and
+    after it has stopped."""
     told: list[dict[str, Any]] = []
     syncer = new_syncer(folder, lambda what, fields: told.append({"at": time.time(), "what": what, **fields}))
     metrics = SyncerMetrics(compose(["run.name=x"]), syncer.status)
@@ -207,7 +208,12 @@ def page_of_a_run(folder: Path) -> tuple[list[Metric], list[Metric]]:
         push(syncer, *update())
         eventually(lambda: syncer.holdings.values[0].version == 1, "a version")
         push(syncer, *update(sequence=2, base_version=7))
-        syncer.api.report(report("a", tokens_processed=500, step=50, versions=(0, 0)))
+        for name in "bc":
+            join(syncer, name)
+        for name in "abc":
+            syncer.api.report(report(name, tokens_processed=500, step=50, versions=(0, 0)))
+        syncer.api.leave("b", 1)
+        syncer.api.evict("c")
         syncer.api.snapshot()
         eventually(lambda: any(event["what"] == "snapshot" for event in told), "a snapshot's event")
         for event in [*told, {**OUTER_STEP, "at": 1.0, "seconds": 0.02}, SNAPSHOT]:
@@ -218,14 +224,17 @@ def page_of_a_run(folder: Path) -> tuple[list[Metric], list[Metric]]:
     return running, list(metrics.families())
 
 
-def test_the_page_of_a_run(tmp_path: Path) -> None:
+def test_the_page_of_a_run_says_nothing_of_a_site_that_is_gone_in_the_present(tmp_path: Path) -> None:
     running, stopped = page_of_a_run(tmp_path)
     found = values(running)
     assert found["outer_version",] == 1
     assert found["updates_total", "a", "merged"] == 1
     assert found["refused_at_the_door_total", Reason.BAD_BASE.value] == 1
-    assert found["sites", "live"] == 1
-    assert (found["site_tokens_total", "a"], found["site_steps_total", "a"]) == (500, 50)
+    assert (found["sites", "left"], found["sites", "evicted"], found["sites", "live"]) == (1, 1, 1)
+    for name in ("heartbeat_timestamp_seconds", "tokens_per_second", "staleness_versions", "stall_ratio"):
+        assert {key[1] for key in found if key[0] == f"site_{name}"} == {"a"}, name
+    assert {found["site_tokens_total", name] for name in "abc"} == {500}
+    assert found["site_steps_total", "a"] == 50
     assert found["site_staleness_versions", "a"] == 1
     assert 0 <= time.time() - found["site_heartbeat_timestamp_seconds", "a"] < 60
     assert (found["update_weight_ratio", "a"], found["update_weight_ratio", "b"]) == (0.75, 0.25)
@@ -327,26 +336,6 @@ def test_the_page_of_a_standby_says_whether_it_follows_or_is_alone(tmp_path: Pat
 
 def page_in_trouble(**changes: Any) -> list[Metric]:
     return list(SyncerMetrics(compose(["run.name=x"]), lambda: in_trouble() | changes).families())
-
-
-def test_of_a_site_that_is_gone_nothing_is_said_in_the_present(tmp_path: Path) -> None:
-    syncer = new_syncer(tmp_path, lambda what, fields: None)
-    metrics = SyncerMetrics(compose(["run.name=x"]), syncer.status)
-    syncer.start()
-    try:
-        for name in "abc":
-            join(syncer, name)
-            syncer.api.report(report(name, tokens_processed=500, step=50, versions=(0, 0)))
-        syncer.api.leave("a", 1)
-        syncer.api.evict("b")
-        found = values(list(metrics.families()))
-    finally:
-        syncer.stop(0.1)
-    assert (found["sites", "left"], found["sites", "evicted"], found["sites", "live"]) == (1, 1, 1)
-    for name in ("heartbeat_timestamp_seconds", "tokens_per_second", "staleness_versions", "stall_ratio"):
-        said = {key[1] for key in found if key[0] == f"site_{name}"}
-        assert said == {"c"}, name
-    assert found["site_tokens_total", "a"] == found["site_tokens_total", "b"] == 500
 
 
 # --- A site's page says what its events and its newest checkpoint say -------------------------------------------------

@@ -37,24 +37,18 @@ from tests.observe.test_eventlog import full
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_a_rank_knows_its_place_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    assert place_from_environment() is None
-    for name, value in TORCHRUN.items():
+def test_a_rank_has_the_place_that_torchrun_and_among_several_machines_diloco_site_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500, start=2)
+    local = place_from_environment()
+    assert local == Place(3, 1, 4, "10.0.0.1", 29500, start=2)
+    told = {"first": 8, "world": 16, "master_addr": "node-a", "master_port": 4711, "start": 3}
+    assert among_machines(local, json.dumps(told)) == Place(11, 1, 16, "node-a", 4711, start=3)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(VerbError, match="are invalid"):
         place_from_environment()
-
-
-def test_among_several_machines_a_rank_has_the_place_that_diloco_site_says() -> None:
-    told = {"first": 8, "world": 16, "master_addr": "node-a", "master_port": 4711, "start": 3}
-    local = Place(rank=2, local_rank=2, world=8, master_addr="localhost", master_port=1)
-    assert among_machines(local, json.dumps(told)) == Place(10, 2, 16, "node-a", 4711, start=3)
 
 
 def test_resume_is_what_the_user_said(tmp_path: Path) -> None:
