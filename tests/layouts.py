@@ -6,7 +6,6 @@ torch's own functions distribute, fill and read it, so that the product is compa
 from __future__ import annotations
 
 import faulthandler
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.inner.parallel import SiteGroup
 from tests.forked import forkserver
+from tests.loopback.cluster import free_port
 
 BOUND_S = 60.0
 
@@ -164,12 +164,6 @@ def same(one: Tensor, other: Tensor) -> bool:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 Rank = Callable[..., None]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_rank(program: Rank, rank: int, world: int, port: int, told: Connection, mine: tuple[Any, ...]) -> None:
