@@ -23,7 +23,6 @@ from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import Resumed
 from diloco.learner.agent import Agent
-from diloco.learner.exchange import Follower
 from diloco.learner.ranks import Dealt
 from diloco.learner.several_syncers import Agents
 from diloco.outer.fragments import Layout, named_parameters_once
@@ -171,10 +170,8 @@ TWO = [*SMALL, "outer.num_syncers=2", "site.syncer=127.0.0.1:1/127.0.0.1:2"]
 
 
 def test_each_syncer_has_an_agent_with_a_folder_of_its_own(tmp_path: Path) -> None:
-    config = compose(SMALL)
-    assert isinstance(made(config, tmp_path), Agent)
+    assert isinstance(made(compose(SMALL), tmp_path), Agent)
     assert (tmp_path / "agent/odometer").is_file()
-    assert isinstance(follower_of(config, held(config)), Follower)
     config = compose(TWO)
     agents = made(config, tmp_path)
     assert isinstance(agents, Agents)

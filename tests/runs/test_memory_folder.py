@@ -120,9 +120,6 @@ def test_nothing_is_left_but_where_a_start_was_refused(config: RunConfig, error:
     with memory_cleared(config):
         assert len(there(config)) == left
     assert there(config) == []
-    made(config)
-    clear_memory(config)
-    assert there(config) == []
 
 
 def test_a_machine_that_has_the_sites_folder_elsewhere_leaves_nothing_either(config: RunConfig, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock, call, create_autospec
+from typing import Any
+from unittest.mock import Mock, PropertyMock, call, create_autospec
 
 import pytest
 from rich.console import Console
@@ -44,30 +44,7 @@ from tests.runs.test_supervise import alive, until
 from tests.syncer.building import eventually
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
 ACTORS = str(Path(__file__).with_name("actors.py"))
-
-
-class Watch:
-    """Stands where the StatusWatch is: a request to drain reaches the syncer as SIGTERM."""
-
-    def __init__(self) -> None:
-        self.latest: dict[str, object] | None = {"sites": {}}
-        self.drain_accepted = False
-        self.drain_refused = ""
-        self.hurried = False
-        self.up: Up | None = None
-
-    def drain(self) -> None:
-        assert self.up is not None
-        self.drain_accepted = True
-        self.up.children["syncer"].signal(signal.SIGTERM)
-
-    def hurry(self) -> None:
-        self.hurried = True
 
 
 class Stage:
@@ -77,8 +54,9 @@ class Stage:
         self.run_dir = RunDir(path)
         self.history = RunHistory()
         self.log = EventLog(self.run_dir.events, "up")
-        self.watch = Watch()
-        self.watches: list[Any] = [self.watch]
+        self.watch = Mock(latest={"sites": {}}, drain_accepted=False, drain_refused="")
+        self.watch.drain.side_effect = self.drain
+        self.watches = [self.watch]
         self.out = io.StringIO()
         self.relay: RelayProcess | None = None
         self.over = threading.Event()
@@ -104,7 +82,6 @@ class Stage:
         """Until it is over; interrupted once for each of ``interrupt_when``, in turn, as soon as that holds."""
         environment = child_environment(os.environ)
         up = Up(self.options, self.children, self.run_dir, self.log, self.history, self.relay, environment)
-        self.watch.up = up
         user = threading.Thread(target=self._interrupt, args=interrupt_when)
         view = PlainView(self.history, Facts(name="quiet-otter", what=""), Console(file=self.out, color_system=None))
         try:
@@ -127,6 +104,11 @@ class Stage:
             os.kill(os.getpid(), signal.SIGINT)
             self.over.wait(2 * SAME_REQUEST_S)  # Sooner the next one would be taken for the same.
 
+    def drain(self) -> None:
+        """Stand where the StatusWatch is: a request to drain reaches the syncer as SIGTERM."""
+        self.watch.drain_accepted = True
+        self.children["syncer"].signal(signal.SIGTERM)
+
     def has_begun(self) -> bool:
         """The syncer and every site are there, and mind what they are told."""
         joined = {event["who"] for event in self.seen("joined")}
@@ -148,7 +130,7 @@ def test_a_run_begins_ends_and_leaves_no_process(tmp_path: Path) -> None:
     assert (outcome.code, outcome.wrong) == (ExitCode.OK, [])
     assert stage.history.ending == "finished"
     assert stage.left == []
-    assert stage.watch.hurried
+    stage.watch.hurry.assert_called()
     assert {child.code for child in stage.children.values()} == {0}
     assert len(stage.seen("process", state="started")) == 4
     assert stage.history.references == {"xz": 1.7}
@@ -233,9 +215,8 @@ def test_one_interrupt_drains_and_where_that_is_refused_again_and_again_it_is_on
 ) -> None:
     """The watch goes on asking, and a second SIGTERM would end the syncer at once, without a last round."""
     stage = Stage(tmp_path, seconds=60)
-    refuses = property(lambda watch: "only an admin may do this", lambda watch, text: None)
-    monkeypatch.setattr(Watch, "drain_refused", refuses, raising=False)
-    stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    type(stage.watch).drain_refused = PropertyMock(return_value="only an admin may do this")
+    stage.watch.drain.side_effect = None
     accepts = Mock(latest=None, drain_accepted=True, drain_refused="")
     refused_once = Mock(latest=None, drain_accepted=False, drain_refused="no admin either")
     stage.watches[:0] = [accepts, refused_once]
@@ -266,7 +247,7 @@ def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
         assert stage.children["syncer"].running
         back.start()
 
-    stage.watch.drain = drain_when_it_is_back  # type: ignore[method-assign]
+    stage.watch.drain.side_effect = drain_when_it_is_back
     stage.play(lambda: stage.has_begun() and stage.history.faults)
     back.join()
     assert stage.history.ending == "drained"
@@ -275,7 +256,7 @@ def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
 
 def test_two_interrupts_end_it_at_once(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60, a={"deaf": 1.0})
-    stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    stage.watch.drain.side_effect = None
     outcome = stage.play(stage.has_begun, lambda: "asked to stop" in stage.out.getvalue())
     assert outcome.code is ExitCode.FAILED
     assert "stopped at once, by hand" in outcome.wrong
@@ -286,7 +267,7 @@ def test_two_interrupts_end_it_at_once(tmp_path: Path) -> None:
 def test_who_does_not_end_is_ended_and_named(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
     stage.options.ending_s_max = 0.3
-    stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    stage.watch.drain.side_effect = None
     outcome = stage.play(stage.has_begun)
     assert any("did not end in time" in text for text in outcome.wrong)
     assert stage.left == []
