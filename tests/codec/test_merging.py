@@ -26,6 +26,7 @@ from diloco.codec.merging import (
     sum_of_products,
     sum_plain,
     sums_of,
+    torch_fuses,
 )
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
@@ -409,10 +410,22 @@ def test_against_the_order_written_slowly(numel: int) -> None:
     for x, y in ((a, a), (a, b)):
         found = sum_plain(x, y)
         assert found.hex() == slow_sum(x, y).hex(), f"seed {numel}"
-        assert sum_of_products(x, y).hex() == found.hex(), f"seed {numel}"
+        for level in ALL:
+            with running(level):
+                assert sum_of_products(x, y).hex() == found.hex(), f"seed {numel}, {level}"
         exact = math.fsum(p * q for p, q in zip(x.tolist(), y.tolist(), strict=True))
         scale = math.fsum(abs(p * q) for p, q in zip(x.tolist(), y.tolist(), strict=True))
         assert abs(found - exact) <= 1e-12 * scale
+
+
+def test_the_kernels_round_as_torch_does() -> None:
+    """Their additions with a factor are told how; both ways exist on machines that torch runs on."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-(2**13), 2**13, (1001,), generator=generator) / 2**12 for _ in range(2))
+    alpha = 1 + 2.0**-12  # so that the exact sum fits into fp64
+    once, twice = (a.double() + b.double() * alpha).float(), a + b * alpha
+    assert not torch.equal(once, twice)
+    assert torch.equal(torch.add(a, b, alpha=alpha), once if torch_fuses() else twice)
 
 
 def test_squares_beyond_fp32_have_a_sum_nothing_is_plus_zero_and_what_is_not_finite_has_none() -> None:

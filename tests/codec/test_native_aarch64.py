@@ -1,7 +1,7 @@
 """The kernels on AArch64, built by Debian's cross compiler and run by qemu: the same bits as here, for every format.
 
 The same calls are made on the same memory on both sides, and all of that memory is compared: what is written, and what
-must not be.  What the kernels compute here is compared with plain torch in ``test_native`` and beside it.
+must not be.  What the kernels compute here is compared with plain torch in ``test_base`` and beside it.
 """
 
 from __future__ import annotations

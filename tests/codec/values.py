@@ -65,6 +65,7 @@ def samples(seed: int) -> dict[str, torch.Tensor]:
         "near the largest": signs * FP32_MAX * (1 - gauss.abs() * 0.01).clamp(0, 1),
         "largest and small": torch.where(gauss > 2, FP32_MAX, gauss),
         "tail": gauss / (torch.rand(numel, generator=generator) + 1e-6),
+        "tiny": gauss * torch.exp2(torch.randint(-149, -100, (numel,), generator=generator).double()).float(),
     }
 
 
