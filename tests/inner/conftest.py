@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco.durable import Disk, Step
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest
+from diloco.inner.trainer import StepInfo, Trainer, Verdict
 from tests.layouts import heard, ranks
 
 
@@ -51,6 +54,32 @@ def damage(file: Path, harm: str = "flip") -> None:
         file.unlink()
     else:
         file.write_bytes(content if harm == "flip" else content[: len(content) // 2])
+
+
+class NoRoom(Disk):
+    """A disk without room for files whose names end so."""
+
+    end = ".safetensors"
+
+    def make(self, path: Path, write: Any, step: Step) -> None:
+        if path.name.endswith(self.end):
+            raise OSError(28, "No space left on device")
+        super().make(path, write, step)
+
+
+def steps_of(
+    made: Trainer, until_step: int, also: Callable[[StepInfo], object] = lambda info: None, extra_state: Any = None
+) -> list[StepInfo]:
+    """What is told of each step until then; ``also`` is called after each."""
+    found: list[StepInfo] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        found.append(info)
+        also(info)
+        return Verdict()
+
+    made.run(until_step=until_step, after_step=after_step, extra_state=extra_state)
+    return found
 
 
 def run_ranks(program: ModuleType, world: int, *told: Path) -> None:

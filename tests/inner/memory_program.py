@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.durable import PLAIN_DISK, Disk, Step
+from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner import memory
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup, local
 from diloco.inner.trainer import StepInfo, Trainer, capture_state
 from tests.inner import spread_program
-from tests.inner.conftest import damage
+from tests.inner.conftest import NoRoom, damage
 from tests.inner.spread_program import CASES, build
 
 Facts = list[tuple[str, dict[str, object]]]
@@ -99,15 +99,6 @@ class Life:
         assert not self.memory.exists(), "nothing is left in memory at the end"
 
 
-class Full(Disk):
-    """Memory without room for the parts of checkpoints."""
-
-    def make(self, path: Path, write: Any, step: Step) -> None:
-        if path.suffix == ".safetensors":
-            raise OSError(28, "No space left on device")
-        super().make(path, write, step)
-
-
 def lose_a_machine(life: Life, out: list[Path], lost: int) -> None:
     """The folder of one machine is gone: all that was in it comes from the other, to the bit."""
     trained(life.begin(), DIES, dies=True)
@@ -149,7 +140,7 @@ def damage_copies(life: Life, out: list[Path]) -> None:
 
 def fill_memory(life: Life) -> None:
     """One rank has no room: training goes on, each time in words on both, and nothing is left half written."""
-    trainer = life.begin(Full() if life.group.rank == 1 else PLAIN_DISK)
+    trainer = life.begin(NoRoom() if life.group.rank == 1 else PLAIN_DISK)
     trained(trainer, DIES, dies=True)
     assert names(life.memory) == []
     notes = life.said("note")

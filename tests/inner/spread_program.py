@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from diloco.durable import PLAIN_DISK, Disk, Step
+from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner import checkpoint, precision
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.data import TokenStream, load_manifest, validation_batches
@@ -26,8 +26,8 @@ from diloco.inner.holding import ParallelOptions, Spread
 from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, prepare
 from diloco.inner.optimizer import InnerOptions, Muon, build_optimizers, whole
 from diloco.inner.parallel import SiteGroup, local, put
-from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
-from tests.inner.conftest import damage
+from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions
+from tests.inner.conftest import NoRoom, damage, steps_of
 
 SEQUENCES = 8
 """Of one micro-batch of the whole site, however many ranks draw it."""
@@ -99,17 +99,13 @@ def trained(
     trainer: Trainer, until_step: int = STEPS, extra: Any = None, also: Callable[[StepInfo], object] = lambda info: None
 ) -> list[tuple[float, float]]:
     """Train; loss and norm of the gradient at every step, after which ``also`` is called."""
-    told: list[tuple[float, float]] = []
 
-    def after_step(info: StepInfo) -> Verdict:
-        told.append((info.loss, info.grad_norm))
+    def written(info: StepInfo) -> None:
         if trainer.saving.writer is not None:
             trainer.saving.writer.wait(60)  # so that the next step finds it written
         also(info)
-        return Verdict()
 
-    trainer.run(until_step=until_step, after_step=after_step, extra_state=extra)
-    return told
+    return [(info.loss, info.grad_norm) for info in steps_of(trainer, until_step, written, extra)]
 
 
 def check_filled(trainer: Trainer, case: Case) -> None:
@@ -214,15 +210,6 @@ def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) ->
         (out / f"resumed {name} by {group.world}.json").write_text(json.dumps(told))
 
 
-class Full(Disk):
-    """A disk without room for the parts of checkpoints."""
-
-    def make(self, path: Path, write: Any, step: Step) -> None:
-        if path.suffix == ".safetensors":
-            raise OSError(28, "No space left on device")
-        super().make(path, write, step)
-
-
 def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     """One rank's full disk costs a checkpoint, not the training; at the end every rank says so."""
     folder, notes = out / "full", []
@@ -230,21 +217,20 @@ def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     assert trainer.saving._parts is not None
     trainer.saving._log = lambda what, fields: notes.append((what, fields))
     if group.rank == 2:
-        trainer.saving._parts._disk = Full()
+        trainer.saving._parts._disk = NoRoom()
     told: list[StepInfo] = []
 
-    def after_step(info: StepInfo) -> Verdict:
+    def also(info: StepInfo) -> None:
         told.append(info)
         assert trainer.saving.writer is not None
         assert trainer.saving._parts is not None
-        with contextlib.suppress(CheckpointError):
+        try:
             trainer.saving.writer.wait(60)
-            return Verdict()
-        trainer.saving._parts._why = "full"  # what the next step would have found by itself
-        return Verdict()
+        except CheckpointError:
+            trainer.saving._parts._why = "full"  # what the next step would have found by itself
 
     with pytest.raises(CheckpointError, match=r"step-0000000004-end") as error:
-        trainer.run(until_step=4, after_step=after_step)
+        steps_of(trainer, 4, also)
     assert len(told) == 4
     assert ("No space" in str(error.value)) == (group.rank == 2)
     assert [fields["note"] for what, fields in notes if what == "note"] == ["checkpoint not written"] * 2

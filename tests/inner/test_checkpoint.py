@@ -25,7 +25,7 @@ from diloco.inner.checkpoint import (
     write_part,
 )
 from diloco.inner.parallel import Box, SiteGroup
-from tests.inner.conftest import damage
+from tests.inner.conftest import NoRoom, damage
 from tests.power import RecordingDisk, cuts_at, lay_out, state_after, told_at, without_syncs
 
 
@@ -206,17 +206,6 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     made.settle()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"], "nothing is left of it"
     made.settle()
-
-
-class NoRoom(Disk):
-    """For files whose names end so."""
-
-    end = ""
-
-    def make(self, path: Path, write: Any, step: Step) -> None:
-        if path.name.endswith(self.end):
-            raise OSError(28, "No space left on device")
-        super().make(path, write, step)
 
 
 @pytest.mark.parametrize("end", [".safetensors", "manifest.json"])

@@ -179,22 +179,14 @@ def test_what_a_dead_process_left_is_removed_and_a_second_process_finds_the_same
     assert not left.exists()
 
 
-def test_waiting_for_another_process_has_a_bound(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    wanted = options(write_text(tmp_path / "text", num_files=6), lock_wait_s=0.3)
-    made = prepare_corpus(wanted, cache)
-    shutil.rmtree(made.directory)
-    with (cache / f"{made.directory.name}.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match=r"another process has been preparing .* over 0\.3 s"):
-            prepare_corpus(wanted, cache)
-    assert prepare_corpus(wanted, cache).identity == made.identity
-
-
-def test_it_is_patient_as_long_as_something_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_is_waited_for_as_long_as_it_writes_something_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a clock of its own: half of the bound goes by at each look, and at each of the first ten there is more."""
-    now, looks = [0.0], [0]
-    notes = tmp_path / "notes"
+    now, looks, cache = [0.0], [0], tmp_path / "cache"
+    wanted = options(write_text(tmp_path / "text", num_files=6), lock_wait_s=1.0)
+    made = prepare_corpus(wanted, cache)
+    notes = made.directory.rename(made.directory.with_name(f"{made.directory.name}.tmp")) / NOTES
 
     def sleep(seconds: float) -> None:
         now[0] += 0.5
@@ -203,11 +195,12 @@ def test_it_is_patient_as_long_as_something_is_written(tmp_path: Path, monkeypat
             notes.write_bytes(b"x" * looks[0])
 
     monkeypatch.setattr(corpus, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    with (tmp_path / "lock").open("w") as held:
+    with (cache / f"{made.directory.name}.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="over 1 s"), corpus._lock(tmp_path / "lock", 1.0, notes):
-            raise AssertionError("it is held")
+        with pytest.raises(DataError, match=r"another process has been preparing .* over 1 s"):
+            prepare_corpus(wanted, cache)
     assert looks[0] == 12
+    assert prepare_corpus(wanted, cache).identity == made.identity
 
 
 class Counting(ByteTokenizer):
@@ -346,12 +339,6 @@ def as_parquet(path: Path, texts: Sequence[object], name: str = "text") -> None:
     pq.write_table(pa.table({"number": range(len(texts)), name: texts}), path.with_suffix(".parquet"), row_group_size=7)
 
 
-def as_arrow(path: Path, texts: Sequence[object], name: str = "text") -> None:
-    table = pa.table({"number": range(len(texts)), name: texts})
-    with pa.OSFile(str(path.with_suffix(".arrow")), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
-        stream.write_table(table, max_chunksize=9)
-
-
 Write = Callable[[Path, Sequence[object]], None]
 
 
@@ -364,7 +351,7 @@ def streamed(root: Path, write: Write = as_jsonl, texts: Sequence[object] = TEXT
     return root
 
 
-@pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet, as_arrow], as_parquet))
+@pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet], as_parquet))
 def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path: Path, write: Write) -> None:
     heard: list[tuple[str, int, int]] = []
     root = streamed(tmp_path / "set", write, [None, "", *TEXTS, None])
@@ -416,7 +403,7 @@ def test_a_split_of_its_own_is_validation(tmp_path: Path) -> None:
             prepare_corpus(options(root, "hf", **changes), tmp_path / "cache")
 
 
-@pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet, as_arrow], as_jsonl))
+@pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet], as_jsonl))
 def test_after_a_process_that_died_it_is_read_behind_its_last_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
 ) -> None:

@@ -162,22 +162,16 @@ def test_a_unit_is_the_same_sequences_at_every_site_and_all_of_them_are_an_epoch
     assert windows[:8] == [int(i) for cursor in (0, 4) for i in whole.window_indices(cursor)]
 
 
-def test_a_batch_may_go_over_the_end_of_a_unit_and_begin_anywhere(manifest: CorpusManifest) -> None:
-    here = stream(manifest, Source(5, 2, 9), batch=6)
+def test_a_batch_begins_anywhere_goes_over_the_end_of_a_unit_and_remembers_no_unit(manifest: CorpusManifest) -> None:
+    source = Source(5, 2, 9)
+    here = stream(manifest, source, batch=6)
     plain = stream(manifest, Source(*range(10)), batch=1)
     places = [5 * UNIT + 6, 5 * UNIT + 7, *range(2 * UNIT, 2 * UNIT + 4)]
     wanted = [plain.window_indices(place)[0] for place in places]
     assert here.window_indices(6).tolist() == wanted
-    assert np.array_equal(here.window_indices(14), here.window_indices(14))
-
-
-def test_it_asks_for_the_units_of_a_batch_and_remembers_none(manifest: CorpusManifest) -> None:
-    source = Source(*range(0, 200, 2))
-    here = stream(manifest, source)
-    before = here.window_indices(2 * UNIT)
-    assert source.asked == [2]
-    source.units[2] = 77
-    assert not np.array_equal(here.window_indices(2 * UNIT), before), "the run was restored, and the list is another"
+    assert source.asked == [0]
+    source.units[1] = 7
+    assert not np.array_equal(here.window_indices(6), wanted), "the run was restored, and the list is another"
 
 
 def test_a_batch_of_many_small_units_is_told_in_several_goes(manifest: CorpusManifest) -> None:
