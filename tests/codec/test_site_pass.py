@@ -178,18 +178,16 @@ def made(name: str) -> tuple[torch.Tensor, bytes, torch.Tensor]:
 def test_it_gives_the_bits_of_the_whole_payload_at_once(name: str, like: str) -> None:
     held, dice = drawn(NUMEL, 5), random.Random(3)
     payload, after = publish(drawn(NUMEL, 6), held, make_codec(name))
-    for parts in (5, 0):  # Nothing said is all said.
-        memory, out, come = bytearray(len(payload)), torch.empty(NUMEL), 0
-        arriving = Following(held, [memoryview(memory).toreadonly()], make_codec(name), out, like)
-        while come < len(payload):
-            more = min(len(payload), come + dice.randint(1, len(payload) // 5)) if parts else len(payload)
-            memory[come:more] = payload[come:more]
-            come = more
-            if parts:
-                arriving.come(come)
-        assert arriving.finish() == digest(after, like)
-        assert digest(out) == digest(after)
-        memory.append(0)  # It is read no more, so it may be resized.
+    memory, out, come = bytearray(len(payload)), torch.empty(NUMEL), 0
+    arriving = Following(held, [memoryview(memory).toreadonly()], make_codec(name), out, like)
+    while come < len(payload):
+        more = min(len(payload), come + dice.randint(1, len(payload) // 5))
+        memory[come:more] = payload[come:more]
+        come = more
+        arriving.come(come)
+    assert arriving.finish() == digest(after, like)
+    assert digest(out) == digest(after)
+    memory.append(0)  # It is read no more, so it may be resized.
 
 
 @pytest.mark.parametrize("name", ["int4:32", "int4:32+zstd1", "fp32"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -237,6 +238,21 @@ def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     assert not list(folder.iterdir())
 
 
+def outlast(corpus: Path, group: SiteGroup, out: Path) -> None:
+    """Where one rank still writes when the run ends, every rank says so."""
+    trainer, gate = build(CASES["fsdp"], corpus, group, out / "slow"), threading.Event()
+    assert trainer.saving._parts is not None
+    trainer.saving._parts._wait_s = 0.2
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 2:
+            patch.setattr(checkpoint, "write_part", lambda *given: gate.wait(60))
+        words = "is still being written after" if group.rank == 2 else "another rank could not write"
+        with pytest.raises(CheckpointError, match=words):
+            steps_of(trainer, 2)
+        assert names(out / "slow") == []
+        gate.set()
+
+
 def damage_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     """Of a damaged checkpoint, the one before is taken by all ranks, in words."""
     folder = out / "damaged"
@@ -277,5 +293,6 @@ def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path)
     save_and_resume(corpus, group, out)
     tell("saved")
     lose_one(corpus, group, out)
+    outlast(corpus, group, out)
     damage_one(corpus, group, out)
     tell("done")

@@ -243,23 +243,7 @@ def test_stages_have_each_a_part_of_the_model(said: list[Any]) -> None:
     assert {each["error"] for each in told} == {"parameter a is of shape [3] on rank 2 and [2] on another"}
 
 
-def test_one_process_has_everything_and_sends_nothing() -> None:
-    parameters = dice("theta")
-    holding = Holding(parameters, SiteGroup(device="cpu"))
-    for seed in range(40):
-        new = dice("new", seed)
-        for pieces in cuts(seed):
-            into = torch.empty(sum(piece.stop - piece.start for piece in pieces))
-            holding.scatter(pieces, flat(pieces, new))
-            holding.gather(pieces, into)
-            assert same(into, flat(pieces, new)), f"seed {seed}"
-        assert all(same(parameters[name], values) for name, values in new.items())
-    assert holding.is_whole(WHOLE)
-    assert holding.is_copied(WHOLE)
-    assert holding.compared() == []
-
-
-def test_a_number_and_half_precision_and_a_transposed_parameter() -> None:
+def test_one_process_has_everything_also_a_number_and_half_precision_and_a_transposed_parameter() -> None:
     parameters = {"a": torch.zeros(3, 2).t(), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros(())}
     holding = Holding(parameters, SiteGroup(device="cpu"))
     pieces = [Piece("a", 0, 6), Piece("b", 0, 4), Piece("c", 0, 1)]
@@ -272,6 +256,9 @@ def test_a_number_and_half_precision_and_a_transposed_parameter() -> None:
     assert into.tolist() == [1, 2, 3, 4, 5, 6, 1, 8, 9, 10, 11]
     given = torch.tensor([1.001, 2, 3, 4, 5, 6, 1.001, 8, 9, 10, 11])
     assert holding.rounded(pieces, given).tolist() == [given[0].item(), *into.tolist()[1:]]
+    assert holding.is_whole(pieces)
+    assert holding.is_copied(pieces)
+    assert holding.compared() == []
     assert given[6].item() != 1, "it stays as it is"
     assert holding.rounded(pieces[:1], given[:6]).data_ptr() == given.data_ptr(), "nothing is made for fp32"
 

@@ -3,17 +3,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
 from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.data import CorpusManifest, TokenStream, validation_batches
@@ -22,8 +18,6 @@ from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import (
-    Captured,
-    Saving,
     StepInfo,
     Trainer,
     TrainerOptions,
@@ -364,51 +358,3 @@ def test_of_a_tied_pair_one_is_saved_and_what_is_of_another_model_is_named(tmp_p
         load_parameters(found, tiny(dim=32))
     with pytest.raises(CheckpointError, match=r"head\.weight is \(40, 16\) here and nothing there"):
         load_parameters(found, tiny(tied=False))
-
-
-class Rank:
-    """One of two threads as a rank that holds a part."""
-
-    world = 2
-
-    def __init__(self, rank: int, shared: dict[int, Sequence[float]], barrier: threading.Barrier) -> None:
-        self.rank, self.is_first, self._shared, self._barrier = rank, rank == 0, shared, barrier
-
-    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        self._shared[self.rank] = list(values)
-        self._barrier.wait(20.0)
-        found = [sum(each) for each in zip(*self._shared.values(), strict=True)]
-        self._barrier.wait(20.0)
-        return found
-
-
-def test_where_one_rank_still_writes_at_the_end_all_ranks_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, real = threading.Event(), checkpoint.write_part
-    shared, barrier = dict[int, Sequence[float]](), threading.Barrier(2)
-    options = TrainerOptions(checkpoint_wait_s=0.2)
-
-    def slow(root: Path, name: str, rank: int, *rest: Any) -> None:
-        assert rank == 0 or gate.wait(60)
-        real(root, name, rank, *rest)
-
-    def run(rank: int) -> None:
-        group, model = Rank(rank, shared, barrier), torch.nn.Linear(2, 2)
-        spread: Any = SimpleNamespace(is_sharded=True, group=group, place={"shard": rank})
-        saving = Saving(tmp_path, 2, options, spread, lambda what, fields: None, PLAIN_DISK)
-
-        def capture(in_parts: bool, after_step_done: bool) -> Captured:
-            return {}, {f"extra/{rank}": torch.ones(2)}, {}
-
-        saving.heard(2, group.all_reduce_sum(saving.words(2)), True)
-        saving.if_due(2, model, capture)
-        saving.at_end(2, model, capture)
-
-    monkeypatch.setattr(checkpoint, "write_part", slow)
-    with ThreadPoolExecutor(2) as pool:
-        said = [each.exception(60) for each in [pool.submit(run, rank) for rank in (0, 1)]]
-    gate.set()
-    assert [type(error) for error in said] == [CheckpointError, CheckpointError], said
-    assert "still being written" in str(said[1])
-    assert names(tmp_path) == []

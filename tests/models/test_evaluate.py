@@ -61,7 +61,9 @@ class Shelf:
         return PulledVersion(header, tuple(memoryview(part) for part in parts))
 
 
-def test_an_observer_holds_what_was_published_bit_for_bit(config: RunConfig) -> None:
+def test_an_observer_holds_what_was_published_bit_for_bit_fetches_the_rest_whole_and_refuses_another_model(
+    config: RunConfig,
+) -> None:
     layout = build.layout_of(config)
     shelf: Any = Shelf(build.version_zero(config, layout))
     observer = Observer(shelf, "x", layout)
@@ -80,23 +82,14 @@ def test_an_observer_holds_what_was_published_bit_for_bit(config: RunConfig) -> 
     observer.write_into(model)
     for fragment, values in zip(layout.fragments, shelf.published, strict=True):
         assert torch.equal(gather(fragment, named_parameters_once(model)), values)
-
-
-def test_values_that_are_not_the_published_ones_are_fetched_whole_and_those_of_another_model_refused(
-    config: RunConfig,
-) -> None:
-    layout = build.layout_of(config)
-    shelf: Any = Shelf(build.version_zero(config, layout))
-    observer = Observer(shelf, "x", layout)
-    observer.refresh()
     shelf.advance(0, torch.ones(layout.fragments[0].numel))
     shelf.damaged = True
     observer.refresh()
-    assert observer.versions == [-1, -1]
+    assert observer.versions == [-1, -1], "these are not the published values"
     shelf.damaged = False
     shelf.asked.clear()
     observer.refresh()
-    assert observer.versions == [1, 0]
+    assert observer.versions == [4, 3]
     assert shelf.asked == [-1, -1]
     there = build.layout_of(compose([*TINY, "run.name=x", "outer.num_fragments=2", "model.dim=64"]))
     other: Any = Shelf([torch.zeros(fragment.numel) for fragment in there.fragments])
@@ -105,16 +98,13 @@ def test_values_that_are_not_the_published_ones_are_fetched_whole_and_those_of_a
 
 
 def test_an_untrained_model_scores_like_chance_on_the_part_and_on_the_whole(config: RunConfig) -> None:
-    evaluator = Evaluator(config, build.corpus(config))
-    model = build.build_model(config)
+    config.data.validation_sequences = 1
+    evaluator, model = Evaluator(config, build.corpus(config)), build.build_model(config)
     part, whole = evaluator.score(model), evaluator.score(model, whole=True)
     for score in (part, whole):
         assert score.val_loss == pytest.approx(math.log(257), rel=0.05)
         assert score.val_bits_per_byte == pytest.approx(score.val_loss / math.log(2), rel=0.1)
-    assert evaluator.score(model) == part
-    config.data.validation_sequences = 1
-    evaluator = Evaluator(config, build.corpus(config))
-    assert evaluator.score(model) != evaluator.score(model, whole=True)
+    assert evaluator.score(model) == part != whole
 
 
 # --- A run whose parts lie with two syncers ---------------------------------------------------------------------------
