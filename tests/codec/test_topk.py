@@ -1,4 +1,4 @@
-"""topk: the bytes themselves, against a sort in exact arithmetic; ties; what is refused."""
+"""topk: the bytes themselves, ties, and what is refused; ``test_blocks`` has the bytes of many values."""
 
 from __future__ import annotations
 
@@ -10,36 +10,9 @@ import torch
 
 from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
-from tests.codec.values import ALL, packed, running, samples, slow_levels, slow_units
+from tests.codec.values import ALL, running
 
 SMALL = make_codec("topk:256x4")
-
-
-def slow_encode(values: list[float], chunk: int, k: int) -> bytes:
-    levels: list[int] = []
-    kept_indices: list[int] = []
-    fields: list[int] = []
-    for start in range(0, len(values), chunk):
-        part = values[start : start + chunk]
-        found, unit = slow_units(part)
-        count = min(len(part), 4 * -(-len(part) * k // (4 * chunk)))
-        kept = sorted(sorted(range(len(part)), key=lambda i, found=found: (-found[i], i))[:count])
-        mean = -(-sum(found[i] for i in kept) // count)
-        chosen = [found[i] for i in kept]
-        both, mine = slow_levels([part[i] for i in kept], chosen, unit, [u > mean for u in chosen])
-        levels += both
-        kept_indices += kept
-        fields += mine
-    bits = {256: 8, 4096: 12, 65536: 16}[chunk]
-    return struct.pack(f"<{len(levels)}H", *levels) + packed(kept_indices, bits) + packed(fields, 2)
-
-
-@pytest.mark.parametrize("kind", sorted(samples(0)))
-def test_against_the_format_written_slowly(kind: str) -> None:
-    values = samples(0)[kind]
-    for chunk, k, numel in ((256, 4, 600), (256, 64, 256), (4096, 64, 4099), (65536, 16, 300), (4096, 1024, 3)):
-        payload = make_codec(f"topk:{chunk}x{k}").encode(values[:numel])
-        assert payload == slow_encode(values[:numel].tolist(), chunk, k), (chunk, k, numel)
 
 
 @pytest.mark.parametrize(("chunk", "bits"), [(4096, 12), (65536, 16)])
