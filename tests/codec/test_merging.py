@@ -225,9 +225,10 @@ def whole(
     segments: tuple[Segment, ...],
     contributions: list[tuple[float, list[Tensor]]],
     momentum: Tensor,
-    correction: Correction = UNCORRECTED,
+    correction: Correction,
+    factors: list[float],
 ) -> Tensor:
-    """The definition, on whole tensors."""
+    """The definition, on whole tensors: contributions are corrected as they came, and then made smaller."""
     weights = [weight for weight, _ in contributions]
     values = [merge_mean([(1.0, updates)]) for _, updates in contributions]
     out, count = torch.empty_like(values[0]), len(values)
@@ -237,10 +238,10 @@ def whole(
             mine = [each[start:stop] for each in (*values, momentum)]
             square = [[sum_of_products(a, b) for b in mine] for a in mine]
             changes = [correction.change(square[at][at], square[at][-1], square[-1][-1]) for at in range(count)]
-            for row, more in zip(products, corrected_products(square, changes), strict=True):
-                row[:] = [one + other for one, other in zip(row, more, strict=True)]
-            for each, change in zip(mine[:-1], changes, strict=True):
-                each.copy_(corrected(each, mine[-1], change))
+            for row, more, by in zip(products, corrected_products(square, changes), factors, strict=True):
+                row[:] = [one + by * factor * other for one, factor, other in zip(row, factors, more, strict=True)]
+            for each, change, by in zip(mine[:-1], changes, factors, strict=True):
+                each.copy_(corrected(each, mine[-1], change) * by)
         part = slice(segment.start, segment.stop)
         mine = [each[part] for each in values]
         if segment.options.kind == "trimmed_mean":
@@ -252,14 +253,15 @@ def whole(
 
 
 @pytest.mark.parametrize("correction", [UNCORRECTED, HELOCO], ids=["", "corrected"])
+@pytest.mark.parametrize("factors", [None, [1.0, 0.5, 0.25]], ids=["", "smaller"])
 @pytest.mark.parametrize("kind", MERGE_KINDS)
-def test_6_by_ranges_it_is_the_definition_and_what_has_no_weight_has_no_influence_not_even_by_nan(
-    kind: str, correction: Correction, monkeypatch: pytest.MonkeyPatch
+def test_6_17_by_ranges_it_is_the_definition_weights_are_relative_and_without_one_nothing_has_influence_not_even_by_nan(
+    kind: str, factors: list[float] | None, correction: Correction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numel, codec = 9_001, make_codec(ENCODED)
     cuts = () if correction.is_none else (700, 1_600, 4_000, 4_001)
     segments = segments_of(kind, 1_500, 2_048, 2_050, 8_000, 9_001, cuts=cuts)
-    merging = Merging(segments, correction=correction)
+    merging = Merging(segments, factors, correction)
     updates = [[draw(numel, 1)], [draw(numel, 2), draw(numel, 3)], [5 * draw(numel, 4)], [draw(numel, 1)]]
     weights = [1.0, 2.0, 0.25, 0.0]
     sent = [
@@ -269,7 +271,8 @@ def test_6_by_ranges_it_is_the_definition_and_what_has_no_weight_has_no_influenc
     sent[-1] = (0.0, [(make_codec("fp32"), torch.full((numel,), nan).numpy().tobytes())])
     theta, before = draw(numel, 9), remembered(numel, 10)
     assert before.momentum is not None
-    wanted, _ = outer_step(theta, whole(segments, decoded, before.momentum, correction), before, EMA)
+    by_definition = whole(segments, decoded, before.momentum, correction, factors or [1.0] * 3)
+    wanted, _ = outer_step(theta, by_definition, before, EMA)
     state, found = State(theta, theta.clone(), before), []
     with ThreadPoolExecutor(3) as pool:
         for spread in (map, pool.map):
@@ -279,12 +282,17 @@ def test_6_by_ranges_it_is_the_definition_and_what_has_no_weight_has_no_influenc
                 found.append(each.state.theta)
         monkeypatch.setattr("diloco.codec.merging.RANGE_VALUES", 1024)
         cut = outer_pass(sent, state, EMA, make_codec("fp32"), merging=merging)
-    assert torch.equal(found[0], wanted)
+    assert factors or torch.equal(found[0], wanted)
+    assert torch.allclose(found[0], wanted, rtol=0, atol=1e-9)
     assert all(torch.equal(each, found[0]) for each in found[1:])
     # Where ranges are cut shows in the last bits of sums, and so of weights, at most.
     assert torch.allclose(cut.state.theta, wanted, rtol=0, atol=1e-9)
     left = outer_pass(sent, state, EMA, make_codec("fp32"), merging=Merging(segments))
-    assert torch.equal(left.state.theta, wanted) == correction.is_none
+    assert torch.equal(left.state.theta, found[0]) == (correction.is_none and not factors)
+    for more, is_same in ((2, True), (20, False)):
+        other = [(weight * (more if is_same or at else 1), some) for at, (weight, some) in enumerate(sent)]
+        again = outer_pass(other, state, EMA, make_codec("fp32"), merging=merging)
+        assert torch.equal(again.state.theta, cut.state.theta) == is_same
 
 
 @pytest.mark.parametrize("kind", MERGE_KINDS)
@@ -302,33 +310,6 @@ def test_5_equal_contributions_that_go_with_the_momentum_give_themselves_and_so_
         if kind in ("mean", "trimmed_mean"):
             assert torch.equal(found.state.theta, wanted) == is_kept
             assert torch.equal(found.state.optimizer.tensors["momentum"], following.tensors["momentum"]) == is_kept
-
-
-@pytest.mark.parametrize("kind", MERGE_KINDS)
-@pytest.mark.parametrize("correction", [UNCORRECTED, HELOCO], ids=["", "corrected"])
-def test_17_contributions_are_corrected_as_they_came_and_then_made_smaller_and_weights_are_relative(
-    kind: str, correction: Correction
-) -> None:
-    codec, numel, factors = make_codec("fp32"), 3_000, [1.0, 0.5, 0.25]
-    stops, weights, before = (0, 100, 200, 700, numel), [1.0, 2.0, 0.5], remembered(numel, 5)
-    segments = segments_of(kind, 100, 200, numel, cuts=(700,))
-    values = [draw(numel, seed) for seed in (1, 2, 3)]
-    sent = [(weight, [(codec, codec.encode(each))]) for weight, each in zip(weights, values, strict=True)]
-    assert before.momentum is not None
-    for each, by in zip(values, factors, strict=True):
-        for start, stop in pairwise(stops):
-            mine, ahead = each[start:stop], before.momentum[start:stop]
-            products = (sum_of_products(mine, mine), sum_of_products(mine, ahead), sum_of_products(ahead, ahead))
-            mine.copy_(corrected(mine, ahead, correction.change(*products)) * by)
-    smaller = [(weight, [(codec, codec.encode(each))]) for weight, each in zip(weights, values, strict=True)]
-    state = State(draw(numel, 4), draw(numel, 4), before)
-    found = outer_pass(sent, state, EMA, codec, merging=Merging(segments, factors, correction))
-    wanted = outer_pass(smaller, state, EMA, codec, merging=Merging(segments))
-    assert torch.allclose(found.state.theta, wanted.state.theta, rtol=0, atol=1e-9)
-    for more, is_same in ((2, True), (20, False)):
-        other = [(weight * (more if is_same or at else 1), some) for at, (weight, some) in enumerate(sent)]
-        again = outer_pass(other, state, EMA, codec, merging=Merging(segments, factors, correction))
-        assert torch.equal(again.state.theta, found.state.theta) == is_same
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MERGE_KINDS if kind != "mean"])
