@@ -80,19 +80,18 @@ def assert_encodes(bench: Bench, values: torch.Tensor, why: str, **how: bool) ->
         *sooner(SPARSE, "topk:256x4", "topk:4096x1024"),
     ],
 )
-def test_sizes(name: str, kernel_device: torch.device) -> None:
-    """Whole programs, a rest, both, a last block that is short, an odd number of values; of 1 or 3 topk keeps all."""
+def test_sizes_and_any_finite_bits(name: str, kernel_device: torch.device) -> None:
+    """Whole programs, a rest, both, a last block that is short, an odd number of values; of 1 or 3 topk keeps all.
+
+    And every exponent beside every other: subnormals, -0, values near the top whose codes are held.
+    """
     bench = Bench(name, kernel_device)
     numels = (1, 3, 256, NUMELS[name]) if name in NUMELS else (1, 511, 1051) if name in GRIDS else (1, 512, 559)
     for numel in numels:
         assert_encodes(bench, drawn(numel, numel, 1e-3), f"{numel} values", in_place=numel % 3 == 0)
 
-
-@pytest.mark.parametrize("name", ["int4", "int8:6", "int8", *GRIDS, *SPARSE])
-def test_any_finite_bits(name: str, kernel_device: torch.device) -> None:
-    """Every exponent beside every other: subnormals, -0, values near the top whose codes are held."""
     values = any_bits(5001 if name in SPARSE else 2001, torch.Generator().manual_seed(1), -0.0)
-    assert_encodes(Bench(name, kernel_device), values, "any bits")
+    assert_encodes(bench, values, "any bits")
 
 
 @pytest.mark.parametrize(
