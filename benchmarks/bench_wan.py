@@ -55,7 +55,11 @@ BULK_BYTES_MIN = 256 * 1024
 RATES = ("up_mbps", "down_mbps")
 STAGES = ("seal_s", "up_s", "outer_step_s", "down_s", "adopt_s")
 WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
-KERNELS = {"stock": {}, "tuned": {**WIDE, "ipv4.tcp_slow_start_after_idle": "0"}}
+KERNELS: dict[str, dict[str, str]] = {
+    "stock": {},
+    "lowat": {"ipv4.tcp_notsent_lowat": "131072"},
+    "tuned": {**WIDE, "ipv4.tcp_slow_start_after_idle": "0"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
