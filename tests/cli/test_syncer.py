@@ -37,7 +37,7 @@ def test_each_of_several_syncers_gets_the_same_settings_and_its_own_place(
         commands.extend([list(child.command) for child in children.values()])
         return ExitCode.OK
 
-    monkeypatch.setattr("diloco.runs.syncers.keep_running", kept)
+    monkeypatch.setattr("diloco.cli.syncer.keep_running", kept)
     own = ["cluster.syncer.processes=2", "cluster.syncer.listen='[::1]:7077'", "run.name='007'"]
     several = ["outer.num_fragments=4", "outer.num_syncers=2", "run.tokens=5", "data=text", "data.path=.", *own]
     write(compose([*several, "outer.lr=0.3"]), here / "all.yaml")
