@@ -15,8 +15,8 @@ steps are up to 8 times ours, and topk gets an outer lr of 4, which did better t
 beside it has Nesterov with .7 and .6, which does better than the plain mean, which is SparseLoCo without topk (``fp32
 mean``).
 
-``authors`` rows are SparseLoCo in plain torch: what of topk's distance is the algorithm's?  It keeps 64 values of a tile
-of at most 64 x 64, here 1.4 times as many values as ours.
+``authors`` rows are SparseLoCo in plain torch: what of topk's distance is the algorithm's?  It keeps 64 values of each
+tile of at most 64 x 64, here 1.4 times as many values as ours.
 
 Topk sends a value in one of 64 rounds on average and forgets a twentieth in each, so it needs many rounds: ``H2`` makes
 2.5 times as many from the same tokens, and ``--rounds`` sets more of both.  ``--small`` is a tenth of the demo's model,
@@ -351,7 +351,8 @@ def authors_topk(values: Tensor, site: Site, sent: Tensor, *, exact: bool) -> No
         if not exact:
             deviation = kept.std()
             bins = ((kept - kept.mean()) / (1.5 * deviation)).floor().clamp(-2, 1)
-            kept = sum(torch.where(bins == b, kept[bins == b].mean(), 0.0) for b in bins.unique())
+            for each in bins.unique():
+                kept[bins == each] = kept[bins == each].mean()
         sent[places.gather(1, chosen)] = kept
         start += shape.numel()
 
