@@ -191,8 +191,9 @@ class Killing:
         if name == "syncer":
             # A site that was killed at the end asks once more; so the syncer is started again, as its operator would.
             self.mortal = False
-            with self._process("syncer", None, stay=True):
+            with self._process("syncer", None, stay=True) as last:
                 wait(self.sites)
+                assert last.wait(0) is None, f"{name} ended with {last.wait(0)} at the end; {last.errors}"
 
     def _process(self, name: str, death: tuple[str, int] | None, **mine: object) -> Process:
         if name != "syncer":

@@ -20,7 +20,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from diloco.codec.base import DecodeError
+from diloco.codec.base import DecodeError, bytes_of
 from diloco.codec.registry import CODEC_NAMES, make_codec
 from diloco.config.errors import ConfigError
 from diloco.config.model_files import read_options, read_values, write_folder
@@ -374,7 +374,7 @@ def kept(
 def plain(value: Any) -> Any:
     """Return what can be compared of a value with tensors in it."""
     if isinstance(value, Tensor):
-        return value.dtype, value.tolist()
+        return value.dtype, value.shape, bytes(bytes_of(value))
     if is_dataclass(value):
         return plain({each.name: getattr(value, each.name) for each in fields(value)})
     if isinstance(value, dict):

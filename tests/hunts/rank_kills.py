@@ -136,13 +136,14 @@ def _restarts(place: Place) -> list[Event]:
 
 def pid_of(site: Verb, rank: int) -> int:
     """Return the process id of a rank of the running site, from /proc."""
+    children: dict[int, list[int]] = {}
+    for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]:
+        if (text := _of_process(pid, "stat")) is not None:
+            children.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(pid)
     below, found = [site.process.pid], dict[int, int]()
-    for parent in below:  # The list grows meanwhile.
-        below += [
-            int(pid)
-            for thread in Path(f"/proc/{parent}/task").glob("*")
-            for pid in (_of_process(parent, f"task/{thread.name}/children") or "").split()
-        ]
+    # The list grows meanwhile: process ids wrap around, so a child's may be lower than its parent's.
+    for parent in below:
+        below += children.get(parent, [])
     for pid in below:
         words, variables = (_of_process(pid, name) for name in ("cmdline", "environ"))
         number = re.search(r"\0RANK=(\d+)", f"\0{variables}")

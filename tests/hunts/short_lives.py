@@ -5,7 +5,7 @@ configuration.  After each kill, the syncer itself opens the folder: it starts w
 one, or says that the folder must be restored again.  Then the verb runs once more, and its result starts, accepts
 updates and makes versions.  An interrupted backup leaves no backup, or a complete one.
 
-``make crash`` draws the step and the passage of each kill.
+``make crash`` draws the step and the passage of each kill; this program alone kills at every one.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from diloco.syncer.store import STAGING, RunCard, Store, StoreError
 from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
 from tests.hunts.lives import least
+from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.models.pasts import Hand, with_a_past
 from tests.models.test_read_warm_site import checkpointed
 from tests.syncer.building import stored
@@ -332,3 +333,17 @@ def draw(lives: ShortLives, dice: random.Random, killed: Counter[str], deaths: i
 def named(what: str, step: str) -> str:
     """Return the name of a kill's place in a hunt's counts."""
     return f"{f'restore from {what}' if what in WAYS else what}: {step}"
+
+
+@hunting(stride=(1, "kill at every STRIDE-th passage"))
+def main(hunt: Hunt, asked: Namespace) -> Counts:
+    lives, killed, number = ShortLives(hunt.folder), Counter[str](), 0
+    for what in SHORT:
+        for step, passages in sorted(lives.passages(what).items()):
+            for passage in range(1, passages + 1):
+                number += 1
+                if number % asked.stride == 0:
+                    with hunt.judging(f"{what} at {step}:{passage}"):
+                        lives.kill(what, step, passage)
+                    killed[named(what, step)] += 1
+    return {"kills": killed.total(), "killed_at": dict(sorted(killed.items()))}

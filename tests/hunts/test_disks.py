@@ -73,10 +73,11 @@ def is_found(folder: Path, recording: Recording, step: Step) -> bool:
     return any(why for _, why in recording.forgetting(step).examined(folder / "state", Random(1)))
 
 
-@pytest.mark.parametrize("record", [record_round, record_site])
-def test_every_forgotten_sync_is_found(folder: Path, record: Record) -> None:
+@pytest.mark.parametrize(("record", "steps"), [(record_round, 9), (record_site, 4)])
+def test_every_forgotten_sync_is_found(folder: Path, record: Record, steps: int) -> None:
     recording = record(folder)
     synced = {operation.step for operation in recording.log if isinstance(operation, Synced)} - OF_A_STANDBY
+    assert len(synced) == steps, synced
     assert [step for step in synced if not is_found(folder, recording, step)] == []
 
 

@@ -138,4 +138,6 @@ def test_what_is_done_about_a_flood_is_seen(answer: bytes, due: Due) -> None:
 def test_every_kind_of_flood_reaches_the_syncer(hunted: Callable[..., Any]) -> None:
     found, _ = hunted(calls, "--seconds", "5", "--turns", "1")
     assert {name.partition("_")[0] for name in found["calls"]} == {*calls.KINDS}
-    assert {"joins_ok", "reports_ok", "pulls_ok", "updates_ok"} <= found["calls"].keys()
+    assert {"joins_ok", "reports_ok", "pulls_ok", "watches_ok", "updates_ok", "damaged_data_loss"} <= found[
+        "calls"
+    ].keys()

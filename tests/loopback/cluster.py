@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from diloco.learner.agent import Finished
@@ -79,6 +80,10 @@ class Log:
         return len(self.events)
 
 
+_STATUS = threading.Lock()
+"""A start looks at every living process, and two threads that look at one at once lose its status (255)."""
+
+
 class Process:
     """A toy process; what it says is in ``log``.  Forked where everything is imported: it starts at once."""
 
@@ -87,7 +92,8 @@ class Process:
         context = forkserver()
         self._told, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=main, args=(role, toy, death, mine, theirs), name=role)
-        self._process.start()
+        with _STATUS:
+            self._process.start()
         theirs.close()
         self._reader = threading.Thread(target=self._read, name=f"reads-{role}", daemon=True)
         self._reader.start()
@@ -106,10 +112,12 @@ class Process:
 
     def wait(self, bound_s: float) -> int | None:
         """The exit status, -9 after SIGKILL; None if it still runs after ``bound_s``."""
-        self._process.join(bound_s)
-        if self._process.exitcode is not None:
-            self._reader.join(bound_s)
-        return self._process.exitcode
+        if not wait([self._process.sentinel], bound_s):
+            return None
+        with _STATUS:
+            status = self._process.exitcode
+        self._reader.join(bound_s)
+        return status
 
     @property
     def errors(self) -> str:

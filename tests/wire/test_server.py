@@ -56,7 +56,7 @@ def test_stop_ends_watches_at_once_takes_no_new_calls_and_leaves_no_thread(start
     begun_s = time.monotonic()
     wired.server.stop(20.0)
     assert time.monotonic() - begun_s < 5
-    with pytest.raises(Unreachable):
+    with pytest.raises(Unreachable, match="UNAVAILABLE"):
         list(stream)
     with pytest.raises(Unreachable):
         client.join(join_ask())
