@@ -68,6 +68,7 @@ class View:
 
     state: str
     watermarks: int
+    phase: str
     rss_bytes: int
     threads: int
     files: int
@@ -236,6 +237,7 @@ def look(syncer: Syncer, folder: Path, said: _Said) -> View:
     return View(
         state=hashlib.sha256(everything.encode()).hexdigest(),
         watermarks=watermarks,
+        phase=str(status["phase"]),
         rss_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         threads=threading.active_count(),
         files=len(os.listdir("/proc/self/fd")),

@@ -181,7 +181,7 @@ def test_growth_is_judged_by_many_looks() -> None:
 
 
 def view(**changes: object) -> View:
-    fields = {"state": "s", "watermarks": 5, "rss_bytes": 1, "threads": 1, "files": 1, "partial": 0}
+    fields = {"state": "s", "watermarks": 5, "phase": "running", "rss_bytes": 1, "threads": 1, "files": 1, "partial": 0}
     return View(**(fields | {"decoded": 7, "counters": {}, "said": 0, "forged": []} | changes))  # type: ignore[arg-type]
 
 
@@ -233,7 +233,7 @@ def test_every_reader_takes_what_is_good(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "seed", "words"),
     [
-        ({"diloco.sync.journal.chain_after": lambda before, body: bytes(32)}, 4, ("never written",)),
+        ({"diloco.sync.journal.chain_after": lambda before, body: bytes(32)}, 5, ("never written",)),
         ({"diloco.codec.entropy.EntropyCodec._check_header": lambda *_: None}, 3, ("zstd", "memoryerror")),
         (  # The kernels check it themselves.
             {"diloco.codec.base.kernels": lambda *_: None, "diloco.codec.blocks.is_finite": lambda values: True},

@@ -55,6 +55,10 @@ def test_the_configuration_comes_back_and_newer_and_older_files_say_the_same(oth
     [
         ({"model_type": "mixtral"}, "model_type is 'mixtral': 'llama'"),
         ({"attention_bias": True}, "attention_bias is True: False"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu': 'silu'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is .*llama3.*: null"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .*linear"),

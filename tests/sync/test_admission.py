@@ -40,6 +40,7 @@ def a_state(
         ({}, {"fragment": 1}, Verdict(REFUSED, Reason.BAD_BASE)),
         ({}, {"fragment": -1}, Verdict(REFUSED, Reason.BAD_BASE)),
         ({}, {"incarnation": 1}, Verdict(REFUSED, Reason.FENCED)),
+        ({}, {"incarnation": 3}, Verdict(REFUSED, Reason.FENCED)),
         ({}, {"sequence": 7}, Verdict(RETRY, Reason.GAP)),
         ({}, {"sequence": 3}, Verdict(REFUSED, Reason.FORGOTTEN)),
         ({}, {"sequence": 5, "digest": "five"}, Verdict(DUPLICATE)),
