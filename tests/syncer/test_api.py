@@ -149,6 +149,13 @@ def test_a_probe_is_told_what_a_join_must_say_and_nothing_is_compared_that_it_le
         assert syncer.api.join(join_ask(shared_config=told.shared_config)).incarnation == 1
 
 
+def test_a_layout_that_is_none_is_the_senders_fault(syncer: Syncer) -> None:
+    for text in (b"{", b"[" * 100_000):
+        for call, ask in ((syncer.api.join, join_ask), (syncer.api.probe, probe_ask)):
+            with refused(Status.INVALID_ARGUMENT, "layout_json describes no layout"):
+                call(ask(layout_fingerprint="0" * 64, layout_json=text))
+
+
 def test_a_live_process_of_another_folder_is_not_replaced(tmp_path: Path) -> None:
     here, there = "a" * FOLDER_DIGITS, "b" * FOLDER_DIGITS
     first, again, other, unnamed, last = (

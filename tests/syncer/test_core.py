@@ -210,6 +210,19 @@ def test_concurrent_calls_get_their_own_answers() -> None:
         assert desk.disk.log.count("flush") <= desk.disk.log.count("append"), "one fsync for a turn"
 
 
+def test_a_question_that_raises_reaches_the_asker_and_nobody_else() -> None:
+    with running() as desk:
+        for error in (Refusal(WireStatus.NOT_FOUND, "no"), TimeoutError("mine"), KeyError("x"), SystemExit(3)):
+
+            def question(machine: OuterSync, error: BaseException = error) -> None:
+                raise error
+
+            with pytest.raises(type(error)) as raised:
+                desk.core.ask(question)
+            assert raised.value is error
+        assert desk.core.ask(lambda machine: 7) == 7
+
+
 def test_a_call_that_is_given_up_is_decided_and_a_question_is_not(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer that comes too late is given to who was named for it."""
     late, asked = list[object](), list[str]()

@@ -113,8 +113,11 @@ def test_what_is_taken_over_is_durable_and_marked_before_it_is_gone_on_from(tmp_
     disk.reached = done.append  # type: ignore[method-assign]
     with closing(JournalFiles(tmp_path, disk=disk)) as journal:
         assert journal.take_over() == []
-    assert path.read_bytes() == whole
-    assert done[-8::2] == [Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END, Step.JOURNAL_END]
+        assert path.read_bytes() == whole
+        assert done[-8::2] == [Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END, Step.JOURNAL_END]
+        done.clear()
+        journal.rotate()  # All of a segment is durable before the next one begins.
+    assert done[::2] == [Step.JOURNAL_SYNC, *[Step.JOURNAL_BEGIN] * 4, Step.JOURNAL_MARK, Step.JOURNAL_END]
 
 
 @pytest.mark.parametrize("size", [0, 3, 100])

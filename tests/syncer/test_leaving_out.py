@@ -165,6 +165,17 @@ def test_what_was_left_out_is_told_and_what_was_trained_on_it_is_told_or_left_ou
     assert without(told, Selection("b", "versions", 7, 7, 1)).old_base_waiting == sum(base >= 7 for base in bases)
 
 
+def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:
+    told = Told(tmp_path, 9, length=80)
+    half, stepwise = without(told, last=2), replayer(told)
+    for record in told.records:
+        stepwise.apply(record)
+        for index, values in enumerate(stepwise.values):
+            if values.version == 2:
+                assert values.digest == half.values[index].digest
+    assert all(values.version > 2 for values in half.values), "the run was too short to be cut"
+
+
 def test_what_has_no_finite_result_is_an_error(tmp_path: Path) -> None:
     """A huge update next to one that halves it: without that one, the step is beyond fp32."""
     desk = Desk(tmp_path, "fp32", OuterOptions(num_fragments=2, grace="fixed", grace_ns=10**9, quorum=2))

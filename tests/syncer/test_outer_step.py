@@ -191,7 +191,9 @@ def test_what_overflows_is_no_version(tmp_path: Path, monkeypatch: pytest.Monkey
     for number, (sent, held, codec, threads) in enumerate(
         (
             (1.5 * two, holding(-1.5 * two), "fp32", 1),
+            (long, holding(-long), "fp32", 1),
             (long, holding(-long), "fp32", 3),
+            (-two, holding(0 * two, -two), "bf16", 1),
             (-two, holding(0 * two, -two), "int8", 1),
         )
     ):

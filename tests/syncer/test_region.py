@@ -40,7 +40,7 @@ from diloco.syncer.restoring import Kept
 from diloco.syncer.server import Syncer, UpstreamRefusedError
 from diloco.syncer.snapshots import FragmentValues, same_values
 from diloco.syncer.spool import Spool, SpoolError
-from diloco.syncer.standby import Standby
+from diloco.syncer.standby import Standby, begun_anew
 from diloco.wire.client import AdminClient, FollowClient
 from tests.syncer.building import NUMEL, Events, dice, eventually, join, new_syncer, push, update
 
@@ -202,7 +202,7 @@ def alike(syncer: Syncer, standby: Standby) -> bool:
 
 
 def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(tmp_path: Path) -> None:
-    """Those of before it came, and those that come after, and no more; ``tests/loopback`` promotes it."""
+    """Those of before it came, and those that come after; what an earlier lineage had from above leaves its disk."""
     ours, theirs = tmp_path / "region", tmp_path / "standby"
 
     def both(pattern: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -254,6 +254,15 @@ def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(
 
         eventually(go_with_the_next, "none stays for ever")
         assert not events.of("failed")
+        syncer.stop()
+        warm, later = begun_anew(standby.promote(), "an operator's word", 7), SomebodyAbove()
+        promoted, _ = a_region(theirs, later)
+        promoted.start(warm)
+        ending.callback(promoted.stop)
+        assert [each.progress.base_version for each in later.known] == [-1, -1]
+        for _ in range(2):
+            promoted.api.snapshot()
+        assert not both("spool/.above/*")[1]
 
 
 def test_it_speaks_above_when_it_may_tell_its_sites_and_ends_in_words_where_it_is_put_out(tmp_path: Path) -> None:

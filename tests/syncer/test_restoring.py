@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +36,24 @@ from tests.syncer.test_store import Story
 
 CLOCK_S = 1_800_000_000
 KNOWN = Known(CLOCK_S)
+LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+"""A process that ends closes nothing."""
+
+
+class Crash(Exception):
+    """The process would have ended here."""
+
+
+class CrashingDisk(Disk):
+    """Ends in the operation of this number; ``cleanly`` before it does anything."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def reached(self, step: Step) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Crash(step.value)
 
 
 def stopped(folder: Path, seed: int = 6) -> Desk:
@@ -127,12 +146,39 @@ def test_a_run_whose_waiting_payloads_are_damaged_gets_out_by_a_replay_and_a_res
     assert_goes_on(tmp_path, tuple(desk.values), list(restored.versions)).close()
 
 
-def test_a_backup_becomes_a_run_again(tmp_path: Path) -> None:
-    """``tests/hunts/test_disks.py`` ends the restore in each of its operations."""
+@LEFT_OPEN
+def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -> None:
+    """With a crash at every 17th operation of the disk."""
     desk, fetch = backed_up(tmp_path)
-    restored = Restore(tmp_path / "run", CARD, RULES, "lost", KNOWN).backup(fetch)
-    assert (restored.lineage, restored.versions) == (CLOCK_S, tuple(version + 1 for version in versions(desk)))
-    assert_goes_on(tmp_path / "run", tuple(desk.values), list(restored.versions)).close()
+    folder, wanted = tmp_path / "run", [version + 1 for version in versions(desk)]
+    refused, number, done = 0, 1, False
+
+    def restore(disk: Disk) -> None:
+        Restore(folder, CARD, RULES, "lost", KNOWN, disk).backup(fetch)
+
+    while not done:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            restore(CrashingDisk(number))
+            done = True
+        except Crash:
+            number += 17
+        try:
+            again = Desk(folder) if any(folder.iterdir()) else None
+        except StoreError as error:
+            refused += "restore it again" in str(error)
+            again = None
+        if again is None:
+            assert not done
+            restore(Disk())
+            again = Desk(folder)
+        assert versions(again) == wanted
+        assert again.machine.state.lineage == CLOCK_S
+        again.close()
+    assert number > 60
+    assert refused > 2
+    assert_goes_on(folder, tuple(desk.values), wanted).close()
 
 
 def from_a_site(
@@ -172,7 +218,7 @@ def test_a_run_from_a_site_goes_on_and_leases_no_unit_again_that_the_site_knows_
     assert_goes_on(tmp_path / "run", values, list(restored.versions)).close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+@LEFT_OPEN
 def test_what_cannot_be_restored_is_refused_and_the_run_stays_as_it_is(tmp_path: Path) -> None:
     desk, fetch = backed_up(tmp_path)
     image, lost = image_of(tmp_path / "lost"), tmp_path / "lost"
@@ -189,9 +235,9 @@ def test_what_cannot_be_restored_is_refused_and_the_run_stays_as_it_is(tmp_path:
     class TidyingDisk(Disk):
         def reached(self, step: Step) -> None:
             if step is Step.RESTORE_END:
-                raise InterruptedError(step.value)
+                raise Crash(step.value)
 
-    with pytest.raises(InterruptedError):
+    with pytest.raises(Crash):
         Restore(tmp_path / "run", CARD, RULES, "lost", KNOWN, TidyingDisk()).backup(fetch)
     with pytest.raises(RestoreError, match="is restored, and only the clean-up after it was interrupted: start"):
         Restore(tmp_path / "run", CARD, RULES, "lost", KNOWN).backup(fetch)

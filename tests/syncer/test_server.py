@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -297,6 +298,35 @@ def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch
         time.sleep(0.05)
 
 
+def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path) -> None:
+    accepted: list[tuple[str, int]] = []
+    sites = ("a", "b", "c")
+
+    def pushing(site: str) -> None:
+        sequence = 1
+        while True:
+            try:
+                outcome = push(syncer, *update(site, sequence, base_version=versions(syncer)[0])).outcome
+            except Refusal:
+                return
+            if outcome is Outcome.ACCEPTED:
+                accepted.append((site, sequence))
+                sequence += 1
+
+    with ThreadPoolExecutor(3) as pushes:
+        with serving(tmp_path, snapshot_every=2) as syncer:
+            for site in sites:
+                join(syncer, site)
+            ended = [pushes.submit(pushing, site) for site in sites]
+            eventually(lambda: len(accepted) > 30, "pushes are under way")
+        for each in ended:
+            each.result(10.0)
+    with serving(tmp_path) as again:
+        standing = again.core.ask(lambda machine: {s: machine.state.sites[s].lines[0].watermark for s in sites})
+    for site in sites:
+        assert standing[site] >= max(n for name, n in accepted if name == site)
+
+
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +358,20 @@ def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(
         assert again.wait(5.0) is Ending.FINISHED
         assert events.of("syncer_started")[0]["ending"] == "finished", "whoever counts from its start knows of the end"
     assert_exported()
+
+
+def test_a_drained_run_goes_on_with_the_next_process(tmp_path: Path) -> None:
+    with serving(tmp_path, outer={"final_wait_ns": 50_000_000}) as syncer:
+        join(syncer)
+        merged(syncer, 1)
+        syncer.drain()
+        assert syncer.wait(20.0) is Ending.DRAINED
+        assert not (tmp_path / "final").exists()
+    events = Events()
+    with serving(tmp_path, events) as again:
+        assert again.wait(0.05) is None
+        assert "ending" not in events.of("syncer_started")[0]
+        merged(again, 1, begin=2)
 
 
 @pytest.mark.parametrize("archive", ["serves", "serves a hand-over", "fails", "never answers"])
@@ -437,6 +481,10 @@ def test_a_full_disk_stops_acknowledgements_and_not_the_process_ends_a_start_in_
                 join(syncer, f"more-{number}")
         assert syncer.api.status()["wanting"] == said
         assert not serves(address)
+        with refused(Status.UNAVAILABLE, said):
+            push(syncer, *update(sequence=4, base_version=3))
+        with pytest.raises(Refusal, match="disk full"):
+            syncer.api.snapshot()
         assert syncer.drain() is False, "it can be asked again"
         ballast.unlink()
         eventually(lambda: syncer.core.held is None, "the loop goes on")

@@ -312,6 +312,7 @@ def test_an_heir_takes_over_once_the_holder_is_silent_also_after_a_full_disk_and
             scene.note("disk full: No space left")
             warm = standing.wait(BOUND_S)
             assert left == [0]
+            assert warm.leadership.epoch == 4, "one more with each taking"
             assert warm.leadership.status()["valid"], "it hands over the lease that it has taken"
             warm.leadership.stop(release=True)
             assert not scene.held.renew()

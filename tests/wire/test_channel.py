@@ -141,6 +141,17 @@ def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
         there.close()
 
 
+def test_a_token_is_that_of_its_file_now(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    there = line(token_file=written(file, f"{A}\n"))
+    assert there.metadata() == (("authorization", f"Bearer {A}"),)
+    for text in ("next-token-of-site-a", "two words"):
+        written(file, text)
+        assert there.metadata() == (("authorization", "Bearer next-token-of-site-a"),)
+    there.close()
+    assert line().metadata() == ()
+
+
 def test_a_channel_is_made_anew_when_its_files_or_its_address_have_changed_and_the_old_one_ends(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.site("site/a")

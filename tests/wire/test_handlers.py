@@ -223,6 +223,13 @@ def test_a_defect_of_ours_is_internal_logged_and_counted_and_says_nothing_of_the
     assert "ZeroDivisionError: secret" in "".join(logged)
 
 
+def test_what_no_method_takes_is_refused_by_grpc(wired: Wired) -> None:
+    for method, raw, status in (("Report", bytes(3_000_000), FULL), ("Nothing", b"", grpc.StatusCode.UNIMPLEMENTED)):
+        call = wired.channel().unary_unary(f"/{SYNC_SERVICE}/{method}")
+        refused(lambda call=call, raw=raw: call(raw, timeout=WAIT_S), status)
+    assert wired.syncer.calls == []
+
+
 def watch(wired: Wired, incarnation: int = 1) -> Any:
     ask = pack_member(MemberAsk(RUN, "site-a", incarnation))
     return wired.channel().unary_stream(f"/{SYNC_SERVICE}/Watch")(ask, timeout=30)

@@ -133,6 +133,26 @@ def test_one_token_follows_another_without_a_gap_and_one_that_is_removed_ends_it
     assert first.join(join_ask())
 
 
+def test_a_broken_file_leaves_the_one_before_it_in_force_and_says_so(run: Start, tmp_path: Path) -> None:
+    file, table = tmp_path / "tokens.json", tmp_path / "permissions.json"
+    here = run(tokens_file=written(file), permissions=written(table, {"default": "allow"}))
+    client = here.client(token=A)
+    follower = Follower(client)
+    written(file, '{"sites": {"site-a": "token-of')
+    assert here.noted("tokens_file cannot be used, its last good content stays in force: tokens_file")
+    written(table, {"default": "perhaps"})
+    assert here.noted("permissions cannot be used")
+    assert client.join(join_ask())
+    assert not follower.ended.is_set()
+    assert [text.split()[0] for text in here.server.complaints()] == ["tokens_file", "permissions"]
+    assert not any(A in note for note in here.notes)
+    written(file)
+    written(table, {"default": "deny"})
+    assert follower.ended.wait(WAIT_S)
+    assert status_of(lambda: client.join(join_ask())) is Status.PERMISSION_DENIED
+    assert here.server.complaints() == []
+
+
 def serving(authority: Authority, *, mutual: bool = True) -> dict[str, Any]:
     cert, key = authority.issue("syncer", *LOOPBACK)
     own: dict[str, Any] = {"tls_cert": cert, "tls_key": key}
