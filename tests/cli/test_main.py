@@ -21,7 +21,6 @@ HELPED = """
 import io, sys
 from contextlib import redirect_stdout
 from diloco.cli.main import VERBS, main
-from tests.cli.conftest import Cli
 settled = ("syncer", "site", "train", "eval", "export", "lab", "launch", "status", "standby")
 with_grpc = ("up", "dashboard")
 last = [verb.name for verb in VERBS if verb.name not in with_grpc]

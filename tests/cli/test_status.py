@@ -120,7 +120,7 @@ HELD = [{"fragment": 1, "sequence": 7, "seconds": 12.4, "why": "its norm is 400 
         ({"standstill": STANDSTILL}, "  NO VERSION of fragment 1 for 31 s: waiting for site-b"),
         (
             {"sites": {"site-a": {"held": HELD}, "site-b": {"held": []}}},
-            "HELD for 12 s: site-a 1 7: its norm is 400 tim",
+            "HELD for 12 s: site-a 1 7: its norm is 400 times the usual one (diloco admit, diloco refuse)",
         ),
         ({"lineage": 1_795_235_467, "backup": BACKUP}, "restored 2026-11-21 04:31:07 UTC  backup 12 s old"),
         (

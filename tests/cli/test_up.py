@@ -251,8 +251,11 @@ def test_what_up_decides_by_itself_is_refused(settings: str, words: str, tmp_pat
     for setting in settings.split():
         with pytest.raises(ConfigError, match=re.escape(words)) as refused:
             check(config_in(tmp_path, setting))
-        own = setting.partition("=")[0].removesuffix(".nproc")
-        assert own.rpartition(".")[2] in str(refused.value)
+        own, _, value = setting.partition("=")
+        section, _, name = own.removesuffix(".nproc").rpartition(".")
+        told = str(refused.value)
+        assert f"{section} has {name!r}: " in told if own.endswith(".nproc") else f"{own} is " in told
+        assert value in told or own.endswith(".nproc")
 
 
 def test_a_site_has_a_name_for_a_folder(tmp_path: Path) -> None:

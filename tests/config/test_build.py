@@ -271,5 +271,6 @@ def test_what_is_prepared_has_a_bar_at_a_terminal_and_nowhere_else() -> None:
     for words in ("tokens of train", "4.0/4.0 MB", "tokens of validation"):
         assert words in text
     assert "3.0/? MB" in shown(True, ("the stream", 3_000_000, 0)), "its length is not known before its end"
+    assert "5.0/5.0 MB" in shown(True, ("the stream", 3_000_000, 0), ("the stream", 5_000_000, 5_000_000))
     assert shown(True) == ""
     assert shown(False, ("train", 1, 2)).strip() == ""

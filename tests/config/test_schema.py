@@ -56,6 +56,7 @@ def test_every_key_has_a_type_free_names_take_any_name_and_of_others_the_nearest
     assert nearest("zzzz", ["outer.lr", "inner.lr"]) == "", "it is near to none"
     for typed, meant in (
         ("inner.batchsequences", "inner.batch_sequences"),
+        ("sede", "run.seed"),
         ("modle", "model"),
     ):
         assert unknown(typed) == f"unknown key {typed}: did you mean {meant}?"

@@ -211,6 +211,7 @@ def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(hand: Hand, monke
     told = syncer_settings.ask(hand.address, PLAIN, 0.0)
     for key, text, words in (
         ("data.tokenizer", "${oc.env:HOME}", r"data\.tokenizer is '\$\{oc\.env:HOME\}': text"),
+        ("data.tokenizer", "???", r"data\.tokenizer is '\?\?\?': text"),
         ("data.tokenizer", "bytes,bpe1024", r"data\.tokenizer is 'bytes,bpe1024'"),
         ("model.layers", "2 model.dim=8", r"model\.layers is '2 model\.dim=8': a whole number"),
         ("data.tokenizer@run", "bytes", r"unknown key data\.tokenizer@run"),

@@ -139,6 +139,7 @@ def elements(svg: str, kind: str) -> list[ElementTree.Element]:
 @pytest.mark.parametrize(
     ("low", "high", "wanted"),
     [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
         (2.4, 7.1, [3, 4, 5, 6, 7]),
         (0, 0.031, [0, 0.01, 0.02, 0.03]),
         (-1, 1, [-1, -0.5, 0, 0.5, 1]),

@@ -192,6 +192,7 @@ NOT_OURS = b"", b"[]", b'{"checks": [{}]}', b'{"checks": 3}', b"\xff", report(ra
     ("setting", "content", "words"),
     [
         ("up_gbps=1", GOOD, "up_gbps is set, and --link measures it: give one"),
+        ("rtt_ms=1", GOOD, "rtt_ms is set, and --link measures it: give one"),
         ("sites=3", GOOD, "sites is 3, and 2 links are given: give one for all, or one for each"),
         ("", report(rtt(1)), "link.json: no rate was measured both ways: run diloco doctor HOST:PORT --json > FILE"),
         ("", report(rates(1e9, 0.0), rtt(1)), "link.json: no rate was measured both ways"),

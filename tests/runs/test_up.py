@@ -45,6 +45,8 @@ from tests.syncer.building import eventually
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 ACTORS = str(Path(__file__).with_name("actors.py"))
+WATCH = ["latest", "answered_s", "drain_accepted", "drain_refused", "drain", "hurry", "close"]
+"""What a StatusWatch has."""
 
 
 class Stage:
@@ -54,7 +56,7 @@ class Stage:
         self.run_dir = RunDir(path)
         self.history = RunHistory()
         self.log = EventLog(self.run_dir.events, "up")
-        self.watch = Mock(latest={"sites": {}}, drain_accepted=False, drain_refused="")
+        self.watch = Mock(spec_set=WATCH, latest={"sites": {}}, drain_accepted=False, drain_refused="")
         self.watch.drain.side_effect = self.drain
         self.watches = [self.watch]
         self.out = io.StringIO()
@@ -217,8 +219,8 @@ def test_one_interrupt_drains_and_where_that_is_refused_again_and_again_it_is_on
     stage = Stage(tmp_path, seconds=60)
     type(stage.watch).drain_refused = PropertyMock(return_value="only an admin may do this")
     stage.watch.drain.side_effect = None
-    accepts = Mock(latest=None, drain_accepted=True, drain_refused="")
-    refused_once = Mock(latest=None, drain_accepted=False, drain_refused="no admin either")
+    accepts = Mock(spec_set=WATCH, latest=None, drain_accepted=True, drain_refused="")
+    refused_once = Mock(spec_set=WATCH, latest=None, drain_accepted=False, drain_refused="no admin either")
     stage.watches[:0] = [accepts, refused_once]
     syncer = stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "lingers": 1.0})
     signals = create_autospec(Child.signal, side_effect=Child.signal)

@@ -11,15 +11,17 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import product
+from random import Random
 
 import pytest
 
-from diloco.sim.plan import GENTLE, HARSH, OF_ONE_MACHINE, PAIR, draw_plan
+from diloco.sim.plan import GENTLE, HARSH, OF_ONE_MACHINE, PAIR, draw_plan, inject_pair_fault
 from diloco.sim.swarm import Outcome
 from diloco.sim.world import Direction, Link
 from diloco.sync.fates import columns_of
 from tests.hunts.swarm import run_seed
-from tests.sim.small import Small
+from tests.sim.small import Small, a_pair
+from tests.sooner import sooner
 from tests.tidy_rules import ROOT
 
 FAILED_ONCE = (
@@ -189,3 +191,23 @@ def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
         assert set(plan.faults) <= {*GENTLE, *PAIR}, plan.seed
         assert (plan.outer.rule.lr_tenths, plan.outer.rule.momentum_tenths) == (10, 0), plan.seed
         assert plan.sites[0].options.adopt == "rebase", plan.seed
+
+
+@pytest.mark.parametrize("kind", sooner(PAIR, *PAIR[::2]))
+def test_a_run_survives_each_fault(kind: str) -> None:
+    assert not inject_pair_fault(Small().syncers, Random(kind), kind), "there is no standby"
+    small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
+    small.run(2)
+    random = Random(kind)
+    if kind == "detach":
+        assert not inject_pair_fault(small.syncers, random, kind), "there is no need"
+        small.between.cut(*Direction)
+        small.run(2)
+    found = [inject_pair_fault(small.syncers, random, kind) for _ in range(4)]
+    assert any(found)
+    small.run(4)
+    before = small.versions()
+    small.cluster.heal()
+    small.run(6)
+    assert min(small.versions()) > max(before)
+    assert small.syncers.caught_up()
