@@ -24,7 +24,7 @@ from diloco.doctor import warn
 from diloco.runs import canary
 from diloco.wire.options import ServerOptions
 from tests.cli.conftest import Cli
-from tests.loopback.cluster import eventually, free_port
+from tests.loopback.cluster import closed_port, eventually, free_port
 from tests.loopback.cluster import serving as serving_toy
 from tests.runs.processes import TINY, place_in
 from tests.runs.test_canary import digest_of, trained_site
@@ -78,7 +78,7 @@ def test_the_machine_alone_and_the_way_to_a_syncer(mine: list[str], address: str
 
 
 def test_nobody_anywhere_is_3(mine: list[str], address: str, cli: Cli) -> None:
-    dead = f"127.0.0.1:{free_port()}"
+    dead = f"127.0.0.1:{closed_port()}"
     assert "Connection refused" in cli.out("doctor", f"server={dead}", *mine, code=3)
     # One of two is enough to have reached somebody; that the other is dead is a failure all the same.
     out = cli.out("doctor", f"server={dead},{address}", *mine, code=1)
@@ -264,7 +264,9 @@ def test_alerts_go_to_a_webhook_and_a_command_and_one_that_fails_is_named_once(
 
     monkeypatch.setattr(doctor, "NOTIFY_S", 1.0)
     file, failing = tmp_path / "taken", set[str]()
-    given = Namespace(json=False, webhook=f"http://127.0.0.1:{free_port()}/secret", command=f"tee -a {file}; sleep 60")
+    given = Namespace(
+        json=False, webhook=f"http://127.0.0.1:{closed_port()}/secret", command=f"tee -a {file}; sleep 60"
+    )
 
     def reported(state: str) -> str:
         began = time.monotonic()

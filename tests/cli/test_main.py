@@ -14,7 +14,7 @@ from diloco.cli.main import main
 from diloco.config import syncer_settings
 from diloco.config.compose import compose
 from tests.cli.conftest import Cli
-from tests.loopback.cluster import free_port
+from tests.loopback.cluster import closed_port
 from tests.runs.processes import TINY
 
 HELPED = """
@@ -105,7 +105,7 @@ def test_only_its_address_is_blamed_on_where_a_syncer_listens(here: Path, capsys
 
 def test_the_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["site", "--print-config", "experiment=streaming", f"site.syncer=127.0.0.1:{free_port()}"])
+        main(["site", "--print-config", "experiment=streaming", f"site.syncer=127.0.0.1:{closed_port()}"])
     assert ended.value.code == 0
     printed = capsys.readouterr()
     assert "adopt: blend" in printed.out

@@ -18,7 +18,7 @@ from diloco.config.schema import RunConfig
 from diloco.durable import locked
 from diloco.runs.site_machines import Ranks
 from tests.cli.conftest import Cli
-from tests.loopback.cluster import free_port
+from tests.loopback.cluster import closed_port
 from tests.runs.processes import TINY
 
 
@@ -49,7 +49,7 @@ def test_19_a_site_goes_on_as_its_run_began_and_a_wrong_preset_leaves_no_trace(
 ) -> None:
     ran = []
     monkeypatch.setattr(site_main, "run_rank", lambda config, place: ran.append(config) or (ExitCode.DRAINED, ""))
-    site = ["site", *TINY, "run.name=x", "site.id=site-a", f"site.syncer=127.0.0.1:{free_port()}"]
+    site = ["site", *TINY, "run.name=x", "site.id=site-a", f"site.syncer=127.0.0.1:{closed_port()}"]
     folder = SiteDir(Path("runs/x/sites/site-a"))
     write(compose([*site[1:], "outer=streaming", "outer.measure_from=adopted"]), folder.config)
     assert [main([*site, preset]) for preset in ("outer=streaming", "outer=halos", "outer=streaming")] == [75, 4, 75]

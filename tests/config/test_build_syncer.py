@@ -33,7 +33,7 @@ from diloco.runs.site_agent import join_text
 from diloco.sync.options import disagreement
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.config.test_build import small
-from tests.loopback.cluster import free_port
+from tests.loopback.cluster import closed_port
 from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
@@ -109,14 +109,14 @@ def test_a_verb_and_a_site_say_how_tls_differs_at_the_two_ends_and_nothing_where
             assert said.count("\n") == 1
         assert main(["status", mutual, f"site.tls_ca={authority.ca}"]) == 3
         assert f"{mutual} speaks TLS, and may want site.tls_cert and site.tls_key" in capsys.readouterr().err
-        config = compose(["site.id=a", f"site.syncer='127.0.0.1:{free_port()}, {mutual}'"])
+        config = compose(["site.id=a", f"site.syncer='127.0.0.1:{closed_port()}, {mutual}'"])
         assert f"Join: Socket closed; {mutual} {GIVE}" in join_text(config, "unreachable", "Join: Socket closed")
         assert "TLS" not in join_text(config, "refused", "evicted from the run")
 
         cert, key = authority.site("site/a")
         everything = SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key)
         assert unanswered(mutual, everything, "why") == "why"
-        assert unanswered(f"127.0.0.1:{free_port()}", SecurityOptions(), "why") == "why"
+        assert unanswered(f"127.0.0.1:{closed_port()}", SecurityOptions(), "why") == "why"
         assert unanswered(plain, SecurityOptions(), "why") == "why"
         told = unanswered(plain, SecurityOptions(tls_ca=authority.ca), "why")
         assert told == f"why; {plain} does not speak TLS: leave site.tls_ca out"

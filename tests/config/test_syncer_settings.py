@@ -22,7 +22,7 @@ from diloco.wire.checkup import Checkup
 from diloco.wire.messages import ProbeAnswer, Refused, Status, Unreachable
 from diloco.wire.options import SecurityOptions
 from tests.integrations.serving import serving
-from tests.loopback.cluster import free_port
+from tests.loopback.cluster import closed_port
 from tests.models.pasts import Hand, configured
 
 PLAIN = SecurityOptions()
@@ -31,7 +31,7 @@ PRESET = ["experiment=default"]
 
 def test_any_syncer_or_standby_that_answers_tells_the_run(tmp_path: Path) -> None:
     with serving(tmp_path, "outer.lr=0.25") as served:
-        told = syncer_settings.ask(f"127.0.0.1:{free_port()},{served.address}/127.0.0.1:1", PLAIN, 20.0)
+        told = syncer_settings.ask(f"127.0.0.1:{closed_port()},{served.address}/127.0.0.1:1", PLAIN, 20.0)
     assert told.run_id == "mine"
     assert told.shared["outer.lr"] == "0.25"
     assert told.shared.keys() == shared_config(compose(["model.kind=file"])).keys()

@@ -21,7 +21,7 @@ from diloco.doctor.syncer import HOLDS_S, Alerts, Visit, Visitor, Way, certifica
 from diloco.wire.checkup import Checkup, Greeting, Heard, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from tests.loopback.cluster import eventually, free_port
+from tests.loopback.cluster import closed_port, eventually
 from tests.runs.processes import ROOT
 from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
@@ -75,7 +75,7 @@ def test_another_run_or_one_that_takes_no_updates_is_told_of() -> None:
     assert f"it serves run {RUN}; give run=NAME to have this site's settings compared" in unsaid
     with served(ready=False) as (address, _):
         assert f"warn  run         it knows run {RUN} and takes no updates at present -> " in said(visited(address))
-    found = visited(f"127.0.0.1:{free_port()}")
+    found = visited(f"127.0.0.1:{closed_port()}")
     assert (found.link, len(found.findings)) == (None, 1)
     assert said(found).startswith("fail  grpc        Check: ")
 
@@ -156,7 +156,7 @@ def test_a_name_that_is_none_a_closed_port_and_a_silent_one_are_not_reached(monk
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for address, words in (
             ("nohost.invalid:7077", "fail  dns         nohost.invalid does not resolve: .* -> give the right name"),
-            (f"localhost:{free_port()}", "Connection refused -> start the syncer, or give the port"),
+            (f"localhost:{closed_port()}", "Connection refused -> start the syncer, or give the port"),
             (f"127.0.0.1:{silent.getsockname()[1]}", "nothing answers, where a syncer speaks HTTP/2 -> it accepts"),
         ):
             way = way_to(address, PLAIN)

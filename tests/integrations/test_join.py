@@ -45,7 +45,7 @@ from tests.integrations.serving import (
     until_stop,
     values,
 )
-from tests.loopback.cluster import free_port
+from tests.loopback.cluster import closed_port
 from tests.runs.processes import ROOT, wait_for
 
 EPOCH, UNIT = 400, 4
@@ -502,7 +502,7 @@ def refused(kind: str, join: Callable[[], diloco.Outer]) -> str:
 
 
 def test_a_syncer_that_does_not_answer_is_named(place: Path) -> None:
-    gone = Served(None, f"127.0.0.1:{free_port()}")
+    gone = Served(None, f"127.0.0.1:{closed_port()}")
     text = refused("unreachable", lambda: joined(gone, join_timeout_s=0.3))
     assert text.startswith("site fra cannot reach the syncer at 127.0.0.1:")
     assert "tried for 0.3 s (join_timeout_s); a finished run has no syncer" in text

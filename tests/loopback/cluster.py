@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -17,6 +18,8 @@ from diloco.syncer.server import Syncer
 from tests.forked import forkserver
 from tests.loopback.toy import Toy, ToySite, Twin, main
 
+_HELD = socket.socket()
+
 
 def free_port(in_a_row: int = 1) -> int:
     """A free port; with ``in_a_row`` the first of several."""
@@ -28,6 +31,13 @@ def free_port(in_a_row: int = 1) -> int:
                 probe.bind(("127.0.0.1", first and first + more))
                 first = first or int(probe.getsockname()[1])
             return first
+
+
+@functools.cache
+def closed_port() -> int:
+    """A port at which nothing listens: this process holds it, so that no other can take it."""
+    _HELD.bind(("127.0.0.1", 0))
+    return int(_HELD.getsockname()[1])
 
 
 def files_under(folder: Path) -> list[Path]:

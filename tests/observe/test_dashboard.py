@@ -27,7 +27,7 @@ from diloco.observe.eventlog import Event
 from diloco.observe.history import RunHistory
 from diloco.observe.report import MARKS_MAX
 from diloco.syncer.server import Syncer
-from tests.loopback.cluster import SiteThread, eventually, free_port, serving
+from tests.loopback.cluster import SiteThread, closed_port, eventually, serving
 from tests.loopback.toy import Toy
 from tests.observe.recorded import Recorder, write
 from tests.wire.certificates import ADMIN, OBSERVER, A, written
@@ -351,7 +351,7 @@ def test_only_the_bearer_of_an_operators_token_operates_and_only_from_the_page(t
         assert syncer.status()["sites"]["site-a"]["status"] == "evicted"  # type: ignore[index]
         assert posted(url, evict, **bearer)[0] == 409, "its button is another one now"
         assert posted(url, evict.replace("evict", "readmit"), **bearer) == (200, f"done at {syncer_at}\n")
-        own, away = [f"site.token_file={tmp_path / 'own'}"], f"127.0.0.1:{free_port()}"
+        own, away = [f"site.token_file={tmp_path / 'own'}"], f"127.0.0.1:{closed_port()}"
         page.operate = lambda order, token: commanded(order["verb"], order["words"], [syncer_at, away], own, token)
         status, said = posted(url, drain, **bearer)
         assert (status, said.startswith(f"done at {syncer_at}; ")) == (403, True), "not all of the syncers did it"

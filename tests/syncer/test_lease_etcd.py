@@ -16,7 +16,7 @@ import pytest
 
 from diloco.sync.leadership import Claim, Standing
 from diloco.syncer.lease import EtcdAccess, EtcdLease, LeaseError, LeaseRefusedError
-from tests.loopback.cluster import eventually, free_port
+from tests.loopback.cluster import closed_port, eventually, free_port
 from tests.syncer.leases import FIRST, Etcd, Tls, running_etcd, take_often, taken
 from tests.wire.certificates import LOOPBACK, Authority
 
@@ -114,7 +114,7 @@ def succeeds(call: Callable[[], object]) -> bool:
 
 
 def test_an_endpoint_that_is_dead_or_frozen_is_passed_over_and_all_of_them_are_named(etcd: Etcd) -> None:
-    dead = f"http://127.0.0.1:{free_port()}"
+    dead = f"http://127.0.0.1:{closed_port()}"
     lease = EtcdLease([dead, etcd.endpoint], "another", 2)
     assert lease.read()[0] is None
     etcd.send(signal.SIGSTOP)
