@@ -4,7 +4,7 @@ The base model is the same at every site and stays there: only the adapter's par
 exchanged.  A small model with random values stands here for one that you load by its name:
 
     python examples/lora.py init base v0.safetensors
-    diloco syncer run.name=lora run.tokens=400e3 outer=nesterov outer.inner_steps=20 \
+    diloco syncer run.name=lora run.tokens=400e3 outer=diloco outer.quorum=2 outer.inner_steps=20 \
         model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077
     python examples/lora.py base 127.0.0.1:7077 fra 0 2
     python examples/lora.py base 127.0.0.1:7077 iad 1 2

@@ -5,8 +5,8 @@ other kind:
 
     python examples/moe.py mixtral init v0.safetensors
     diloco syncer run.name=moe run.tokens=400e3 outer.kind=nesterov outer.lr=0.7 outer.momentum=0.5 \
-        outer.inner_steps=5 outer.num_fragments=4 model.kind=file run.init_from=v0.safetensors \
-        cluster.syncer.listen=127.0.0.1:7077
+        outer.inner_steps=5 outer.num_fragments=4 outer.lock_step=true outer.quorum=2 \
+        model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077
     python examples/moe.py mixtral 127.0.0.1:7077 fra 0 2
     python examples/moe.py mixtral 127.0.0.1:7077 iad 1 2
 """

@@ -4,7 +4,7 @@ The syncer has no code for your model, so version 0 is a file that you write onc
 machine, in three terminals:
 
     python examples/plain_loop.py init v0.safetensors
-    diloco syncer run.name=plain run.tokens=400e3 outer=nesterov outer.inner_steps=20 \
+    diloco syncer run.name=plain run.tokens=400e3 outer=diloco outer.quorum=2 outer.inner_steps=20 \
         model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077
     python examples/plain_loop.py 127.0.0.1:7077 fra 0 2
     python examples/plain_loop.py 127.0.0.1:7077 iad 1 2

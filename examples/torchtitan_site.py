@@ -9,7 +9,7 @@ The rest of this file is a config that needs no download: torchtitan's smallest 
 
     titan="torchrun --standalone -m torchtitan.train --module diloco.titan --config examples.torchtitan_site.tiny"
     $titan --diloco.version0 v0.safetensors
-    diloco syncer run.name=titan run.tokens=400e3 outer=nesterov outer.inner_steps=20 \
+    diloco syncer run.name=titan run.tokens=400e3 outer=diloco outer.quorum=2 outer.inner_steps=20 \
         model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077
     $titan --diloco.syncer 127.0.0.1:7077 --diloco.site fra --dataloader.index 0 --dataloader.num_sites 2
     $titan --diloco.syncer 127.0.0.1:7077 --diloco.site iad --dataloader.index 1 --dataloader.num_sites 2
