@@ -187,7 +187,7 @@ pairs: .venv/.ready
 	$(HUNT).pairs $(ARGS)
 
 # Would the default tests notice?  Small changes in the code, each given to the tests that reach it; SINCE=COMMIT draws
-# from functions that it has too, and ARGS=--there tries the same draw in its tree.
+# from functions that it has too, and tries those that are not killed with its tests as well.
 .PHONY: mutants
 mutants: .venv/.ready .venv-harness/.ready
 	OMP_NUM_THREADS=1 $(HUNT).mutants $(if $(N),--n $(N)) $(if $(SEED),--seed $(SEED)) $(if $(SINCE),--since $(SINCE)) $(ARGS)

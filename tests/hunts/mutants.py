@@ -1,6 +1,6 @@
 """``make mutants N=300``: would the default tests notice if one place in the code were wrong?
 
-Each mutant is one small change in a function of the seven packages below, in a copy of the tree.  A first run of the
+Each mutant is one small change in a function of --packages, in a copy of the tree.  A first run of the
 default tests records which test files reach which of the drawn places, also in processes that they start.  Only those
 files run with a mutant: first the file of its module's name, then those of its package, then the others, the fastest
 first each time, until --tests-seconds have passed.  A mutant that fails a test, or makes it hang, is killed.
@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -271,6 +272,9 @@ def copied(tree: Path, folder: Path, commit: str = "") -> None:
             shutil.copy2(library, folder / library.relative_to(tree))
 
 
+DEAD = ("killed", "time")
+
+
 @dataclass(frozen=True)
 class Trial:
     """The fate of the mutant at ``site``; ``whole`` where all test files that reach it were tried."""
@@ -293,11 +297,11 @@ def trials(bench: Bench, sites: Sequence[Site], record: Record, budget_s: float)
 def summed(tried: Sequence[Trial]) -> dict[str, object]:
     """Return the row: mutants by fate, and the share killed of all mutants and of those that a test reached."""
     fates = Counter(trial.fate for trial in tried)
-    dead, covered = fates["killed"] + fates["time"], len(tried) - fates["not covered"]
+    dead, covered = sum(fates[fate] for fate in DEAD), len(tried) - fates["not covered"]
     packages: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for trial in tried:
         package = packages[Path(trial.site.path).parent.name]
-        package[0] += trial.fate in ("killed", "time")
+        package[0] += trial.fate in DEAD
         package[1] += 1
     return {
         "mutants": len(tried),
@@ -314,8 +318,8 @@ def summed(tried: Sequence[Trial]) -> dict[str, object]:
 
 @hunting(
     n=(300, "number of mutants"),
-    since=("", "only functions that this commit has too, by name"),
-    there=(False, "try the same draw in the tree of --since"),
+    since=("", "only functions that this commit has too, by name; what survives is tried with its tests as well"),
+    there=(False, "with --at: in the tree of --since"),
     at=("", "the one mutant of this name, with all --tests"),
     tests=(["tests"], "files or folders"),
     packages=(PACKAGES, "folders"),
@@ -325,33 +329,43 @@ def summed(tried: Sequence[Trial]) -> dict[str, object]:
 def main(hunt: Hunt, asked: Namespace, tree: Path = ROOT, context: ForkServerContext | None = None) -> Counts:
     """Run the hunt; ``context`` starts the test processes, by default with the modules that most of them need."""
     scratch = hunt.folder
-    if asked.since:
-        copied(tree, scratch / "since", asked.since)
-    if not asked.there:
-        copied(tree, scratch / "tree")
     sites = sites_of(tree, asked.packages)
     pairs = [(site, site) for site in sites]
     if asked.since:
+        copied(tree, scratch / "since", asked.since)
         pairs = list(in_both(sites, sites_of(scratch / "since", asked.packages)))
-    chosen = [pair[asked.there] for pair in Random(asked.seed).sample(pairs, min(asked.n, len(pairs)))]
-    bench = Bench(scratch / ("since" if asked.there else "tree"), scratch, context or forkserver(IMPORTED))
+    copied(tree, scratch / "tree")
+    here, there = (Bench(scratch / name, scratch, context or forkserver(IMPORTED)) for name in ("tree", "since"))
     if asked.at:
         one = next(pair[asked.there] for pair in pairs if pair[asked.there].name == asked.at)
-        fate, by = bench.fate(one, asked.tests, Record())
+        fate, by = (there if asked.there else here).fate(one, asked.tests, Record())
         print(f"{fate}: {one}\n{by}", flush=True)
         return {}
+    chosen = Random(asked.seed).sample(pairs, min(asked.n, len(pairs)))
     print(f"{len(chosen)} of {len(pairs)} places", flush=True)
-    record = bench.record(chosen, asked.tests, asked.workers)
+    tried, left_out = tried_in(here, [ours for ours, _ in chosen], asked)
+    counts = {"of": len(pairs), **summed(tried), "left_out": left_out}
+    alive = [theirs for (_, theirs), trial in zip(chosen, tried, strict=True) if trial.fate not in DEAD]
+    if asked.since and alive:
+        before, _ = tried_in(there, alive, asked, f" --since {asked.since} --there")
+        counts["not_killed_here_but_there"] = sum(trial.fate in DEAD for trial in before)
+    return counts
+
+
+def tried_in(bench: Bench, sites: Sequence[Site], asked: Namespace, where: str = "") -> tuple[list[Trial], int]:
+    """Try the mutants at ``sites``; return what became of them, and how many tests failed without one."""
+    began = time.monotonic()
+    record = bench.record(sites, asked.tests, asked.workers)
     failed = [test for tests in record.failed.values() for test in tests]
-    print(f"tests without a mutant: {hunt.seconds():.0f} s, {len(failed)} failed, which are left out", flush=True)
+    took_s = time.monotonic() - began
+    print(f"tests without a mutant{where}: {took_s:.0f} s, {len(failed)} failed, which are left out", flush=True)
     print("".join(f"  {test}\n" for test in failed), end="")
-    tried = list(trials(bench, chosen, record, asked.tests_seconds))
-    elsewhere = f" --since {asked.since} --there" if asked.there else ""
+    tried = list(trials(bench, sites, record, asked.tests_seconds))
     for trial in sorted(tried, key=lambda each: each.site.name):
         if trial.fate == "survived":
             tests = " ".join(trial.files)
             print(f"{trial.site}{'' if trial.whole else ' (not by all the files that reach it)'}")
-            print(f"  python -m tests.hunts.mutants{elsewhere} --at {trial.site.name} --tests {tests}")
+            print(f"  python -m tests.hunts.mutants{where} --at {trial.site.name} --tests {tests}")
         elif trial.fate == "not covered":
             print(f"{trial.site} (no default test reaches it)")
-    return {"of": len(pairs), **summed(tried), "left_out": len(failed)}
+    return tried, len(failed)
