@@ -203,9 +203,9 @@ def join(
                 if outer.should_stop: break
 
     Inside the ``with`` the site has joined and ``model`` holds the run's version; after each step of ``optimizer``, due
-    updates are read from the model and versions written into it, in place, without waiting for other sites.  At its end
-    unsent progress is sent, the site leaves, and after a finished run ``model`` is its final version (behind a region,
-    the region's).  Where the loop raises, the site leaves at once; the exception has a note of the site's token counts.
+    updates are read from the model and versions written into it, in place; only in lock-step it waits for other sites.
+    At its end unsent progress is sent, the site leaves, and after a finished run ``model`` is its final version (behind
+    a region, the region's).  Where the loop raises, the site leaves at once, and the exception notes its token counts.
 
     ``model``: any ``nn.Module``, plain, compiled or wrapped.  What it trains (``requires_grad``) is exchanged in fp32,
     and should be kept in fp32 (use autocast to compute): the rounding error of a coarser type is lost at every version.
@@ -218,9 +218,9 @@ def join(
     ``tokens_per_step``: the tokens of one step of the whole site (or samples; the same unit at all sites, since it
     weighs merges and measures the run's length).  None: the loop calls ``outer.tokens(n)`` in each step.
     ``hooks``: count steps with a hook of the optimizer.  False: call ``outer.step()`` after each step.
-    ``folder``: the state for a restarted process; None: runs/RUN/sites/SITE.  Only one process at a time may use it.
+    ``folder``: events.jsonl and the state for a restarted process, for one process at a time; None: runs/RUN/sites/SITE.
     ``run``: the expected name of the run; None: accept the run that the syncer serves.
-    ``log``: called with (what, fields) for each event, by several threads; events are also in FOLDER/events.jsonl.
+    ``log``: called with (what, fields) for each event, by several threads.  None: notes are the logger's warnings.
     ``data``, ``samples``, ``samples_per_step``: where the run leases its data (``data.leased``): the data set's name at
     all sites, its number of samples, and the samples that one step of the whole site reads.  ``outer.batches`` gives
     the indices to read next; an update names its samples, and those that a site loses are leased to another.
@@ -554,10 +554,15 @@ class Outer:
             self._open.enter_context(held(self._folder.root))
         except VerbError as error:
             raise ValueError(f"folder is {str(self._folder.root)!r}: {error}") from error
-        also: Callable[[dict[str, object]], None] | None = None
-        if (call := self._log) is not None:
-            also = lambda event: call(str(event["what"]), {key: event[key] for key in event if key != "what"})  # noqa: E731
-        log = EventLog(self._folder.root / "events.jsonl", self._config.site.id, also=also)
+        site, call = self._config.site.id, self._log
+
+        def also(event: dict[str, object]) -> None:
+            if call is not None:
+                call(str(event["what"]), {key: event[key] for key in event if key != "what"})
+            elif event["what"] == "note":
+                logging.getLogger(__name__).warning("site %s: %s", site, event.get("why"))
+
+        log = EventLog(self._folder.root / "events.jsonl", site, also=also)
         send_traces(log, self._config, self._open)
         self._open.callback(log.close)
         try:

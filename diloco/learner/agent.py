@@ -179,6 +179,8 @@ class Meter:
         return reading
 
 
+WAITING_S = 10.0
+"""In lock-step, seconds of waiting after which rank 0 tells the user; it tells the other ranks as often."""
 UNHEARD_MAX = 3
 """Consecutive unanswered heartbeats after which a site with several addresses joins again, perhaps elsewhere."""
 
@@ -190,6 +192,8 @@ class Touch:
         self._site, self._meter_every_s = site, meter_every_s
         self._echo = Echo(site.tensors, site.changed)
         self._unheard = 0
+        self.heard_at = 0.0
+        """The monotonic time of the last answered heartbeat."""
         self._in_vain = False  # Whether the last heartbeat brought no new data units.
         self.leave_asked = False  # A signal handler sets it, so a plain store.
         self.leaving = False
@@ -272,7 +276,7 @@ class Touch:
             if self._unheard == UNHEARD_MAX and site.client.has_choice:
                 site.rejoin("the syncer does not answer heartbeats")
             return
-        self._unheard = 0
+        self._unheard, self.heard_at = 0, time.monotonic()
         before = site.machine.state.units.end
         if reply.units is not None:
             site.tell(reply.units)
@@ -414,7 +418,9 @@ class Agent(Exchange):
             self.begin_threads(self.listener.run, self._touch.run)
             try:
                 # A run in its last round admits a new site too, and the site needs a base for its last step.
-                self._until(lambda: self.machine.ready() or self.has_failed(), until, "the first versions")
+                self._until(
+                    lambda: self.machine.ready() or self.has_failed(), until - time.monotonic(), "the first versions"
+                )
             except TimeoutError as error:
                 raise JoinFailed("unreachable", str(error)) from error
             if self.has_failed():
@@ -442,8 +448,9 @@ class Agent(Exchange):
     def after_step(self, info: StepInfo) -> Verdict:
         """Account for an inner step, seal and adopt what is due, and return whether to stop.  Called once per step.
 
-        ``GroupError`` when a rank of the site that owns fragments is gone; ``TimeoutError`` when a wait in lock-step
-        exceeds ``lock_step_timeout_s``.
+        In lock-step it waits for the version of the site's update as long as the syncer answers: other sites may be
+        slower, or away.  ``TimeoutError`` after ``lock_step_timeout_s`` without an answer; ``GroupError`` when a rank
+        that owns fragments is gone.
         """
         began_ns = time.perf_counter_ns()
         with self.changed:
@@ -458,8 +465,7 @@ class Agent(Exchange):
             waiting = not info.passes and (self.machine.must_wait() or bool(self.owners.lost))
         adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
         if waiting:
-            done = lambda: not self.machine.must_wait() or self.stop is not None  # noqa: E731
-            adopted |= self._until(done, until, "the version of its own update (lock_step)")
+            self._wait_in_lock_step()
         stop = self.stop if not info.passes else None
         if not info.passes:
             self._orders.go_on(stop=stop is not None)
@@ -538,8 +544,8 @@ class Agent(Exchange):
         bound, failed = self._options.finish_timeout_s, self.has_failed
         if not failed():
             with contextlib.suppress(TimeoutError):  # The ledger reports what is still unsent or undecided then.
-                self._until(lambda: self.left.is_set() or failed(), time.monotonic() + bound, "its last updates")
-                self._until(lambda: self._touch.over or failed(), time.monotonic() + bound, "its last fates")
+                self._until(lambda: self.left.is_set() or failed(), bound, "its last updates")
+                self._until(lambda: self._touch.over or failed(), bound, "its last fates")
         self.owners.parting = True
         self._orders.go_on(stop=True)
         stop = self.stop
@@ -574,19 +580,42 @@ class Agent(Exchange):
 
     # --- boundaries, in the training thread --------------------------------------------------------------------
 
-    def _until(self, done: Callable[[], bool], until: float, what: str) -> set[int]:
-        """Wait at a boundary, carrying out effects, until ``done``; return the fragments whose values changed.
+    def _wait_in_lock_step(self) -> None:
+        began = told_at = time.monotonic()
+        said = False
 
-        ``TimeoutError`` at the instant ``until``; ``GroupError`` when a rank is lost.
+        def over() -> bool:
+            nonlocal told_at, said
+            if not self.machine.must_wait() or self.stop is not None:
+                return True
+            if time.monotonic() >= told_at + WAITING_S:
+                told_at = time.monotonic()
+                self._orders.wait()
+                if not said:
+                    said, why = True, f"no version in {told_at - began:.0f} s: the round may wait for other sites"
+                    self.emit("note", {"note": "waits", "why": f"{why} (diloco status {self.client.address})"})
+            return False
+
+        bound_s = self._options.lock_step_timeout_s
+        what = f"an answer of the syncer ({bound_s:g} s), while it waited for a version (lock_step)"
+        self._until(over, bound_s, what, lambda: self._touch.heard_at)
+
+    def _until(
+        self, done: Callable[[], bool], bound_s: float, what: str, heard_at: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """Wait at a boundary, carrying out effects, until ``done``.
+
+        ``TimeoutError`` after ``bound_s``, counted from the latest ``heard_at``; ``GroupError`` when a rank is lost.
         """
-        adopted: set[int] = set()
+        began = time.monotonic()
         with self.changed:
             while True:
-                adopted |= self._carry_out(self.machine.handle(BoundaryReached(), time.monotonic_ns()), until)
+                until = max(began, heard_at()) + bound_s
+                self._carry_out(self.machine.handle(BoundaryReached(), time.monotonic_ns()), until)
                 if self.owners.lost:
                     raise GroupError(self.owners.lost)
                 if done():
-                    return adopted
+                    return
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError(f"site {self.site_id} timed out waiting for {what}")

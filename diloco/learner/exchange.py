@@ -38,7 +38,7 @@ from diloco.durable import PLAIN_DISK
 from diloco.inner import GroupError
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, lend_a_hand
+from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, WAIT, Orders, lend_a_hand
 from diloco.learner.seal import Encoder, Outbox, SealedUpdate, SealJob
 from diloco.learner.tensors import Echo, SiteTensors, place_of
 from diloco.learner.transfer import LinkUse, Participant
@@ -82,6 +82,7 @@ class AgentOptions:
     takeover: bool = False
     """Whether this process at once replaces a live process of its site that runs in another folder."""
     lock_step_timeout_s: Annotated[float, ABOVE_0] = 300.0
+    """In lock-step: longest time without an answer of the syncer while this site waits for a version."""
     finish_timeout_s: Annotated[float, ABOVE_0] = 30.0
     """Longest wait at the end until all updates are accepted, and then again until their fates are known."""
     meter_every_s: Annotated[float, ABOVE_0] = 2.0
@@ -542,6 +543,8 @@ class Follower:
             what, *which = group.broadcast_small([])
             if what in (GO_ON, STOP):
                 return what == STOP
+            if what == WAIT:
+                continue
             part, fragment, owner = which
             if owner == group.rank:
                 own = self._owned[part]

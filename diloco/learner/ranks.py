@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from diloco.outer.fragments import Layout
 
 
-GO_ON, STOP, SEAL, ADOPT, RETAKE = range(5)
+GO_ON, STOP, SEAL, ADOPT, RETAKE, WAIT = range(6)
 
 
 class Orders:
@@ -68,6 +68,11 @@ class Orders:
         with self._turn:
             self._group.broadcast_small((what, self._part, fragment, owner))
             yield
+
+    def wait(self) -> None:
+        """Tell the other ranks that this boundary lasts, so that their wait for the next order begins anew."""
+        with self.all_do(WAIT, 0):
+            pass
 
     def go_on(self, *, stop: bool = False) -> None:
         """End the boundary: all ranks go on, or stop."""

@@ -59,8 +59,9 @@ class SiteLines:
         elif what in ("pushed", "fate") and event.get("reason") in DISCARDING:
             text = f"refused: fragment {event.get('fragment')} update {event.get('sequence')}: {event['reason']}"
         elif what not in QUIET:
-            facts = _in_words({key: value for key, value in event.items() if key not in ("at", "who", "what", "why")})
-            text = ": ".join(filter(None, (what, facts, _in_words(event.get("why") or ""))))
+            said = ("at", "who", "what", "why", "note")
+            facts = _in_words({key: value for key, value in event.items() if key not in said})
+            text = ": ".join(filter(None, (str(event.get("note", what)), facts, _in_words(event.get("why") or ""))))
         if text:
             for out in self._out:
                 out.write(f"[{self._who}] {text}\n")

@@ -225,18 +225,15 @@ def _compare_ranks(holding: Holding, emit: Emit) -> None:
 
 
 def join_group(config: RunConfig, place: Place) -> SiteGroup:
-    """Return the group of this site's ranks.  Its timeout covers the wait of the other ranks for rank 0: while it
-    joins, for a version in lock-step, and at the end."""
+    """Return the group of this site's ranks.  Its timeout covers the wait of the other ranks for rank 0, while it joins
+    and at the end; rank 0 has them wait anew while it waits for a version in lock-step."""
     from diloco.inner.parallel import SiteGroup
-    from diloco.learner.exchange import AgentOptions
 
-    each_s = config.site.join_timeout_s
-    if config.outer.lock_step:
-        each_s += AgentOptions(folder="").lock_step_timeout_s
     # Rank 0 waits for one syncer after the other; at the end for all at once, for updates and then for their fates.
-    bound_s = RANKS_WAIT_S + max(each_s * config.outer.num_syncers, 2 * config.site.finish_timeout_s)
+    site, num_syncers = config.site, config.outer.num_syncers
+    bound_s = RANKS_WAIT_S + max(site.join_timeout_s * num_syncers, 2 * site.finish_timeout_s)
     with section("site"):
-        return SiteGroup(**asdict(place), device=config.site.device, timeout_s=bound_s)
+        return SiteGroup(**asdict(place), device=site.device, timeout_s=bound_s)
 
 
 def check_resume(config: RunConfig, folder: Path) -> None:

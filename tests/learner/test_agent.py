@@ -125,6 +125,35 @@ def test_nan_in_the_parameters_is_discarded_and_the_published_values_taken(synce
     assert all(bool(torch.isfinite(values.theta).all()) for values in syncer.holdings.values)
 
 
+def test_in_lock_step_a_site_waits_for_the_others_as_long_as_the_syncer_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sites differ in speed, and one may come back after an hour: only a syncer that is silent ends the wait."""
+    monkeypatch.setattr("diloco.learner.agent.WAITING_S", 0.2)
+    orders: list[float] = []
+    monkeypatch.setattr("diloco.learner.ranks.Orders.wait", lambda _: orders.append(time.monotonic()))
+    waits = {"learner": {"lock_step": True}, "lock_step_timeout_s": 0.6}
+    with (
+        serving(tmp_path / "syncer", heartbeat_s=0.1, **WAITING) as syncer,
+        started(tmp_path / "a", syncer, **waits) as site,
+    ):
+        site.train(1)
+        training = threading.Thread(target=site.train, args=(1,), daemon=True)
+        training.start()
+        training.join(1.5)
+        assert training.is_alive(), site.events.all[-3:]
+        assert [said["note"] for said in site.events.of("note")] == ["waits"], "once for each version"
+        assert len(orders) >= 2, "the other ranks are not left without a word"
+        with started(tmp_path / "b", syncer, "b", **waits) as other:
+            other.train(2)
+            training.join(5.0)
+        assert not training.is_alive()
+        site.train(1)
+        site.client.down.set()
+        with pytest.raises(TimeoutError, match=r"an answer of the syncer \(0.6 s\)"):
+            site.step()
+
+
 # --- ending ----------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from diloco.inner.trainer import StepInfo
 from diloco.learner import exchange
 from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners, Source
-from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Dealt, Orders, all_mine
+from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, WAIT, Channel, Dealt, Orders, all_mine
 from diloco.learner.seal import Encoder, SealJob, seal
 from diloco.outer.fragments import gather, part_of
 from diloco.sync.effects import Adopt, Release, Retake, Seal, StartOver
@@ -391,8 +391,8 @@ class Ordered(Rank):
 
 def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent_everything() -> None:
     first, second, third, last = dice("v0", 0), dice("v0", 1), dice("v1", 0), dice("v1", 1)
-    group = Ordered([RETAKE, 0, 0, 0], first, [RETAKE, 0, 1, 0], second, [GO_ON], [GO_ON], [ADOPT, 0, 0, 0], third)
-    group.said += [[STOP], [ADOPT, 0, 1, 0], last, [GO_ON], [STOP]]
+    group = Ordered([RETAKE, 0, 0, 0], first, [RETAKE, 0, 1, 0], second, [GO_ON], [WAIT, 0, 0, 0], [GO_ON])
+    group.said += [[ADOPT, 0, 0, 0], third, [STOP], [ADOPT, 0, 1, 0], last, [GO_ON], [STOP]]
     parameters = zeros()
     follower = Follower([LAYOUT], Holding(parameters, group), "overwrite")
     assert not follower.follow()

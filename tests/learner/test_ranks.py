@@ -28,6 +28,7 @@ from diloco.learner.ranks import (
     RETAKE,
     SEAL,
     STOP,
+    WAIT,
     Channel,
     Dealt,
     Door,
@@ -316,8 +317,9 @@ def test_an_order_names_the_agent_and_only_the_site_says_when_to_go_on() -> None
     with second.all_do(ADOPT, 0, 3):
         second.go_on()
     orders.go_on()
+    second.wait()
     orders.go_on(stop=True)
-    assert group.words[1:] == [[ADOPT, 1, 0, 3], [GO_ON], [STOP]]
+    assert group.words[1:] == [[ADOPT, 1, 0, 3], [GO_ON], [WAIT, 1, 0, 0], [STOP]]
 
 
 def test_of_what_several_threads_order_one_is_done_before_the_next_is_said() -> None:
