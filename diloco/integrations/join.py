@@ -218,7 +218,7 @@ def join(
     ``tokens_per_step``: the tokens of one step of the whole site (or samples; the same unit at all sites, since it
     weighs merges and measures the run's length).  None: the loop calls ``outer.tokens(n)`` in each step.
     ``hooks``: count steps with a hook of the optimizer.  False: call ``outer.step()`` after each step.
-    ``folder``: events.jsonl and the state for a restarted process, for one process at a time; None: runs/RUN/sites/SITE.
+    ``folder``: events.jsonl, and the state for a restarted process; one process may use it.  None: runs/RUN/sites/SITE.
     ``run``: the expected name of the run; None: accept the run that the syncer serves.
     ``log``: called with (what, fields) for each event, by several threads.  None: notes are the logger's warnings.
     ``data``, ``samples``, ``samples_per_step``: where the run leases its data (``data.leased``): the data set's name at
