@@ -316,6 +316,25 @@ def summed(tried: Sequence[Trial]) -> dict[str, object]:
     }
 
 
+def tried_in(bench: Bench, sites: Sequence[Site], asked: Namespace, where: str = "") -> tuple[list[Trial], int]:
+    """Try the mutants at ``sites``; return what became of them, and how many tests failed without one."""
+    began = time.monotonic()
+    record = bench.record(sites, asked.tests, asked.workers)
+    failed = [test for tests in record.failed.values() for test in tests]
+    took_s = time.monotonic() - began
+    print(f"tests without a mutant{where}: {took_s:.0f} s, {len(failed)} failed, which are left out", flush=True)
+    print("".join(f"  {test}\n" for test in failed), end="")
+    tried = list(trials(bench, sites, record, asked.tests_seconds))
+    for trial in sorted(tried, key=lambda each: each.site.name):
+        if trial.fate == "survived":
+            tests = " ".join(trial.files)
+            print(f"{trial.site}{'' if trial.whole else ' (not by all the files that reach it)'}")
+            print(f"  python -m tests.hunts.mutants{where} --at {trial.site.name} --tests {tests}")
+        elif trial.fate == "not covered":
+            print(f"{trial.site} (no default test reaches it)")
+    return tried, len(failed)
+
+
 @hunting(
     n=(300, "number of mutants"),
     since=("", "only functions that this commit has too, by name; what survives is tried with its tests as well"),
@@ -350,22 +369,3 @@ def main(hunt: Hunt, asked: Namespace, tree: Path = ROOT, context: ForkServerCon
         before, _ = tried_in(there, alive, asked, f" --since {asked.since} --there")
         counts["not_killed_here_but_there"] = sum(trial.fate in DEAD for trial in before)
     return counts
-
-
-def tried_in(bench: Bench, sites: Sequence[Site], asked: Namespace, where: str = "") -> tuple[list[Trial], int]:
-    """Try the mutants at ``sites``; return what became of them, and how many tests failed without one."""
-    began = time.monotonic()
-    record = bench.record(sites, asked.tests, asked.workers)
-    failed = [test for tests in record.failed.values() for test in tests]
-    took_s = time.monotonic() - began
-    print(f"tests without a mutant{where}: {took_s:.0f} s, {len(failed)} failed, which are left out", flush=True)
-    print("".join(f"  {test}\n" for test in failed), end="")
-    tried = list(trials(bench, sites, record, asked.tests_seconds))
-    for trial in sorted(tried, key=lambda each: each.site.name):
-        if trial.fate == "survived":
-            tests = " ".join(trial.files)
-            print(f"{trial.site}{'' if trial.whole else ' (not by all the files that reach it)'}")
-            print(f"  python -m tests.hunts.mutants{where} --at {trial.site.name} --tests {tests}")
-        elif trial.fate == "not covered":
-            print(f"{trial.site} (no default test reaches it)")
-    return tried, len(failed)
