@@ -282,13 +282,13 @@ class SiteSection:
     slowdown: float = 1.0
     """Emulates slower hardware: each step sleeps (slowdown - 1) times its duration."""
     join_timeout_s: float = 60.0
-    """Seconds for which the first join is retried."""
+    """Seconds for which the first join is retried, and then for the next bytes of the first versions."""
     takeover: bool = False
     """Replace a live process of this site that was started from another folder, at once. Otherwise a second process
     waits until the first is silent. A process restarted in the same folder always takes over at once."""
     finish_timeout_s: float = 20.0
     """Longest wait at the end, in seconds, for the last updates to be sent, and again for their fates and, under
-    diloco.join, the final version."""
+    diloco.join, the next bytes of the final version."""
     tls_ca: str = ""
     """File with the authority of the syncer's certificate, or "system"; turns TLS on."""
     tls_cert: str = ""
@@ -368,7 +368,8 @@ class SyncerSection:
     heartbeat_s: float = 1.0
     """Seconds between two heartbeats of a site."""
     linger_s: float = 10.0
-    """After the last version: longest wait, in seconds, for the sites to hear of it."""
+    """After the last version: longest wait, in seconds, for the sites to hear of it; a site that receives one is waited
+    for."""
     metrics: str = ""
     """host:port of a page for Prometheus, without authentication; a port alone listens on loopback; empty: none."""
     memory_check_s: float = 10.0

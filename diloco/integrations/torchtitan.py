@@ -64,7 +64,7 @@ class Site:
     down_mbps: float | None = None
     """The same for the versions that it fetches."""
     join_timeout_s: float = 60.0
-    """Seconds to retry a first join."""
+    """Seconds to retry a first join, and to wait for the next bytes of the first versions."""
     takeover: bool = False
     """Replace a live process that speaks for this site from another folder, at once."""
     finish_timeout_s: float = 20.0

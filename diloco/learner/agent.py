@@ -180,9 +180,27 @@ class Meter:
 
 
 WAITING_S = 10.0
-"""In lock-step, seconds of waiting after which rank 0 tells the user; it tells the other ranks as often."""
+"""Seconds of waiting after which rank 0 tells the user, who hears of it again after twice as long, and again; it tells
+the other ranks as often."""
 UNHEARD_MAX = 3
 """Consecutive unanswered heartbeats after which a site with several addresses joins again, perhaps elsewhere."""
+
+
+class Progress:
+    """Of a whole model that is fetched from now on: the bytes that are here, and when the last ones came."""
+
+    def __init__(self, owners: Owners, layout: Layout) -> None:
+        self._owners, self._whole = owners, 4 * sum(fragment.numel for fragment in layout.fragments)
+        self._before, self._bytes, self._at = owners.traffic()[1], 0, 0.0
+
+    def __str__(self) -> str:
+        return f"{self._bytes / 1e6:,.1f} of at most {self._whole / 1e6:,.1f} MB are here"
+
+    def heard_at(self) -> float:
+        """Return the monotonic time of the last bytes.  More than twice the whole are no progress: they are damaged."""
+        if self._bytes < (down := self._owners.traffic()[1] - self._before) <= 2 * self._whole:
+            self._bytes, self._at = down, time.monotonic()
+        return self._at
 
 
 class Touch:
@@ -401,9 +419,10 @@ class Agent(Exchange):
     def start(self, away_s: float | None = None) -> int:
         """Join and fetch every fragment; return the data cursor (sequences drawn) to resume from.
 
-        Waits at most ``join_timeout_s`` for a syncer, then closes the agent and raises ``JoinFailed``.  With ``away_s``
-        a site that resumes from a checkpoint waits that many seconds and then trains without a syncer: it joins when
-        the syncer is back, as after a lost connection, and ``has_joined`` becomes true.
+        Waits at most ``join_timeout_s`` for a syncer, and as long for the next bytes of the first versions; then closes
+        the agent and raises ``JoinFailed``.  With ``away_s`` a site that resumes from a checkpoint waits that many
+        seconds and then trains without a syncer: it joins when the syncer is back, as after a lost connection, and
+        ``has_joined`` becomes true.
         """
         now, before = time.monotonic(), self.machine.state.tokens_processed
         until = now + self._options.join_timeout_s
@@ -416,11 +435,12 @@ class Agent(Exchange):
                     raise
                 self.emit("note", {"note": "trains_on_without", "why": error.text})
             self.begin_threads(self.listener.run, self._touch.run)
+            fetch = Progress(self.owners, self.tensors.layout)
             try:
                 # A run in its last round admits a new site too, and the site needs a base for its last step.
-                self._until(
-                    lambda: self.machine.ready() or self.has_failed(), until - time.monotonic(), "the first versions"
-                )
+                ready = lambda: self.machine.ready() or self.has_failed()  # noqa: E731
+                bound_s = self._options.join_timeout_s
+                self._until(ready, bound_s, "the first versions", fetch.heard_at, fetch.__str__)
             except TimeoutError as error:
                 raise JoinFailed("unreachable", str(error)) from error
             if self.has_failed():
@@ -465,7 +485,13 @@ class Agent(Exchange):
             waiting = not info.passes and (self.machine.must_wait() or bool(self.owners.lost))
         adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
         if waiting:
-            self._wait_in_lock_step()
+            self._until(
+                lambda: not self.machine.must_wait() or self.stop is not None,
+                self._options.lock_step_timeout_s,
+                "the version of its own update (lock_step)",
+                lambda: self._touch.heard_at,
+                lambda: f"the round may wait for other sites (diloco status {self.client.address})",
+            )
         stop = self.stop if not info.passes else None
         if not info.passes:
             self._orders.go_on(stop=stop is not None)
@@ -534,8 +560,8 @@ class Agent(Exchange):
         """After the loop, send what is unsent, leave, and await the last fates.  Ends all threads.
 
         Each of the two waits lasts at most ``finish_timeout_s``.  The other ranks are in their ``finish`` meanwhile.
-        With ``final``, and if the run is finished, the model is then set to the run's final version, for which the
-        second wait waits as well.
+        With ``final``, and if the run is finished, the model is then set to the run's final version: the second wait
+        begins anew as long as bytes of it come.
         """
         self.meter.end()
         self.leave()
@@ -545,7 +571,14 @@ class Agent(Exchange):
         if not failed():
             with contextlib.suppress(TimeoutError):  # The ledger reports what is still unsent or undecided then.
                 self._until(lambda: self.left.is_set() or failed(), bound, "its last updates")
-                self._until(lambda: self._touch.over or failed(), bound, "its last fates")
+                fetch = Progress(self.owners, self.tensors.layout)
+                self._until(
+                    lambda: self._touch.over or failed(),
+                    bound,
+                    "its last fates and the final version",
+                    lambda: fetch.heard_at() if final and self.machine.state.ending is Ending.FINISHED else 0.0,
+                    fetch.__str__,
+                )
         self.owners.parting = True
         self._orders.go_on(stop=True)
         stop = self.stop
@@ -580,34 +613,21 @@ class Agent(Exchange):
 
     # --- boundaries, in the training thread --------------------------------------------------------------------
 
-    def _wait_in_lock_step(self) -> None:
-        began = told_at = time.monotonic()
-        said = False
-
-        def over() -> bool:
-            nonlocal told_at, said
-            if not self.machine.must_wait() or self.stop is not None:
-                return True
-            if time.monotonic() >= told_at + WAITING_S:
-                told_at = time.monotonic()
-                self._orders.wait()
-                if not said:
-                    said, why = True, f"no version in {told_at - began:.0f} s: the round may wait for other sites"
-                    self.emit("note", {"note": "waits", "why": f"{why} (diloco status {self.client.address})"})
-            return False
-
-        bound_s = self._options.lock_step_timeout_s
-        what = f"an answer of the syncer ({bound_s:g} s), while it waited for a version (lock_step)"
-        self._until(over, bound_s, what, lambda: self._touch.heard_at)
-
     def _until(
-        self, done: Callable[[], bool], bound_s: float, what: str, heard_at: Callable[[], float] = lambda: 0.0
+        self,
+        done: Callable[[], bool],
+        bound_s: float,
+        what: str,
+        heard_at: Callable[[], float] = lambda: 0.0,
+        why: Callable[[], str] | None = None,
     ) -> None:
         """Wait at a boundary, carrying out effects, until ``done``.
 
-        ``TimeoutError`` after ``bound_s``, counted from the latest ``heard_at``; ``GroupError`` when a rank is lost.
+        ``TimeoutError`` after ``bound_s``, counted anew from the latest ``heard_at()``; ``GroupError`` when a rank is
+        lost.  With ``why`` a long wait is told to the user, and to the other ranks, which would end otherwise.
         """
-        began = time.monotonic()
+        began = told_at = time.monotonic()
+        say_s = WAITING_S
         with self.changed:
             while True:
                 until = max(began, heard_at()) + bound_s
@@ -616,10 +636,17 @@ class Agent(Exchange):
                     raise GroupError(self.owners.lost)
                 if done():
                     return
-                left_s = until - time.monotonic()
-                if left_s <= 0:
+                now = time.monotonic()
+                if now >= until:
                     raise TimeoutError(f"site {self.site_id} timed out waiting for {what}")
-                self.changed.wait(min(left_s, 0.5))
+                if why is not None and now >= told_at + WAITING_S:
+                    told_at = now
+                    self._orders.wait()
+                    if now >= began + say_s:
+                        say_s = 2 * (now - began)
+                        late = f"{what} did not come in {now - began:.0f} s"
+                        self.emit("note", {"note": "waits", "why": f"{late}: {why()}"})
+                self.changed.wait(min(until - now, 0.5))
 
     # --- effects; the lock is held -----------------------------------------------------------------------------
 

@@ -382,8 +382,8 @@ class Syncer:
         )
 
     def linger(self) -> None:
-        """After the last version: wait, at most ``linger_s``, until every live site has left, has got its fates and has
-        closed its streams."""
+        """After the last version: wait until every live site has left, has got its fates and has closed its streams; at
+        most ``linger_s`` without sending it a version, of which each site gets two at most."""
         if self._above is not None:
             self._above.finish()  # The region's own last update, after those of its sites.
 
@@ -394,12 +394,19 @@ class Syncer:
                 for name, site in machine.state.sites.items()
             )
 
-        until = time.monotonic() + self.options.linger_s
+        sent, until = self._bytes_out(), time.monotonic() + self.options.linger_s
+        whole = 4 * sum(fragment.numel for fragment in self.plan.layout.fragments)
+        most = sent + 2 * whole * self.plan.outer.sites_max
         while time.monotonic() < until:
+            if sent < (now := self._bytes_out()) <= most:
+                sent, until = now, time.monotonic() + self.options.linger_s
             with suppress(CoreHeld):  # A held loop decides nothing, so no site can leave.
                 if not self.core.ask(wanted):
                     return
             time.sleep(LOOK_S)
+
+    def _bytes_out(self) -> int:
+        return self._server.counters().get("payload_bytes_out", 0) if self._server is not None else 0
 
     def drain(self) -> bool:
         """Begin the last round of this part of the run; return False if the loop is held and cannot begin it."""

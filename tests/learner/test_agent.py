@@ -95,6 +95,18 @@ def test_a_join_that_fails_says_which_way_and_leaves_no_thread(
     site.close()
 
 
+def test_first_versions_that_take_longer_than_the_join_may_take_end_no_site_while_they_come(
+    tmp_path: Path, syncer: Syncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of many gigabytes over a slow link: as long as bytes come, the site and its other ranks wait."""
+    monkeypatch.setattr("diloco.learner.agent.WAITING_S", 0.2)
+    with started(tmp_path / "a", syncer, before={"pull": lambda: time.sleep(0.8)}, join_timeout_s=1.0) as site:
+        assert site.client.calls.count("pull") >= 2
+        said = [str(event["why"]) for event in site.events.of("note")]
+    assert said
+    assert all(" MB are here" in why for why in said)
+
+
 def test_a_site_that_comes_in_the_last_round_has_a_base_for_the_step_it_ends_with(tmp_path: Path) -> None:
     outer = {"final_wait_ns": 30_000_000_000, "site_timeout_ns": 60_000_000_000}
     with serving(tmp_path / "syncer", outer=outer) as syncer, started(tmp_path / "a", syncer, "a") as first:
@@ -150,7 +162,7 @@ def test_in_lock_step_a_site_waits_for_the_others_as_long_as_the_syncer_answers(
         assert not training.is_alive()
         site.train(1)
         site.client.down.set()
-        with pytest.raises(TimeoutError, match=r"an answer of the syncer \(0.6 s\)"):
+        with pytest.raises(TimeoutError, match="timed out waiting for the version of its own update"):
             site.step()
 
 
@@ -188,6 +200,19 @@ def test_finishing_is_bounded_when_the_syncer_is_away(tmp_path: Path, syncer: Sy
         assert done.ending == "left"
         assert done.ledger["unsent"] + done.ledger["in_flight"] > 0
         assert agent_threads() == []
+
+
+def test_a_final_version_that_takes_longer_than_finishing_may_take_is_waited_for_while_it_comes(tmp_path: Path) -> None:
+    outer = {"token_budget": 100, "final_wait_ns": 50_000_000}
+    with (
+        serving(tmp_path / "syncer", outer=outer) as syncer,
+        started(tmp_path / "a", syncer, finish_timeout_s=1.0) as site,
+    ):
+        site.train_until_stopped()
+        site.client.before["pull"] = lambda: time.sleep(0.8)
+        site.client.training = None
+        done = site.agent.finish(final=True)
+    assert (done.ending, done.final) == ("finished", True)
 
 
 @pytest.mark.parametrize("heartbeat_s", [0.2, 60.0])
