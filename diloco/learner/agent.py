@@ -572,13 +572,12 @@ class Agent(Exchange):
             with contextlib.suppress(TimeoutError):  # The ledger reports what is still unsent or undecided then.
                 self._until(lambda: self.left.is_set() or failed(), bound, "its last updates")
                 fetch = Progress(self.owners, self.tensors.layout)
-                self._until(
-                    lambda: self._touch.over or failed(),
-                    bound,
-                    "its last fates and the final version",
-                    lambda: fetch.heard_at() if final and self.machine.state.ending is Ending.FINISHED else 0.0,
-                    fetch.__str__,
-                )
+                final_at = lambda: fetch.heard_at() if self.machine.state.ending is Ending.FINISHED else 0.0  # noqa: E731
+                done = lambda: self._touch.over or failed()  # noqa: E731
+                if final:
+                    self._until(done, bound, "its last fates and the final version", final_at, fetch.__str__)
+                else:
+                    self._until(done, bound, "its last fates")
         self.owners.parting = True
         self._orders.go_on(stop=True)
         stop = self.stop
