@@ -287,7 +287,9 @@ class Touch:
         try:
             with site.link.control():
                 reply = site.client.report(info)
-        except (Unreachable, Refused):
+        except (Unreachable, Refused) as error:
+            if getattr(error, "retry_after_s", None) is not None:
+                self.heard_at = time.monotonic()  # It answers, but is held: by a full disk, say.
             # The Watch stream fails too, and the listener joins again when the syncer is back.  But a syncer that waits
             # for its standby keeps that stream alive, even after the standby has replaced it.
             self._unheard += 1

@@ -204,7 +204,7 @@ class CoreHeld(Refusal):
     """The decision loop waits for a missing condition, which the text names; the caller may retry."""
 
     def __init__(self, want: Want) -> None:
-        super().__init__(WireStatus.UNAVAILABLE, want.text)
+        super().__init__(WireStatus.UNAVAILABLE, want.text, retry_ms=round(1000 * HELD_AFTER_S))
         self.kind = want.kind
 
 
