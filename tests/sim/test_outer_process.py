@@ -10,6 +10,7 @@ from diloco.sim.outer_disk import CrashPoint, journal_name
 from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, OuterProcess
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import Direction
+from diloco.sync.events import DrainRequested
 from diloco.sync.options import SECOND_NS
 from tests.sim.small import Small, a_pair
 from tests.sooner import sooner
@@ -50,6 +51,20 @@ def test_rot_is_found_or_harmless() -> None:
         assert small.syncers.outer is not None, seed
         found += small.syncers.damage_found
     assert found > 4
+
+
+def test_the_sites_of_a_drained_run_have_ended_and_may_come_back() -> None:
+    small = Small()
+    small.run(3)
+    small.outer.ask(lambda: small.outer.order(DrainRequested))
+    small.run(10)
+    assert not any(site.running() for site in small.cluster.sites.values())
+    before = small.versions()
+    small.syncers.kill(small.syncers.seats[0])
+    for name in small.cluster.sites:
+        small.cluster.come_back(name)
+    small.run(5)
+    assert all(now > was for now, was in zip(small.versions(), before, strict=True))
 
 
 def test_machine_time_stands_still_while_no_process_lives() -> None:
