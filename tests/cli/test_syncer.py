@@ -96,6 +96,8 @@ def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp
     with place_in(tmp_path) as place:
         listen = f"cluster.syncer.listen=127.0.0.1:{free_port()}"
         syncer, address = place.syncer("otter", "outer.sites_max=1", listen)
+        written = tmp_path / "runs/otter/config.yaml"
+        assert read(written).outer.sites_max == 1
         two = ["outer.sites_max=1", "site.num_sites=2"]
         fra = place.site("otter", address, "fra", "site.index=0", *two)
         wait_for(lambda: place.seen("otter", "fra", "joined"), "fra", fra.text)
@@ -108,6 +110,7 @@ def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp
         syncer, _ = place.syncer("otter", "outer.sites_max=2", listen)
         (changed,) = place.seen("otter", "syncer", "settings_changed")
         assert changed["why"] == "outer.sites_max is 2 and was 1"
+        assert read(written).outer.sites_max == 2
         iad = place.site("otter", address, "iad", "site.index=1", *two)
 
         def merged() -> set[str]:
