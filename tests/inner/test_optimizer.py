@@ -43,6 +43,12 @@ def test_state_of_another_model_is_refused_by_name() -> None:
             optimizers.load_state_dict({name: torch.zeros(1)}, {})
 
 
+def test_the_rate_that_is_told_is_muons() -> None:
+    optimizers = build_optimizers(tiny(), InnerOptions(optimizer="muon", muon_lr=0.02))
+    optimizers.set_lr_factor(0.5)
+    assert optimizers.lr == pytest.approx(0.01)
+
+
 def test_schedules_warm_up_by_own_steps_and_anneal_by_progress() -> None:
     wsd = InnerOptions(schedule="wsd", warmup_steps=4, decay_share=0.4, lr_floor=0.1)
     assert [lr_factor(wsd, 0.0, step) for step in (0, 1, 3, 9)] == pytest.approx([0.25, 0.5, 1.0, 1.0])

@@ -31,6 +31,7 @@ from diloco.runs.up import (
     Up,
     UpOptions,
     check_syncers,
+    children_of,
     restore_line,
     syncer_address,
     syncers_of,
@@ -402,3 +403,13 @@ def test_what_two_syncers_say_is_what_one_would() -> None:
     assert sites["b"]["tokens_merged"] == 25, "one that the other syncer does not know has merged nothing there"
     assert together([None, None]) is None
     assert together([first]) is first
+
+
+def test_the_processes_of_a_run_are_our_verbs(tmp_path: Path) -> None:
+    options = Stage(tmp_path).options
+    options.sites = {"site-a": ["site.id=site-a", "site.syncer=127.0.0.1:2"]}
+    children = children_of(options, RunDir(tmp_path))
+    assert {name: child.is_site for name, child in children.items()} == {"syncer": False, "site-a": True, "eval": False}
+    words = " ".join(children["site-a"].command)
+    assert words.endswith(f"-m diloco site --config {tmp_path}/config.yaml site.id=site-a site.syncer=127.0.0.1:2")
+    assert "cluster.syncer.listen=127.0.0.1:1" in children["syncer"].command
