@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -136,6 +136,13 @@ def test_what_is_done_about_a_flood_is_seen(answer: bytes, due: Due) -> None:
         found = flood(f"127.0.0.1:{server.getsockname()[1]}", itertools.repeat(bytes(1000)), 0.3)
         thread.join(30)
     assert found.due is due
+
+
+@pytest.mark.slow
+def test_the_hunt_has_rounds_of_both_periods_and_calls_of_every_kind(hunted: Callable[..., Any]) -> None:
+    found, _ = hunted(calls, "--seconds", "5", "--turns", "1")
+    assert min(found["rounds_quiet"], found["rounds_flooded"]) > 0
+    assert {name.partition("_")[0] for name in found["calls"]} == {*calls.KINDS}
 
 
 @pytest.fixture(scope="module")
