@@ -91,6 +91,8 @@ if TYPE_CHECKING:
 
 
 LOOK_S = 0.05
+LINGERS_MAX = 100
+"""A site that reads the last version ever so slowly does not keep the syncer."""
 
 
 START_WAIT_S = 10.0
@@ -383,7 +385,7 @@ class Syncer:
 
     def linger(self) -> None:
         """After the last version: wait until every live site has left, has got its fates and has closed its streams; at
-        most ``linger_s`` without sending it a version, of which each site gets two at most."""
+        most ``linger_s`` after bytes of a version were sent, and ``LINGERS_MAX`` times that in all."""
         if self._above is not None:
             self._above.finish()  # The region's own last update, after those of its sites.
 
@@ -394,12 +396,11 @@ class Syncer:
                 for name, site in machine.state.sites.items()
             )
 
-        sent, until = self._bytes_out(), time.monotonic() + self.options.linger_s
-        whole = 4 * sum(fragment.numel for fragment in self.plan.layout.fragments)
-        most = sent + 2 * whole * self.plan.outer.sites_max
-        while time.monotonic() < until:
-            if sent < (now := self._bytes_out()) <= most:
-                sent, until = now, time.monotonic() + self.options.linger_s
+        sent, linger_s, now = self._bytes_out(), self.options.linger_s, time.monotonic()
+        until, end = now + linger_s, now + LINGERS_MAX * linger_s
+        while (now := time.monotonic()) < min(until, end):
+            if sent < (out := self._bytes_out()):
+                sent, until = out, now + linger_s
             with suppress(CoreHeld):  # A held loop decides nothing, so no site can leave.
                 if not self.core.ask(wanted):
                     return
