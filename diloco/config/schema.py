@@ -368,8 +368,8 @@ class SyncerSection:
     heartbeat_s: float = 1.0
     """Seconds between two heartbeats of a site."""
     linger_s: float = 10.0
-    """After the last version: longest wait, in seconds, for the sites to hear of it; it begins anew while one is sent, up
-    to 100 times as long in all."""
+    """After the last version: longest wait, in seconds, for the sites to hear of it; it begins anew while one is sent,
+    up to 100 times as long in all."""
     metrics: str = ""
     """host:port of a page for Prometheus, without authentication; a port alone listens on loopback; empty: none."""
     memory_check_s: float = 10.0
