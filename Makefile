@@ -10,6 +10,9 @@ VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYT
 BIN := .venv/bin
 # A run is many processes that import the same modules: compiled once, whatever the machine's environment says.
 unexport PYTHONDONTWRITEBYTECODE
+# By all cores, where pip would take one.  Some files that packages bring are templates, which do not compile.
+installed = $(BIN)/pip install -q --no-compile -c constraints.txt -e '.[$(1)]' \
+    && { $(BIN)/python -m compileall -qq -j 0 .venv/lib || true; } && touch $@
 .PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison liars failover cuts layouts examples clocks
 
 demo: .venv/.ready
@@ -210,10 +213,10 @@ fuzz-inputs: .venv/.ready
 .venv/.ready: pyproject.toml setup.py constraints.txt $(wildcard diloco/codec/kernels/*)
 	@echo "Setting up .venv with $$($(PYTHON) --version): the packages of constraints.txt, and this tree as it is"
 	@test -x $(BIN)/pip || $(VENV) .venv
-	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
+	@$(call installed,dev)
 
 .venv/.docs: .venv/.ready
-	@$(BIN)/pip install -q -c constraints.txt -e '.[docs]' && touch $@
+	@$(call installed,docs)
 
 # The compiled kernels alone, into the tree, where .venv is that of another tree.
 kernels:
