@@ -121,10 +121,9 @@ def options_of(config: Mapping[str, Any]) -> ModelOptions:
     told = {**config, "rope_theta": rope}
     values: dict[str, Any] = {}
     for ours, theirs in FIELDS.items():
-        value: Any = told.get(
-            theirs, getattr(ModelOptions(), ours) if ours in ("tied", "norm_eps", "kv_heads") else None
-        )
-        kind = type(getattr(ModelOptions(), ours))
+        default = getattr(ModelOptions(), ours)
+        value: Any = told.get(theirs, default if ours in ("tied", "norm_eps", "kv_heads") else None)
+        kind = type(default)
         good = isinstance(value, bool) if kind is bool else type(value) in (int, kind)
         require(good, theirs, value, f"a value of type {kind.__name__}")
         require(abs(value) <= NUMBER_MAX, theirs, "a number", f"at most {NUMBER_MAX}")

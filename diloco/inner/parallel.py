@@ -321,10 +321,6 @@ class SiteGroup:
             dist.all_to_all_single(come, self._given(message.detach().to(self.device)), list(of), list(to))
             return come
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self.all_reduce_sum([0.0])
-
     def close(self) -> None:
         """Leave the group; it cannot be used afterwards.
 

@@ -43,7 +43,7 @@ def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
                 trainer._memory.writer.wait(60)
             except CheckpointError as error:
                 trainer._memory._why = str(error)  # What the next step would have found by itself.
-            trainer.group.barrier()
+            trainer.group.all_reduce_sum([0.0])
         if dies and info.step == until:
             raise DeadError
 
@@ -95,7 +95,7 @@ class Life:
         mine = state_of(trainer)
         assert mine.keys() == self.whole.keys()
         assert all(torch.equal(mine[name], self.whole[name]) for name in mine)
-        self.group.barrier()
+        self.group.all_reduce_sum([0.0])
         assert not self.memory.exists(), "nothing is left in memory at the end"
 
 
@@ -106,10 +106,10 @@ def lose_a_machine(life: Life, out: list[Path], lost: int) -> None:
     told = life.said("memory_checkpoint")
     assert [(each["name"], each["copies"]) for each in told] == [(name, 2) for name in NEWEST]
     assert all(int(str(each["bytes"])) > 1000 for each in told)
-    life.group.barrier()
+    life.group.all_reduce_sum([0.0])
     if life.group.is_first:
         shutil.rmtree(out[lost])
-    life.group.barrier()
+    life.group.all_reduce_sum([0.0])
     life.goes_on(4, dies=False)
 
 
@@ -117,21 +117,21 @@ def damage_copies(life: Life, out: list[Path]) -> None:
     """One damaged copy is made good by the other; two of the same part cost a checkpoint, in words."""
     rank = life.group.rank
     trained(life.begin(), DIES, dies=True)
-    life.group.barrier()
+    life.group.all_reduce_sum([0.0])
     if rank == 0:
         damage(out[0] / NEWEST[1] / "rank-00000.safetensors")
         (out[0] / ".tmp-step-0000000006").mkdir()
         (out[0] / ".tmp-step-0000000006" / "rank-00000.safetensors").write_bytes(b"half")
-    life.group.barrier()
+    life.group.all_reduce_sum([0.0])
     life.goes_on(4, dies=True)
     assert not list(life.memory.glob(".tmp-*"))
     trained(life.begin(), DIES, dies=True)  # A life that did not look for what there is begins with nothing.
     assert names(life.memory) == NEWEST
-    life.group.barrier()
+    life.group.all_reduce_sum([0.0])
     if rank == 0:
         for folder in out:
             damage(folder / NEWEST[1] / "rank-00001.safetensors")
-    life.group.barrier()
+    life.group.all_reduce_sum([0.0])
     life.goes_on(2, dies=False)
     (note,) = life.said("note")
     assert note["note"] == "checkpoint skipped"
@@ -147,9 +147,9 @@ def fill_memory(life: Life) -> None:
     assert [each["note"] for each in notes] == ["memory checkpoint not written"] * 2
     assert ("No space left" if life.group.rank == 1 else "was not received") in str(notes[0]["why"])
     assert not life.said("memory_checkpoint")
-    life.group.barrier()
+    life.group.all_reduce_sum([0.0])
     trained(life.begin(), END, dies=False)
-    life.group.barrier()
+    life.group.all_reduce_sum([0.0])
     assert not life.memory.exists()
 
 
@@ -158,7 +158,7 @@ def exchange_files(group: SiteGroup, out: list[Path]) -> None:
     mine, theirs = out[group.rank], out[1 - group.rank]
     for folder in out if group.is_first else []:
         folder.mkdir()
-    group.barrier()
+    group.all_reduce_sum([0.0])
     between = Machines(group, mine)
     assert (between.ranks, between.second_of(0), between.firsts_of(1)) == ([[0], [1]], 1, [0])
     content = bytes(range(256)) * (100 + group.rank)
@@ -168,10 +168,10 @@ def exchange_files(group: SiteGroup, out: list[Path]) -> None:
     come = [mine / name for name in ("come", "nothing", "none", "large/x")]
     with pytest.raises(CheckpointError, match=r"nothing was not received.*large/x cannot be written"):
         between.exchange({1 - group.rank: sent}, {1 - group.rank: come}, PLAIN_DISK)
-    group.barrier()
+    group.all_reduce_sum([0.0])
     assert (mine / "come").read_bytes() == (theirs / "large").read_bytes()
     assert (mine / "none").read_bytes() == b""
-    group.barrier()
+    group.all_reduce_sum([0.0])
 
 
 def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:

@@ -259,7 +259,7 @@ def damage_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     trained(build(CASES["fsdp"], corpus, group, folder), SAVED)
     if group.is_first:
         damage(folder / NAMES[-1] / "rank-00002.safetensors")
-    group.barrier()
+    group.all_reduce_sum([0.0])
     found = build(CASES["fsdp"], corpus, group, folder).resume()
     assert found is not None
     assert found.step == 2
