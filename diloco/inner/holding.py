@@ -452,8 +452,11 @@ class Spread:
                 cut_by_tensor(model, mesh["tensor"])
             if shards > 1:
                 cut_by_shard(model, mesh["replicate", "shard"] if copies > 1 else mesh["shard"])
-        if is_empty:
-            model.take_shape(group.device)
+        if is_empty:  # It was made on torch's meta device, without memory.
+            model.to_empty(device=group.device)
+            if model.options.tied:
+                model.head.weight = model.embedding.weight
+            model.fill()
         self.module = model
         """The module that the trainer calls."""
 

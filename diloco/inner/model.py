@@ -410,13 +410,6 @@ class Transformer(nn.Module):
         for buffer, table in zip((self.cosines, self.sines), rotary_tables(self.options), strict=True):
             buffer.copy_(table)
 
-    def take_shape(self, device: torch.device) -> None:
-        """Give a model made on torch's meta device memory on ``device``, and write the initial values of ``seed``."""
-        self.to_empty(device=device)
-        if self.options.tied:
-            self.head.weight = self.embedding.weight
-        self.fill()
-
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits [B, T, vocab_size] for ``tokens`` int64 [B, T], T at most ``context``; ValueError if longer.
 
