@@ -212,7 +212,7 @@ class TrainedFleet:
                 payload = self._payloads[site, fragment, sequence] = bytes(encoded.payload)
                 self.bytes_up += len(payload)
             case fx.Adopt():
-                tensors.adopt(effect.fragment, effect.version, effect.merged, effect.fresh, effect.under_way)
+                tensors.adopt(effect)
             case fx.Retake():
                 tensors.retake(effect.fragment, effect.version, effect.keep)
             case fx.Release():

@@ -181,7 +181,7 @@ class Exchange(Participant):
         match effect:
             case Adopt():
                 with self._orders.all_do(ADOPT, fragment):
-                    self.tensors.adopt(fragment, effect.version, effect.merged, effect.fresh, effect.under_way)
+                    self.tensors.adopt(effect)
                 facts: dict[str, object] = {"fragment": fragment, "version": effect.version}
                 facts["seconds"] = round(time.perf_counter() - began_s, 6)
                 self.emit("adopted", {**facts, "merged": list(effect.merged)})

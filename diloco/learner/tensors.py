@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from diloco.inner.holding import Holding
     from diloco.outer.fragments import Layout
     from diloco.outer.optimizer import OuterOptimizerOptions
+    from diloco.sync.effects import Adopt
 
 
 class Place:
@@ -330,15 +331,9 @@ class SiteTensors(Versions):
             return reference
         return written if reference is values else reference.add(written - values)
 
-    def adopt(
-        self,
-        fragment: int,
-        version: int,
-        merged: Sequence[int],
-        fresh: Sequence[int] = (),
-        under_way: Sequence[int] = (),
-    ) -> None:
-        """Adopt the latest version into the model; see ``sync.effects.Adopt``."""
+    def adopt(self, effect: Adopt) -> None:
+        """Adopt the latest version into the model."""
+        fragment, version, merged = effect.fragment, effect.version, effect.merged
         latest = self.latest[fragment]
         assert latest is not None, "the version to adopt was never fetched"
         assert latest[0] == version, (latest[0], version)
@@ -351,7 +346,7 @@ class SiteTensors(Versions):
         elif self.adopt_rule == "rebase":
             reference = self._rebase(fragment, new_base, [self.sent[fragment, sequence] for sequence in merged])
         elif self.adopt_rule == "eager":
-            reference = self._eager(fragment, version, new_base, merged, fresh, under_way)
+            reference = self._eager(effect, new_base)
         else:
             is_published = self.measure_from == "published"
             values = overwrite(new_base) if self.adopt_rule == "overwrite" else self._blended(fragment, new_base)
@@ -363,26 +358,20 @@ class SiteTensors(Versions):
         self.base_versions[fragment] = version
         self.told_base[fragment] = self.told_latest[fragment]
 
-    def _eager(
-        self,
-        fragment: int,
-        version: int,
-        new_base: Tensor,
-        merged: Sequence[int],
-        fresh: Sequence[int],
-        under_way: Sequence[int],
-    ) -> Tensor:
+    def _eager(self, effect: Adopt, new_base: Tensor) -> Tensor:
         """Adopt by ``eager``: write the values and return the reference for the next update."""
-        before = self.reference[fragment]
+        fragment, before = effect.fragment, self.reference[effect.fragment]
         assert before is not None
-        sent = {sequence: values_of(self.sent[fragment, sequence]) for sequence in {*merged, *fresh, *under_way}}
-        unsent = pseudo_gradient(before, self.local(fragment), [sent[sequence] for sequence in fresh])
-        shared = [sent[sequence] for sequence in under_way]
+        needed = {*effect.merged, *effect.fresh, *effect.under_way}
+        sent = {sequence: values_of(self.sent[fragment, sequence]) for sequence in needed}
+        unsent = pseudo_gradient(before, self.local(fragment), [sent[sequence] for sequence in effect.fresh])
+        shared = [sent[sequence] for sequence in effect.under_way]
         if self.own is None:
             values, reference = eager(new_base, unsent, shared, self.adopt_alpha)
         else:
             own, sites = self.own[fragment], self.sites_in[fragment]
-            own.merged([sent[sequence] for sequence in merged], version - self.base_versions[fragment], sites)
+            versions = effect.version - self.base_versions[fragment]
+            own.merged([sent[sequence] for sequence in effect.merged], versions, sites)
             reference = own.ahead(new_base, shared, sites)
             values = reference.sub(unsent)
         return self._write(fragment, values, reference)

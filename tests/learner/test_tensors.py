@@ -23,7 +23,7 @@ from diloco.learner.tensors import HOST, IDLE_SHARE, Echo, Place, SealInputs, Si
 from diloco.outer.fragments import gather, plan_layout
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
-from diloco.sync.effects import Seal
+from diloco.sync.effects import Adopt, Seal
 from diloco.wire.messages import short_digest
 from tests.learner.participant import Elsewhere, held
 from tests.syncer.building import LAYOUT, dice
@@ -96,7 +96,7 @@ def test_rebase_keeps_what_is_not_merged_in_place_and_by_a_copy(kind: str) -> No
         theta = dice(("new", version), 0)
         wanted = rebase(local(found), reference(found), theta, [dice(f"d{merged}", 0)])
         found.latest[0] = (version, theta)
-        found.adopt(0, version, [merged])
+        found.adopt(Adopt(0, version, (merged,)))
         assert {name: values.data_ptr() for name, values in parameters_of(found).items()} == before
         assert torch.equal(local(found), wanted.bfloat16().float() if kind == "bfloat16" else wanted)
         assert (0, merged) not in found.sent
@@ -108,7 +108,7 @@ def test_rebase_keeps_what_is_not_merged_in_place_and_by_a_copy(kind: str) -> No
 def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alpha: float) -> None:
     found = site_tensors(rule, alpha)
     found.latest[0] = (4, dice("new", 0))
-    found.adopt(0, 4, [5, 6])
+    found.adopt(Adopt(0, 4, (5, 6)))
     new, old = dice("new", 0), dice("local", 0)
     wanted = new if rule == "overwrite" else old if alpha == 1 else new - (new - old) * alpha
     assert torch.equal(local(found), wanted)
@@ -128,7 +128,7 @@ def test_buffers_are_measured_whole_and_taken_as_they_are(rule: str) -> None:
     found.sent[0, 5] = found.sent[0, 6] = dice("d", 0)
     assert torch.equal(measured(found, [5, 6]), -dice("local", 0))
     found.latest[0] = (4, dice("new", 0))
-    found.adopt(0, 4, [5])
+    found.adopt(Adopt(0, 4, (5,)))
     assert torch.equal(local(found), dice("new", 0))
     found.retake(0, 4, [6])
     assert torch.equal(local(found), dice("new", 0))
@@ -140,7 +140,7 @@ def test_eager_keeps_what_is_unsent_and_a_share_of_what_the_version_lacks() -> N
     """Update 5 was measured before the last adopt, so only 6 is in what was trained since; the version has 5."""
     found = site_tensors("eager")
     found.latest[0] = (4, dice("new", 0))
-    found.adopt(0, 4, [5], fresh=[6], under_way=[6])
+    found.adopt(Adopt(0, 4, (5,), fresh=(6,), under_way=(6,)))
     unsent = dice("base", 0) - dice("local", 0) - dice("d6", 0)
     wanted = dice("new", 0).sub(dice("d6", 0), alpha=0.25)
     assert torch.equal(local(found), wanted - unsent)
@@ -156,7 +156,7 @@ def test_eager_may_have_ahead_what_the_outer_step_will_make_of_its_own_updates_a
     def adopted(sites: int) -> SiteTensors:
         found = site_tensors("eager", 0.0, ahead=options)
         found.arrived(0, 4, dice("new", 0), "", sites)
-        found.adopt(0, 4, [5], fresh=[5, 6], under_way=[6])
+        found.adopt(Adopt(0, 4, (5,), fresh=(5, 6), under_way=(6,)))
         return found
 
     unknown = adopted(0)
@@ -171,7 +171,7 @@ def test_eager_may_have_ahead_what_the_outer_step_will_make_of_its_own_updates_a
     again = restored(found, "eager", ahead=options)
     for each in (found, again):
         each.arrived(0, 6, dice("newest", 0), "", 3)
-        each.adopt(0, 6, [6])
+        each.adopt(Adopt(0, 6, (6,)))
         # Of versions 5 and 6 the last held update 6.
         assert torch.allclose(ahead(each), 0.25 * dice("d5", 0) / 3 + dice("d6", 0) / 3, atol=1e-6)
     assert torch.equal(local(again), local(found))
@@ -203,7 +203,7 @@ def test_elsewhere_and_after_a_checkpoint_all_is_as_on_the_host_without_one(rule
     here, there = site_tensors(rule), site_tensors(rule, place=Elsewhere())
     for found in (here, there):
         found.arrived(0, 4, dice("new", 0), "told")
-        found.adopt(0, 4, [5])
+        found.adopt(Adopt(0, 4, (5,)))
     assert there.latest[0] is not None
     assert there.base[0] is there.latest[0][1], "what is hashed is what was fetched"
     assert there.reference[0] is not there.base[0]
@@ -217,7 +217,7 @@ def test_elsewhere_and_after_a_checkpoint_all_is_as_on_the_host_without_one(rule
         assert found.tensors().keys() == here.tensors().keys()
         assert torch.equal(measured(found, subtract), measured(here, subtract))
         assert torch.equal(local(found), local(here))
-    for change in (lambda found: found.retake(0, 5, [6]), lambda found: found.adopt(0, 5, [6])):
+    for change in (lambda found: found.retake(0, 5, [6]), lambda found: found.adopt(Adopt(0, 5, (6,)))):
         for found in everywhere:
             found.latest[0] = (5, dice("newest", 0))
             change(found)
@@ -238,7 +238,7 @@ def test_memory_of_what_is_held_is_never_used_again() -> None:
         found.sent[0, version] = inputs.local
         values = buffers.values(FRAGMENT.numel).copy_(dice(("version", version), 0))
         found.arrived(0, version, values, "")
-        found.adopt(0, version, [version])
+        found.adopt(Adopt(0, version, (version,)))
         if version % 3 == 0:
             kept += [(values[5:], values[5:].clone()), (inputs.local, inputs.local.clone())]
         del values, inputs
@@ -253,7 +253,7 @@ def test_the_digest_that_was_told_goes_with_its_version_into_the_base_and_throug
     found.arrived(0, 4, dice("new", 0), "four")
     assert found.told_base == ["", ""], "it is here and not adopted"
     found.arrived(0, 3, dice("old", 0), "three")
-    found.adopt(0, 4, [5])
+    found.adopt(Adopt(0, 4, (5,)))
     assert found.told_base == ["four", ""]
     found.arrived(0, 5, dice("newer", 0), "five")
     again = restored(found, "rebase")
@@ -319,7 +319,7 @@ def test_the_recorded_runs_come_out_exactly(delay: int) -> None:
             if step >= place and (step - place) % PERIOD == 0:
                 version = 1 + step // PERIOD
                 site.arrived(index, version, theta[index], "")
-                site.adopt(index, version, [])
+                site.adopt(Adopt(index, version, ()))
                 published.append(theta[index].item())
             walked[index].append(site.local(index).item())
     first, second, versions = RUNS[delay]
@@ -369,7 +369,7 @@ class Sites:
             for site, update in zip(self.sites, updates, strict=True):
                 site.sealed(0, number, update, None)
                 site.arrived(0, number, self.theta, "", 2)
-                site.adopt(0, number, [number], fresh=[number])
+                site.adopt(Adopt(0, number, (number,), fresh=(number,)))
         return self.theta
 
 
@@ -447,7 +447,7 @@ class Model:
     def adopt(self, values: Tensor, merged: list[int]) -> None:
         self.version += 1
         self.tensors.arrived(0, self.version, values, "")
-        self.tensors.adopt(0, self.version, merged)
+        self.tensors.adopt(Adopt(0, self.version, tuple(merged)))
         self.since_adopt = []
 
     def refuse(self, sequence: int) -> None:
