@@ -112,7 +112,7 @@ class Upward(Participant):
         kept = {key for key, sent in told.items() if here.get(key) == sent.digest}
         self.outbox.clear(kept)
         for fragment, sequence in kept:
-            header, payload = self.outbox.get(fragment, sequence, 0)
+            header, payload = self.outbox.get(fragment, sequence)
             numel = self._layout.fragments[fragment].numel
             plain, raw = make_codec(header.encoding).opened(payload, numel)
             self._sent[fragment, sequence] = (header.digest, Coded(plain, raw, numel))

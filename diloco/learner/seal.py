@@ -12,7 +12,7 @@ as eight hexadecimal digits, and the header's fields as JSON; the header holds t
 
 A file that is no longer needed is kept for a while under a spare name, and the next update is written over it.  If a
 power cut brings its old name back, its content is damaged or belongs to another name, and either counts as missing.
-The last updates stay in memory as well until they are read once (``fresh``), so that the first send reads no file.
+The last updates stay in memory as well until they are read once, so that the first send reads no file.
 
 Odometer.  ``Odometer`` records how far the site got, readable after a kill -9.  It is a memory-mapped file: a write is
 a store to memory, cheap enough for the training thread, and the kernel keeps the page when the process dies.  A power
@@ -30,7 +30,7 @@ import struct
 import threading
 import time
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from math import sqrt
 from typing import TYPE_CHECKING
@@ -286,22 +286,19 @@ class Outbox:
         with self._fresh_lock:
             return self._fresh.pop(key, None)
 
-    def fresh(self, fragment: int, sequence: int, incarnation: int) -> tuple[PushHeader, memoryview] | None:
-        """Return what ``get`` would, from memory, at the first call after ``put``; None at later calls."""
-        found = self._forget((fragment, sequence))
-        return found and (replace(found[0], incarnation=incarnation), found[1])
+    def get(self, fragment: int, sequence: int) -> tuple[PushHeader, memoryview]:
+        """Return an update: from memory at the first call after ``put``, then from its file.
 
-    def get(self, fragment: int, sequence: int, incarnation: int) -> tuple[PushHeader, memoryview]:
-        """Read an update; the ``incarnation`` that sends it now replaces the one in its header.
-
-        ``OutboxError`` if it is damaged, ``FileNotFoundError`` if it was dropped.
+        ``OutboxError`` if that is damaged, ``FileNotFoundError`` if it was dropped.
         """
+        if found := self._forget((fragment, sequence)):
+            return found
         path = self.folder / _name(fragment, sequence)
         with self._reading:
             header, payload = _read(path)
         if digest_of(payload, header.digest) != header.digest:
             raise OutboxError(f"{path} is damaged: its digest is not the one it was sealed with")
-        return replace(header, incarnation=incarnation), payload
+        return header, payload
 
     def drop(self, fragment: int, sequence: int) -> None:
         """Remove an update that is no longer needed; its file may become a spare."""
@@ -328,9 +325,7 @@ class Outbox:
         return found
 
     def clear(self, keep: set[tuple[int, int]]) -> None:
-        """Remove all updates that are not in ``keep``, given as (fragment, sequence)."""
-        with self._fresh_lock:
-            self._fresh.clear()
+        """Remove an earlier process's updates that are not in ``keep``, given as (fragment, sequence)."""
         for path in self.folder.glob("*.update"):
             fragment, _, sequence = path.stem.partition("-")
             if (int(fragment), int(sequence)) not in keep:

@@ -430,13 +430,15 @@ class Sender:
         if wanted is None:
             return None
         try:
-            mine = (fragment, sequence, own.known.incarnation)
-            header, payload = own.outbox.fresh(*mine) or own.outbox.get(*mine)
+            incarnation = own.known.incarnation
+            header, payload = own.outbox.get(fragment, sequence)
         except FileNotFoundError:
             if own.wanted(fragment, sequence) == wanted:
                 raise
             return None  # A join or a fate has just answered it.
-        return (replace(header, lineage=lineage), payload) if header.digest == wanted else None
+        if header.digest != wanted:
+            return None
+        return replace(header, incarnation=incarnation, lineage=lineage), payload
 
 
 class Fetcher:

@@ -164,7 +164,7 @@ def test_a_second_update_is_less_the_first(region: tuple[Upward, Below], tmp_pat
     below.wait_for(Sealed)
     above.seal(seal(2, (1,)), reference, reference - 11.0)
     below.wait_for(Sealed, 2)
-    _, payload = above.outbox.get(0, 2, 1)
+    _, payload = above.outbox.get(0, 2)
     assert set(torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist()) == {3.0}
     above.order(Release(0, 1))
     eventually(lambda: not list((tmp_path / "region").rglob("0-1.update")), "it is needed no more")
@@ -190,7 +190,7 @@ def test_another_process_sends_the_same_bytes_and_drops_what_is_not_known(tmp_pa
         assert below.wait_for(PushAnswered).digest == told[0]
         above.seal(seal(2, (1,)), dice("zero", 0), dice("other", 0))
         below.wait_for(Sealed)
-        _, payload = above.outbox.get(0, 2, 1)
+        _, payload = above.outbox.get(0, 2)
         assert not torch.frombuffer(bytearray(payload), dtype=torch.float32).any(), "the first one said it all"
 
 

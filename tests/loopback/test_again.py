@@ -79,7 +79,7 @@ def test_invariant_11b_what_was_sealed_before_the_kill_is_answered_as_a_duplicat
             assert killed.wait(BOUND_S) == -9
         outbox = Outbox(tmp_path / "a" / "outbox")
         ((fragment, sequence),) = outbox.digests()
-        header, payload = outbox.get(fragment, sequence, 1)
+        header, payload = outbox.get(fragment, sequence)
         again = alive.enter_context(Process("site", toy, None, **mine))
         again.log.wait_for("pushed", 1, BOUND_S, where=lambda event: event["sequence"] == sequence)
         with SyncClient(address, "a", RUN) as client:
