@@ -27,25 +27,20 @@ from diloco.durable import PLAIN_DISK
 from diloco.inner import GroupError
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.exchange import Exchange, Owners
+from diloco.learner.exchange import Beside, Exchange, Owners
 from diloco.learner.ranks import all_mine
 from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import Echo, SiteTensors
 from diloco.learner.transfer import LOOK_S, JoinFailed, Listener, report_info, say_goodbye
 from diloco.sync.effects import (
     Adopt,
-    Fetch,
-    Forget,
     Join,
     LearnerEffect,
     Leave,
     Note,
-    Release,
     Retake,
     Seal,
-    Send,
     SkipData,
-    StartOver,
     StopTraining,
 )
 from diloco.sync.events import (
@@ -651,22 +646,21 @@ class Agent(Exchange):
 
     # --- effects; the lock is held -----------------------------------------------------------------------------
 
-    def _carry_out(self, effects: list[LearnerEffect], until: float = 0.0) -> set[int]:
-        """Carry out effects in order; return the fragments whose values have changed.
+    def _carry_out(self, effects: list[LearnerEffect], until: float = 0.0) -> bool:
+        """Carry out effects in order; return whether values have changed.
 
         The training thread passes ``until``, its deadline: in lock-step it waits while the sealed values are read.
         """
-        adopted, at_rest = set[int](), until > 0 and self.machine.options.lock_step
+        adopted, at_rest = False, until > 0 and self.machine.options.lock_step
         self.owners.know(self.machine.state)
         for effect in effects:
             match effect:
-                case Adopt() | Retake() | Seal():
-                    codec = self.link.codec(self.machine.state.step_ns) if isinstance(effect, Seal) else ""
+                case Seal():
+                    codec = self.link.codec(self.machine.state.step_ns)
                     self._owner_of(effect.fragment).at_boundary(effect, codec, at_rest=at_rest)
-                    if not isinstance(effect, Seal):
-                        adopted.add(effect.fragment)
-                case Send() | Forget() | Release() | StartOver() | Fetch():
-                    self._owner_of(effect.fragment).order(effect)
+                case Adopt() | Retake():
+                    self._owner_of(effect.fragment).at_boundary(effect)
+                    adopted = True
                 case Join():
                     self.rejoin(effect.why)
                 case Leave():
@@ -677,6 +671,8 @@ class Agent(Exchange):
                     self.emit("note", {"note": effect.what, "why": effect.why, "fragment": effect.fragment})
                 case SkipData():
                     pass  # ``start`` returns the machine's cursor.
+                case _ if isinstance(effect, Beside):
+                    self._owner_of(effect.fragment).order(effect)
         self.changed.notify_all()
         if at_rest:
             self.stand_still(until)

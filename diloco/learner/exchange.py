@@ -39,9 +39,9 @@ from diloco.inner import GroupError
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, WAIT, Orders, lend_a_hand
-from diloco.learner.seal import Encoder, Outbox, SealedUpdate, SealJob
+from diloco.learner.seal import Outbox, SealedUpdate, SealJob
 from diloco.learner.tensors import Echo, SiteTensors, place_of
-from diloco.learner.transfer import LinkUse, Participant
+from diloco.learner.transfer import Participant
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
@@ -124,7 +124,6 @@ class Source:
 class Exchange(Participant):
     """The exchange of one rank.  The subclasses ``Agent`` and ``Owner`` know where the machine is."""
 
-    link: LinkUse
     tensors: SiteTensors
     change: Callable[[Callable[[], None], LearnerEvent, Source | None], object]
     """Call a function and pass an event to the machine, atomically, unless it comes from another run or syncer."""
@@ -158,11 +157,7 @@ class Exchange(Participant):
         """Held while the tensors, or the machine's state of them, change; never while waiting for others."""
         self._orders = orders
         self._unread: list[SealJob] = []  # Jobs that still read the model's own memory.
-        link = LinkUse(self, client, options.choices())
-        # They share buffers, because a site makes one update at a time.  Published buffers are sent without loss.
-        names = dict.fromkeys([*link.codecs, *[LOSSLESS] * bool(layout.averaged)])
-        encoders = [Encoder(make_codec(name), tensors.place, tensors.buffers) for name in names]
-        super().__init__(client, link, encoders, outbox, tensors)
+        super().__init__(client, options.choices(), outbox, tensors)
 
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
@@ -252,8 +247,8 @@ class Owner(Exchange):
         self._restored = restored or {}
         self._lost = ""
         self.known = LearnerState([])  # As last sent by rank 0.
-        self._numbers, self._answers = itertools.count(), dict[int, queue.SimpleQueue[object]]()
-        self._changes: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count()
+        self._asked: dict[int, tuple[queue.SimpleQueue[object], Callable[[], None]]] = {}
         self._due: queue.SimpleQueue[tuple[Change, str] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._states: queue.SimpleQueue[dict[str, Tensor] | None] = queue.SimpleQueue()
@@ -324,22 +319,17 @@ class Owner(Exchange):
             case "state":
                 with self.changed:
                     self._states.put(self.tensors.tensors())
-            case "changed":
-                number, keep = rest
-                change = self._changes.pop(number)
-                if keep:
-                    with self.changed:
-                        change()
-                self._answer(number, keep)
             case "answer":
-                self._answer(*rest)
+                number, answer = rest
+                asked = self._asked.get(number)
+                if asked is not None:  # Otherwise this rank is ending, and waits for nothing.
+                    answers, do = asked
+                    if answer:
+                        with self.changed:
+                            do()
+                    answers.put(answer)
             case _:
                 raise AssertionError(f"rank 0 says {what}")
-
-    def _answer(self, number: int, answer: object) -> None:
-        asked = self._answers.get(number)
-        if asked is not None:  # Otherwise this rank is ending, and waits for nothing.
-            asked.put(answer)
 
     def _wake(self, lost: str = "") -> None:
         """End all waits; ``lost`` is why rank 0 is gone, if it is."""
@@ -347,7 +337,7 @@ class Owner(Exchange):
         self.stopping.set()
         for waiting in (self._due, self._states):
             waiting.put(None)
-        for answers in list(self._answers.values()):
+        for answers, _ in list(self._asked.values()):
             answers.put(None)
 
     # --- what the background threads send ----------------------------------------------------------------------------
@@ -355,17 +345,18 @@ class Owner(Exchange):
     def _post(self, what: str, *rest: object) -> None:
         self._channel.send(what, (self.client.bytes_up, self.client.bytes_down), *rest)
 
-    def _ask(self, what: str, *rest: object, change: Callable[[], None] | None = None) -> object:
-        """Send a request to rank 0 and return its answer; None when rank 0 is gone."""
+    def _ask(self, what: str, *rest: object, do: Callable[[], None] = lambda: None) -> object:
+        """Send a request to rank 0 and return its answer; None when rank 0 is gone.
+
+        ``do`` is called before that, when rank 0 has agreed.
+        """
         number, answers = next(self._numbers), queue.SimpleQueue[object]()
-        self._answers[number] = answers
-        if change is not None:
-            self._changes[number] = change
+        self._asked[number] = answers, do
         try:
             self._post(what, number, *rest)
             return None if self.stopping.is_set() else answers.get()
         finally:
-            del self._answers[number]
+            del self._asked[number]
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
         """Ask rank 0 for the digest of an update that waits to be sent and answered; None when there is none."""
@@ -374,7 +365,7 @@ class Owner(Exchange):
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
         """Pass ``event`` to rank 0's machine; ``do`` is called once rank 0 has confirmed it."""
-        return self._ask("change", event, source, change=do)
+        return self._ask("change", event, source, do=do)
 
     def _echo(self) -> None:
         """Hash one base at a time, at intervals, for rank 0's heartbeat."""
@@ -422,7 +413,7 @@ class Owners:
             for channel in self._channels.values():
                 channel.send("knows", *known)
 
-    def at_boundary(self, effect: Change, codec: str, *, at_rest: bool = False) -> None:
+    def at_boundary(self, effect: Change, codec: str = "", *, at_rest: bool = False) -> None:
         """Make the owner of a fragment run ``Exchange.at_boundary``, with all ranks taking part."""
         del at_rest  # The owner's model keeps changing.
         fragment, owner = effect.fragment, self.owners[effect.fragment]
@@ -471,7 +462,7 @@ class Owners:
             case "change":
                 number, event, source = rest
                 if not self._agent.change(lambda: self._keep(channel, number, event, source), event, source):
-                    channel.send("changed", number, False)
+                    channel.send("answer", number, False)
             case "wanted":
                 number, fragment, sequence = rest
                 channel.send("answer", number, self._agent.wanted(fragment, sequence))
@@ -488,7 +479,7 @@ class Owners:
         if isinstance(event, VersionFetched) and source is not None and event.version >= self._versions[event.fragment]:
             self._versions[event.fragment] = event.version
             self._tensors.told_latest[event.fragment] = source.digest
-        channel.send("changed", number, True)
+        channel.send("answer", number, True)
 
     def _gone(self, rank: int, why: str) -> None:
         if not self.parting:

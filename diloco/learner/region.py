@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 from diloco.codec.base import bytes_of
 from diloco.codec.registry import Coded, make_codec
 from diloco.durable import PLAIN_DISK
-from diloco.learner.seal import Encoder, Outbox, SealedUpdate, SealJob
+from diloco.learner.seal import Outbox, SealedUpdate, SealJob
 from diloco.learner.tensors import HOST, Place, SealInputs, Versions
-from diloco.learner.transfer import LOOK_S, LinkMeter, Listener, Participant, report_info, say_goodbye, with_room
+from diloco.learner.transfer import LOOK_S, Listener, Participant, report_info, say_goodbye, with_room
 from diloco.sync.effects import Fetch, Join, Leave, Release, Send, StartOver
 from diloco.sync.events import (
     FateTold,
@@ -31,6 +31,7 @@ from diloco.sync.events import (
     UpstreamStarted,
     VersionPublished,
 )
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import ABOVE_0, Bound, Count, check_bounds
 from diloco.sync.progress import LearnerState, SentState
 from diloco.sync.region import OUTBOX
@@ -94,8 +95,7 @@ class Upward(Participant):
         outbox, versions = Outbox(Path(options.folder) / OUTBOX, disk), Versions(layout, Place(HOST))
         self._sent: dict[tuple[int, int], tuple[str, Coded]] = {}
         self._sending: set[tuple[int, int]] = set()
-        encoder = Encoder(make_codec(options.up_codec), versions.place, versions.buffers)
-        super().__init__(client, LinkMeter(client), [encoder], outbox, versions)
+        super().__init__(client, AdaptOptions(ways=(Way(options.up_codec, 0),)), outbox, versions)
         self.listener = Listener(self, agreement)
         self.rejoin = self.listener.rejoin
 

@@ -4,8 +4,8 @@ versions, ``Listener`` joins and reads the Watch stream.  ``Participant`` owns t
 The network threads take work, make one attempt at a time, wait with capped jittered back-off in between, and end when
 ``stopping`` is set.  None of them ever gives up on a syncer that is away (DESIGN section 5, "Waiting").
 
-Link.  ``LinkMeter`` measures the speed of a site's link from the calls that the site makes anyway.  ``LinkUse`` chooses
-how the site sends (codec, connections, overlap), and reports measurement and choice.
+Link.  ``Link`` measures the speed of a site's link from the calls that the site makes anyway, chooses how the site
+sends (codec, connections, overlap), and reports measurement and choice.
 
 Prefetch.  ``Ahead`` asks for a version before it is published, so that the syncer sends it at the moment of publishing.
 Otherwise a round takes one more round trip: the syncer announces the version, and the site then asks for it.  A failed
@@ -35,10 +35,10 @@ import torch
 from diloco.codec import kernel_library
 from diloco.codec.base import DecodeError, NonFiniteError
 from diloco.codec.entropy import stage_of
-from diloco.codec.registry import make_codec
+from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.codec.site_pass import Following
 from diloco.durable import when_there_is_room, write_file
-from diloco.learner.seal import SealJob, seal
+from diloco.learner.seal import Encoder, SealJob, seal
 from diloco.sync.events import (
     FateTold,
     FinalAnnounced,
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
     from diloco.codec.base import Codec
     from diloco.inner.trainer import Log
-    from diloco.learner.seal import Encoder, Outbox, SealedUpdate
+    from diloco.learner.seal import Outbox, SealedUpdate
     from diloco.learner.tensors import Versions
     from diloco.sync.events import LearnerEvent
     from diloco.sync.link import LinkEstimate
@@ -89,16 +89,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class LinkMeter:
-    """Times the calls of a client.  Any thread may read; each direction is measured by one thread.
+class Link:
+    """Times the calls of a participant's client, and chooses how to send.
 
-    A call that raises is not measured: its duration shows a wait, not the speed of the link.
+    Any thread may read; each direction is measured by one thread, and one thread at a time may call ``codec``.  A call
+    that raises is not measured: its duration shows a wait, not the speed of the link.
     """
 
-    def __init__(self, client: SyncClient) -> None:
-        self._client = client
+    def __init__(self, participant: Participant, options: AdaptOptions) -> None:
+        self._participant, self._client = participant, participant.client
         self._lock = threading.Lock()
-        self._estimator = LinkEstimator()
+        self._estimator, self.rounds, self.adapter = LinkEstimator(), RoundTimes(), Adapter(options)
 
     def read(self) -> LinkEstimate:
         """Return the present estimate of the link."""
@@ -126,17 +127,6 @@ class LinkMeter:
         """Record that a waiting pull brought ``count`` bytes in ``seconds``, counted from when they were available."""
         with self._lock:
             self._estimator.carried(count, int(seconds * 1e9), up=False, round_trips=0)
-
-
-class LinkUse(LinkMeter):
-    """A ``LinkMeter`` that also chooses how to send.  One thread at a time may call ``codec``, any thread ``info``."""
-
-    def __init__(self, participant: Participant, client: SyncClient, options: AdaptOptions) -> None:
-        super().__init__(client)
-        self._participant, self.rounds = participant, RoundTimes()
-        self.codecs = tuple(way.codec for way in options.ways)
-        """All codecs that may be chosen, the configured one first."""
-        self.adapter = Adapter(options)
 
     def codec(self, step_ns: int) -> str:
         """Return the codec of an update sealed now, where an inner step takes ``step_ns``; a change is logged once.
@@ -574,16 +564,19 @@ class Participant:
     """What is known of the run and the latest syncer: ``lineage``, ``epoch``, and this process's ``incarnation`` at
     that syncer (0 before it has joined)."""
 
-    def __init__(
-        self, client: SyncClient, link: LinkMeter, encoders: Sequence[Encoder], outbox: Outbox, tensors: Versions
-    ) -> None:
-        """``encoders`` are those of ``Sealer``."""
-        self.run_id, self.site_id, self.client, self.link = client.run_id, client.site_id, client, link
-        self.outbox, self.tensors = outbox, tensors
+    def __init__(self, client: SyncClient, options: AdaptOptions, outbox: Outbox, tensors: Versions) -> None:
+        """``options`` are the ways of sending to choose from, the configured one first."""
+        self.run_id, self.site_id, self.client = client.run_id, client.site_id, client
+        self.link, self.outbox, self.tensors = Link(self, options), outbox, tensors
         self.stopping = threading.Event()
         """Set when the threads must end."""
         self.left = threading.Event()
         """Set when this participant has left the run: another join would undo that."""
+        names = [way.codec for way in options.ways]
+        if tensors.layout.averaged:  # Buffers are sent without loss.
+            names.append(LOSSLESS)
+        # They share memory, because a site makes one update at a time.
+        encoders = [Encoder(make_codec(name), tensors.place, tensors.buffers) for name in dict.fromkeys(names)]
         self.sealer, self.fetcher, self.sender = Sealer(self, encoders), Fetcher(self), Sender(self)
         self.threads: list[threading.Thread] = []
 

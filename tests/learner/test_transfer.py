@@ -32,8 +32,7 @@ from diloco.learner.transfer import (
     Fetcher,
     Incoming,
     JoinFailed,
-    LinkMeter,
-    LinkUse,
+    Link,
     Listener,
     Pause,
     Sender,
@@ -122,7 +121,8 @@ class Desk(Recorder):
         self.expected: list[int] = []
         self.bytes_up = 0
         client: Any = self
-        self.client, self.link = client, LinkMeter(client)
+        self.client = client
+        self.link = Link(client, AdaptOptions(ways=WAYS))
         self.fetcher = SimpleNamespace(expect=self.expected.append)
         self.sender = Sender(self)
 
@@ -619,7 +619,8 @@ class Shelf(Recorder):
         self.made = threading.Event()
         self.sinks: list[PullSink] = []
         client: Any = self
-        self.client, self.link = client, LinkMeter(client)
+        self.client = client
+        self.link = Link(client, AdaptOptions(ways=WAYS))
         self.fetcher = Fetcher(self)
 
     def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
@@ -784,7 +785,7 @@ WAYS = (Way("int8", 8_000_000), Way("int4", 4_000_000))
 def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
     now, traffic = [0], SimpleNamespace(bytes_up=0, bytes_down=0)
     monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
-    meter = LinkMeter(traffic)  # type: ignore[arg-type]
+    meter = Link(SimpleNamespace(client=traffic), AdaptOptions(ways=WAYS))  # type: ignore[arg-type]
     assert (meter.read().rtt_ns, meter.read().up_bytes_per_s) == (0, 0)
     with meter.control():
         now[0] += 20 * MS
@@ -812,7 +813,8 @@ def test_a_choice_is_taken_told_once_with_its_reason_and_stays_to_be_seen() -> N
     traffic: Any = SimpleNamespace(bytes_up=0, bytes_down=0, use_channels=channels.append)
     sizes = {"version_bytes": 4_000_000, "window_bytes": 10_000, "inner_steps": 20}
     options = AdaptOptions(ways=WAYS, channels_max=6, overlap_steps=1, overlap_steps_max=12, **sizes)
-    use = LinkUse(site, traffic, options)
+    site.client = traffic
+    use = Link(site, options)
     assert [use.codec(STEP_NS) for _ in range(4)] == ["int8"] * 4
     assert use.info(STEP_NS) == LinkInfo(up_codec="int8", channels=1, overlap_steps=1)
     assert (site.events.all, site.told, use.adapter.choice.overlap_steps) == ([], [], 1), "nothing is measured yet"
