@@ -133,7 +133,7 @@ def line_of(model: torch.nn.Module, group: SiteGroup, facts: Facts) -> NoAgent |
         return NoAgent()
     layout, holding = layout_of(model), Holding(named_parameters_once(model), group)
     if group.rank:
-        follower = Follower([layout], holding, "rebase")
+        follower = Follower([layout], holding, "rebase", {})
         follower.follow()
         return follower
     agent = Agent(

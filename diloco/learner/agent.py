@@ -440,8 +440,7 @@ class Agent(Exchange):
                 self._until(ready, bound_s, "the first versions", fetch.heard_at, fetch.__str__)
             except TimeoutError as error:
                 raise JoinFailed("unreachable", str(error)) from error
-            if self.has_failed():
-                assert self.stop is not None
+            if self.stop is not None and self.stop.failed:
                 raise JoinFailed("refused", self.stop.why)
             self._orders.go_on()
         except BaseException:
@@ -462,6 +461,10 @@ class Agent(Exchange):
         """Whether this process has ever joined."""
         return self.machine.state.incarnation > 0
 
+    def is_redone(self, info: StepInfo) -> bool:
+        """Return whether it is the step of the checkpoint (``redo``), which an earlier process has made."""
+        return self._redo is not None and info.step == self._redo.step
+
     def after_step(self, info: StepInfo) -> Verdict:
         """Account for an inner step, seal and adopt what is due, and return whether to stop.  Called once per step.
 
@@ -473,7 +476,7 @@ class Agent(Exchange):
         with self.changed:
             # The machine has already counted the step of a checkpoint (``redo``).  It ignores steps after this part of
             # the run has ended, because it sends nothing more.
-            told = self._has_ended or (self._redo is not None and info.step == self._redo.step)
+            told = self._has_ended or self.is_redone(info)
             step = StepDone(info.step, info.tokens, info.step_ns, info.cursor, info.sequences, info.passes)
             effects = self.machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
             self._odometer.write(info.step, self.machine.state.tokens_processed)

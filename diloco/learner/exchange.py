@@ -491,13 +491,10 @@ class Owners:
 class Follower:
     """A rank above 0: at each boundary it takes part in what rank 0 does, for each of the site's agents."""
 
-    def __init__(
-        self, layouts: Sequence[Layout], holding: Holding, adopt: str, owned: Sequence[Owner | None] = ()
-    ) -> None:
+    def __init__(self, layouts: Sequence[Layout], holding: Holding, adopt: str, owned: Mapping[int, Owner]) -> None:
         """``layouts`` are those of rank 0's agents in order, ``adopt`` the rule by which they adopt.
 
-        ``owned`` are this rank's owners, one for each agent in the same order; None for an agent whose fragments rank 0
-        owns alone, and empty where rank 0 owns all fragments.
+        ``owned`` are this rank's owners, by the number of the agent; none for one whose fragments rank 0 owns alone.
         """
         self._layouts, self._holding, self._adopt, self._owned = layouts, holding, adopt, owned
 
@@ -507,10 +504,10 @@ class Follower:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Return the checkpoint tensors of this rank's fragments; call it when rank 0's ``state`` is called."""
-        parts = [owner.state() if owner is not None else {} for owner in self._owned]
+        parts = {at: owner.state() for at, owner in self._owned.items()}
         if len(self._layouts) == 1:
-            return {name: value for part in parts for name, value in part.items()}, {}
-        return {f"{at}.{name}": value for at, part in enumerate(parts) for name, value in part.items()}, {}
+            return parts.get(0, {}), {}
+        return {f"{at}.{name}": value for at, part in parts.items() for name, value in part.items()}, {}
 
     def finish(self) -> None:
         """Take part after the loop until rank 0 is done: it may need values held here to send the last updates."""
@@ -520,9 +517,8 @@ class Follower:
 
     def close(self) -> None:
         """End the threads."""
-        for owner in self._owned:
-            if owner is not None:
-                owner.close()
+        for owner in self._owned.values():
+            owner.close()
 
     def follow(self) -> bool:
         """Take part in one boundary; return whether this rank is to stop.
@@ -538,8 +534,6 @@ class Follower:
                 continue
             part, fragment, owner = which
             if owner == group.rank:
-                own = self._owned[part]
-                assert own is not None, f"rank 0 sent an order for agent {part}, of which this rank owns nothing"
-                own.do()
+                self._owned[part].do()
             else:
                 lend_a_hand(self._holding, self._layouts[part], fragment, what, self._adopt, owner)

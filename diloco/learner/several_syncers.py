@@ -49,17 +49,10 @@ AWAY_S = 5.0
 class Agents:
     """Rank 0 of a site with several syncers; contains an ``Agent`` for each."""
 
-    def __init__(
-        self,
-        agents: Sequence[Agent],
-        voice: OneVoice,
-        orders: Orders,
-        join_timeout_s: float,
-        redo: StepInfo | None = None,
-    ) -> None:
-        """``agents`` log through ``voice``; ``redo`` is the argument that each of them was given."""
+    def __init__(self, agents: Sequence[Agent], voice: OneVoice, orders: Orders, join_timeout_s: float) -> None:
+        """``agents`` log through ``voice``."""
         self._agents, self._voice, self._orders = tuple(agents), voice, orders
-        self._join_timeout_s, self._redo = join_timeout_s, redo
+        self._join_timeout_s = join_timeout_s
         self._leave_asked = False  # A signal handler sets it, so a plain store.
         self._given_up_at = 0.0  # When the site ends without the syncers that never answered; 0: no end is due.
         self._why = ""
@@ -102,7 +95,7 @@ class Agents:
         for agent in self._agents:
             agent.after_step(info)
             self._tell_turns()
-        if self._redo is None or info.step != self._redo.step:
+        if not self._agents[0].is_redone(info):
             self._voice.spent.step(info.step_ns, info.tokens, info.loss)
         self._voice.spent.stalled(time.perf_counter_ns() - began_ns, 0)
         if info.passes:

@@ -71,13 +71,13 @@ def agent_of(
         agents.append(agent)
     if len(parts) == 1:
         return agents[0]
-    return Agents(agents, voice, site, config.site.join_timeout_s, redo)
+    return Agents(agents, voice, site, config.site.join_timeout_s)
 
 
 def follower_of(config: RunConfig, holding: Holding) -> Follower:
     """Return the follower of any other rank, where rank 0 owns all fragments."""
     whole = build.layout_over(config, holding.shapes, holding.frozen, holding.buffers)
-    return Follower([build.layout_of(part, whole) for part in towards(config)], holding, config.outer.adopt)
+    return Follower([build.layout_of(part, whole) for part in towards(config)], holding, config.outer.adopt, {})
 
 
 def owning_follower_of(
@@ -85,15 +85,14 @@ def owning_follower_of(
 ) -> Follower:
     """Return the follower of any other rank, with the fragments that it owns; rank 0's agent has ``spread``."""
     whole = build.layout_over(config, holding.shapes)
-    parts, layouts, owned = towards(config), list[Layout](), list[Owner | None]()
+    parts, layouts, owned = towards(config), list[Layout](), dict[int, Owner]()
     for index, part in enumerate(parts):
         own_folder, restored = _own(folder, resumed, index, len(parts))
         layouts.append(build.layout_of(part, whole))
         dealt = deal(layouts[-1], holding)
         if not dealt.channels:  # E.g. where a syncer has one fragment: rank 0 owns it.
-            owned.append(None)
             continue
-        owner = Owner(
+        owned[index] = Owner(
             build.agent_options(part, own_folder, whole),
             config.outer.adopt,
             layouts[-1],
@@ -103,7 +102,6 @@ def owning_follower_of(
             restored[0] if restored is not None else None,
             disk,
         )
-        owned.append(owner)
     return Follower(layouts, holding, config.outer.adopt, owned)
 
 

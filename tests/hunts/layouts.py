@@ -88,7 +88,7 @@ def site_rank(group: SiteGroup, tell: Callable[[Any], None], toy: Toy, site: str
     else:
         options, client = toy.agent_options(site), toy.sync_client(site, address)
         mine = (options, toy.adopt, fragments, holding, dealt, client)
-        outer = Follower([fragments], holding, toy.adopt, [Owner(*mine)] if dealt.channels else [])
+        outer = Follower([fragments], holding, toy.adopt, {0: Owner(*mine)} if dealt.channels else {})
     outer.start() if isinstance(outer, Agent) else outer.follow()
     steps, stop = 0, False
     while not stop:

@@ -394,7 +394,7 @@ def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent
     group = Ordered([RETAKE, 0, 0, 0], first, [RETAKE, 0, 1, 0], second, [GO_ON], [WAIT, 0, 0, 0], [GO_ON])
     group.said += [[ADOPT, 0, 0, 0], third, [STOP], [ADOPT, 0, 1, 0], last, [GO_ON], [STOP]]
     parameters = zeros()
-    follower = Follower([LAYOUT], Holding(parameters, group), "overwrite")
+    follower = Follower([LAYOUT], Holding(parameters, group), "overwrite", {})
     assert not follower.follow()
     now = lambda: [gather(fragment, parameters) for fragment in LAYOUT.fragments]  # noqa: E731
     assert all(map(torch.equal, now(), [first, second]))
@@ -404,7 +404,7 @@ def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent
     follower.finish()
     assert all(map(torch.equal, now(), [third, last]))
     assert group.said == []
-    assert Follower([LAYOUT], Holding(zeros(), Ordered([STOP])), "rebase").follow(), "rank 0 could not begin"
+    assert Follower([LAYOUT], Holding(zeros(), Ordered([STOP])), "rebase", {}).follow(), "rank 0 could not begin"
 
 
 @pytest.mark.parametrize("owns", [[0, 1], [1]])
@@ -415,7 +415,7 @@ def test_of_several_agents_each_orders_of_its_own_fragments_and_what_a_rank_owns
     retakes = [word for part in (0, 1) for word in ([RETAKE, part, 0, 0], values[part])]
     group = Ordered(*retakes, *([SEAL, part, 0, 1] for part in owns), [GO_ON], [STOP])
     states = [{f"base.{part}": torch.ones(1)} for part in (0, 1)]
-    owned: Any = [Mock(**{"state.return_value": states[part]}) if part in owns else None for part in (0, 1)]
+    owned: Any = {part: Mock(**{"state.return_value": states[part]}) for part in owns}
     parameters = zeros()
     follower = Follower(PARTS, Holding(parameters, group), "rebase", owned)
     follower.follow()
@@ -423,4 +423,4 @@ def test_of_several_agents_each_orders_of_its_own_fragments_and_what_a_rank_owns
     assert sorted(follower.state()[0]) == [f"{part}.base.{part}" for part in owns], "by agent, as rank 0 names its own"
     follower.finish()
     assert all((owned[part].do.call_count, owned[part].close.called) == (1, True) for part in owns)
-    assert list(Follower([LAYOUT], Holding(zeros(), group), "rebase", owned[1:]).state()[0]) == ["base.1"]
+    assert list(Follower([LAYOUT], Holding(zeros(), group), "rebase", {0: owned[1]}).state()[0]) == ["base.1"]

@@ -64,6 +64,9 @@ class Part:
             raise JoinFailed(self.joins, "no")
         return self.cursor
 
+    def is_redone(self, info: StepInfo) -> bool:
+        return False
+
     def after_step(self, info: StepInfo) -> None:
         self.steps.append(info.step)
 
