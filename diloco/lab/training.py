@@ -29,7 +29,7 @@ from diloco.inner.parallel import SiteGroup
 from diloco.lab.experiment import Found
 from diloco.lab.fleet import Told, fleet_of, tokens_per_step
 from diloco.learner.seal import Encoder
-from diloco.learner.tensors import SiteTensors
+from diloco.learner.tensors import AdoptOptions, SiteTensors
 from diloco.models.evaluate import Evaluator
 from diloco.outer.fragments import gather, named_parameters_once, scatter
 from diloco.outer.optimizer import NOTHING, evaluated
@@ -140,15 +140,13 @@ class _Site(_Training):
         super().__init__(config, share, warm)
         holding = Holding(named_parameters_once(self.model), SiteGroup())
         outer = config.outer
-        self.tensors = SiteTensors(
-            layout,
-            holding,
-            outer.adopt,
-            0.0 if outer.adopt_alpha is None else outer.adopt_alpha,
+        options = AdoptOptions(
+            adopt_alpha=0.0 if outer.adopt_alpha is None else outer.adopt_alpha,
             feedback=feedback(config),
             measure_from=outer.measure_from,
             ahead=build.ahead(config),
         )
+        self.tensors = SiteTensors(layout, holding, outer.adopt, options)
         self.encoder = Encoder(make_codec(config.codec.up), self.tensors.place, self.tensors.buffers)
 
     def train(self, steps: int, progress: float) -> None:

@@ -40,14 +40,13 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, WAIT, Orders, lend_a_hand
 from diloco.learner.seal import Outbox, SealedUpdate, SealJob
-from diloco.learner.tensors import Echo, SiteTensors, place_of
+from diloco.learner.tensors import AdoptOptions, Echo, SiteTensors, place_of
 from diloco.learner.transfer import Participant
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
+from diloco.outer.pseudo_gradient import ADDITIVE
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
 from diloco.sync.link import AdaptOptions, Way
-from diloco.sync.options import ABOVE_0, check_bounds, one_of, require, within
+from diloco.sync.options import ABOVE_0, check_bounds, require
 from diloco.sync.progress import LearnerState
 
 if TYPE_CHECKING:
@@ -64,20 +63,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, slots=True)
-class AgentOptions:
+class AgentOptions(AdoptOptions):
     """The options of a site's agent.  ``folder`` is the site's own; it holds the outbox and the odometer."""
 
     folder: str
     up_codec: str = "fp32"
-    adopt_alpha: Annotated[float, within(0, 1)] = 0.5
-    """Share of the local values that ``blend`` keeps, or of its own update that ``eager`` applies early."""
-    measure_from: Annotated[str, one_of(MEASURE_FROM)] = "adopted"
-    """Under ``blend``: measure the next update from the blended values (``adopted``) or the version (``published``)."""
-    ahead: OuterOptimizerOptions | None = None
-    """Under ``eager``: the run's outer step, which a site applies early to its own updates; None: it applies the share
-    ``adopt_alpha`` of them early."""
-    feedback: Annotated[float, within(0, 1)] = 0.0
-    """Share of a codec's rounding error that is added to the next update; 0 under ``rebase``, which keeps it all."""
     join_timeout_s: Annotated[float, ABOVE_0] = 60.0
     takeover: bool = False
     """Whether this process at once replaces a live process of its site that runs in another folder."""
@@ -141,17 +131,7 @@ class Exchange(Participant):
     ) -> None:
         """``adopt`` is the rule of adopting; ``orders`` makes all ranks take part in changes of the model."""
         rank = holding.group.rank
-        tensors = SiteTensors(
-            layout,
-            holding,
-            adopt,
-            options.adopt_alpha,
-            place_of(holding.parts()),
-            options.feedback,
-            dealt.of(rank),
-            options.measure_from,
-            options.ahead,
-        )
+        tensors = SiteTensors(layout, holding, adopt, options, place_of(holding.parts()), dealt.of(rank))
         outbox = Outbox(Path(options.folder) / "outbox", disk, settled=rank > 0)
         self.changed = threading.Condition(threading.RLock())
         """Held while the tensors, or the machine's state of them, change; never while waiting for others."""

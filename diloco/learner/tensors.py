@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import hypot
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 from weakref import ReferenceType, ref
 
 import torch
@@ -56,8 +56,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from diloco.codec.base import Buffers, digest
 from diloco.codec.registry import Coded, coded, values_of
 from diloco.codec.site_pass import rebase_pieces
-from diloco.outer.pseudo_gradient import OwnPart, blend, eager, overwrite, pseudo_gradient, rebase
-from diloco.sync.options import ADOPT_KEEPS_UNSENT
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.pseudo_gradient import MEASURE_FROM, OwnPart, blend, eager, overwrite, pseudo_gradient, rebase
+from diloco.sync.options import ADOPT_KEEPS_UNSENT, one_of, within
 from diloco.wire.messages import short_digest
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
 
     from diloco.inner.holding import Holding
     from diloco.outer.fragments import Layout
-    from diloco.outer.optimizer import OuterOptimizerOptions
     from diloco.sync.effects import Adopt
 
 
@@ -266,6 +266,21 @@ class Versions:
         self.latest: list[tuple[int, Tensor] | None] = [None for _ in layout.fragments]
 
 
+@dataclass(kw_only=True, slots=True)
+class AdoptOptions:
+    """How a site adopts a version and measures its updates, beside the run's rule of adopting."""
+
+    adopt_alpha: Annotated[float, within(0, 1)] = 0.5
+    """Share of the local values that ``blend`` keeps, or of its own update that ``eager`` applies early."""
+    measure_from: Annotated[str, one_of(MEASURE_FROM)] = "adopted"
+    """Under ``blend``: measure the next update from the blended values (``adopted``) or the version (``published``)."""
+    ahead: OuterOptimizerOptions | None = None
+    """Under ``eager``: the run's outer step, which a site applies early to its own updates; None: it applies the share
+    ``adopt_alpha`` of them early."""
+    feedback: Annotated[float, within(0, 1)] = 0.0
+    """Share of a codec's rounding error that is added to the next update; 0 under ``rebase``, which keeps it all."""
+
+
 class SiteTensors(Versions):
     """A site's tensors (see the module).  All threads call this under the agent's lock."""
 
@@ -274,23 +289,17 @@ class SiteTensors(Versions):
         layout: Layout,
         holding: Holding,
         adopt: str,
-        adopt_alpha: float,
+        options: AdoptOptions,
         place: Place | None = None,
-        feedback: float = 0.0,
         owned: Collection[int] | None = None,
-        measure_from: str = "adopted",
-        ahead: OuterOptimizerOptions | None = None,
     ) -> None:
-        """``place`` is the model's device, the host by default; ``feedback`` the share of a residual that is added to
-        the next update, 0 under ``rebase``.  ``owned`` are the fragments whose tensors this rank has, all by default.
-        ``measure_from``: see ``outer.pseudo_gradient.MEASURE_FROM``.  ``ahead``: the outer step that ``eager`` applies
-        early to the site's own updates (``outer.pseudo_gradient``); None: it applies ``adopt_alpha`` of them early."""
-        assert not (feedback and adopt in ADOPT_KEEPS_UNSENT), "a rule that keeps unsent progress needs no feedback"
+        """``adopt`` is the run's rule.  ``place`` is the model's device, the host by default; ``owned`` are the
+        fragments whose tensors this rank has, all by default."""
+        assert not (options.feedback and adopt in ADOPT_KEEPS_UNSENT), (
+            "a rule that keeps what is unsent needs none"
+        )
         super().__init__(layout, place if place is not None else Place(HOST))
-        self.holding = holding
-        self.adopt_rule = adopt
-        self.adopt_alpha = adopt_alpha
-        self.measure_from = measure_from
+        self.holding, self.adopt_rule, self._options = holding, adopt, options
         count = len(layout.fragments)
         self.owned = frozenset(range(count) if owned is None else owned)
         self.base: list[Tensor | None] = [None] * count
@@ -298,14 +307,14 @@ class SiteTensors(Versions):
         self.base_versions = [-1] * count
         self.sites_in = [0] * count
         """By fragment, the number of sites merged in the latest version for which that number is known."""
-        self.own = None if ahead is None else [OwnPart(ahead) for _ in range(count)]
+        self.own = None if options.ahead is None else [OwnPart(options.ahead) for _ in range(count)]
         self.told_latest = [""] * count
         self.told_base = [""] * count
         """The digests that the syncer published with these versions, as text; empty where unknown."""
         self.sent: dict[tuple[int, int], Tensor | Coded] = {}
         """By (fragment, sequence), the d to subtract for an update in flight: its decoded values, kept on the host as
         its payload; with feedback, the d as measured."""
-        self.residuals = Residuals(feedback, count, self.place)
+        self.residuals = Residuals(options.feedback, count, self.place)
 
     def local(self, fragment: int) -> Tensor:
         """Return a copy of the model's present values.  The other ranks take part unless this rank holds them all."""
@@ -348,7 +357,7 @@ class SiteTensors(Versions):
         elif self.adopt_rule == "eager":
             reference = self._eager(effect, new_base)
         else:
-            is_published = self.measure_from == "published"
+            is_published = self._options.measure_from == "published"
             values = overwrite(new_base) if self.adopt_rule == "overwrite" else self._blended(fragment, new_base)
             reference = self._write(fragment, values, new_base if is_published else values)
         for sequence in merged:
@@ -367,7 +376,7 @@ class SiteTensors(Versions):
         unsent = pseudo_gradient(before, self.local(fragment), [sent[sequence] for sequence in effect.fresh])
         shared = [sent[sequence] for sequence in effect.under_way]
         if self.own is None:
-            values, reference = eager(new_base, unsent, shared, self.adopt_alpha)
+            values, reference = eager(new_base, unsent, shared, self._options.adopt_alpha)
         else:
             own, sites = self.own[fragment], self.sites_in[fragment]
             versions = effect.version - self.base_versions[fragment]
@@ -385,9 +394,9 @@ class SiteTensors(Versions):
         local, before, held = self.local(fragment), self.reference[fragment], self.base[fragment]
         assert before is not None
         assert held is not None
-        if self.measure_from == "published" and before is not self.place.of(held):
+        if self._options.measure_from == "published" and before is not self.place.of(held):
             local = local.sub(before - self.place.of(held))
-        return blend(local, new_base, self.adopt_alpha)
+        return blend(local, new_base, self._options.adopt_alpha)
 
     def _rebase(self, fragment: int, new_base: Tensor, own: Sequence[Tensor | Coded]) -> Tensor:
         """Adopt by ``rebase``; return the reference for the next update.

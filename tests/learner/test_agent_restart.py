@@ -19,7 +19,7 @@ from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import restored_machine
 from diloco.learner.seal import Odometer, Outbox
-from diloco.learner.tensors import SiteTensors
+from diloco.learner.tensors import AdoptOptions, SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.effects import Retake
@@ -262,7 +262,8 @@ class Place:
         """The machine of a new process, after the last one had got to step ``crashed_at``."""
         if crashed_at:
             self.odometer.write(crashed_at, crashed_at * TOKENS)
-        tensors = SiteTensors(plan_layout([("w", (4,))], 1), held({"w": torch.zeros(4)}), "rebase", 0.5)
+        layout, model = plan_layout([("w", (4,))], 1), held({"w": torch.zeros(4)})
+        tensors = SiteTensors(layout, model, "rebase", AdoptOptions())
         options, meta = LearnerOptions(inner_steps=100), machine
         if isinstance(machine, LearnerSync):
             options, meta = machine.options, {"machine": machine.snapshot()}

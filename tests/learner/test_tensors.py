@@ -19,7 +19,7 @@ from diloco.codec.registry import make_codec, values_of
 from diloco.inner.checkpoint import Prefixed
 from diloco.inner.holding import Holding
 from diloco.learner.seal import Encoder, SealedUpdate, SealJob, seal
-from diloco.learner.tensors import HOST, IDLE_SHARE, Echo, Place, SealInputs, SiteTensors, place_of
+from diloco.learner.tensors import HOST, IDLE_SHARE, AdoptOptions, Echo, Place, SealInputs, SiteTensors, place_of
 from diloco.outer.fragments import gather, plan_layout
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
@@ -36,7 +36,7 @@ FRAGMENT = LAYOUT.fragments[0]
 def site_tensors(rule: str, alpha: float = 0.25, place: Place | None = None, **more: Any) -> SiteTensors:
     """One that has taken version 3 and trained since, with updates 5 and 6 on their way."""
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    found = SiteTensors(LAYOUT, held(parameters), rule, alpha, place, **more)
+    found = SiteTensors(LAYOUT, held(parameters), rule, AdoptOptions(adopt_alpha=alpha, **more), place)
     found.arrived(0, 3, dice("base", 0), "")
     found.retake(0, 3, [])
     found.write(0, dice("local", 0))
@@ -57,10 +57,10 @@ def copied(found: SiteTensors) -> Holding:
     return held({name: values.clone() for name, values in parameters_of(found).items()})
 
 
-def restored(found: SiteTensors, rule: str, **more: Any) -> SiteTensors:
+def restored(found: SiteTensors, rule: str, place: Place | None = None, **more: Any) -> SiteTensors:
     """What a new process has of its checkpoint."""
     tensors = {name: values.clone() for name, values in found.tensors().items()}
-    again = SiteTensors(LAYOUT, copied(found), rule, 0.25, **more)
+    again = SiteTensors(LAYOUT, copied(found), rule, AdoptOptions(adopt_alpha=0.25, **more), place)
     again.restore(tensors, [4, -1], found.told_base)
     return again
 
@@ -121,7 +121,8 @@ def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alph
 def test_buffers_are_measured_whole_and_taken_as_they_are(rule: str) -> None:
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     layout = replace(LAYOUT, buffers=tuple(piece.name for piece in FRAGMENT.pieces))
-    found = SiteTensors(layout, held(parameters), rule, 0.25, feedback=0.5 * (rule == "blend"))
+    options = AdoptOptions(adopt_alpha=0.25, feedback=0.5 * (rule == "blend"))
+    found = SiteTensors(layout, held(parameters), rule, options)
     found.arrived(0, 3, dice("base", 0), "")
     found.retake(0, 3, [])
     found.write(0, dice("local", 0))
@@ -227,7 +228,7 @@ def test_elsewhere_and_after_a_checkpoint_all_is_as_on_the_host_without_one(rule
 def test_memory_of_what_is_held_is_never_used_again() -> None:
     """Rounds with everything that may still read a tensor: a checkpoint, a slow sender, an older version."""
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    found = SiteTensors(LAYOUT, held(parameters), "rebase", 0.5)
+    found = SiteTensors(LAYOUT, held(parameters), "rebase", AdoptOptions())
     buffers = found.buffers
     found.latest[0] = (0, dice("base", 0))
     found.retake(0, 0, [])
@@ -269,7 +270,7 @@ def test_of_a_checkpoint_only_what_is_owned_is_read() -> None:
     found, asked = site_tensors("rebase"), list[str]()
     tensors = found.tensors() | {"base.1": dice("base", 1), "residual.1": dice("r", 1)}
     read = Prefixed({name: name for name in tensors}, "", lambda name: asked.append(name) or tensors[name])
-    again = SiteTensors(LAYOUT, copied(found), "rebase", 0.25, owned=[1])
+    again = SiteTensors(LAYOUT, copied(found), "rebase", AdoptOptions(), owned=[1])
     again.restore(read, [3, 2], ["three", "two"])
     assert sorted(asked) == ["base.1", "residual.1", "sent.1.5"]
     assert again.told_base == ["three", "two"], "of all it is known what was told"
@@ -301,7 +302,7 @@ came.  The recording of a delay of 0 ends before the last version."""
 def test_the_recorded_runs_come_out_exactly(delay: int) -> None:
     layout = plan_layout([("first", (1,)), ("second", (1,))], 2)
     parameters = {name: torch.ones(1) for name, _ in layout.parameters}
-    site = SiteTensors(layout, held(parameters), "blend", 0.5, measure_from="published")
+    site = SiteTensors(layout, held(parameters), "blend", AdoptOptions(measure_from="published"))
     theta = [torch.ones(1), torch.ones(1)]
     for index in (0, 1):
         site.arrived(index, 0, theta[index], "")
@@ -336,13 +337,13 @@ NARROW = plan_layout([("a", (100,)), ("b", (NUMEL - 100,))], 1)
 
 EAGER = OuterOptimizerOptions(kind="sgd", lr=0.5, momentum=0.0)
 
-RULES: dict[str, dict[str, object]] = {
-    "rebase": {"adopt": "rebase", "adopt_alpha": 0.5},
-    "overwrite": {"adopt": "overwrite", "adopt_alpha": 0.5},
-    "blend": {"adopt": "blend", "adopt_alpha": 0.5},
-    "blend, published": {"adopt": "blend", "adopt_alpha": 0.5, "measure_from": "published"},
-    "eager": {"adopt": "eager", "adopt_alpha": 0.25},
-    "eager, by the outer step": {"adopt": "eager", "adopt_alpha": 0.0, "ahead": EAGER},
+RULES = {
+    "rebase": ("rebase", AdoptOptions()),
+    "overwrite": ("overwrite", AdoptOptions()),
+    "blend": ("blend", AdoptOptions()),
+    "blend, published": ("blend", AdoptOptions(measure_from="published")),
+    "eager": ("eager", AdoptOptions(adopt_alpha=0.25)),
+    "eager, by the outer step": ("eager", AdoptOptions(adopt_alpha=0.0, ahead=EAGER)),
 }
 
 
@@ -353,7 +354,7 @@ class Sites:
         self.theta = 1 + torch.rand(NUMEL, generator=torch.Generator().manual_seed(0))
         models = [{name: torch.zeros(shape, dtype=dtype) for name, shape in NARROW.parameters} for _ in range(2)]
         self.trained = models[0]
-        self.sites = [SiteTensors(NARROW, held(each), **RULES[rule]) for each in models]  # type: ignore[arg-type]
+        self.sites = [SiteTensors(NARROW, held(each), *RULES[rule]) for each in models]
         for site in self.sites:
             site.arrived(0, 0, self.theta, "")
             site.retake(0, 0, [])
@@ -396,7 +397,7 @@ def test_a_checkpoint_holds_what_was_written_and_an_fp32_model_has_nothing_more_
         sites = Sites("rebase", dtype)
         site = sites.sites[0]
         assert ("reference.0" in site.tensors()) == (dtype == torch.bfloat16)
-        again = SiteTensors(NARROW, held(sites.trained), "rebase", 0.5)
+        again = SiteTensors(NARROW, held(sites.trained), "rebase", AdoptOptions())
         again.restore(site.tensors(), [0])
         assert not again.measure(0, []).pseudo_gradient().any()
 
@@ -417,7 +418,7 @@ class Model:
         self.codec = make_codec(codec)
         self.encoder = Encoder(self.codec, Place(HOST))
         self.parameters = {"w": torch.zeros(600)}
-        self.tensors = SiteTensors(ONE, held(self.parameters), rule, alpha, feedback=beta)
+        self.tensors = SiteTensors(ONE, held(self.parameters), rule, AdoptOptions(adopt_alpha=alpha, feedback=beta))
         self.version = 0
         self.tensors.arrived(0, 0, torch.zeros(600), "")
         self.tensors.retake(0, 0, [])
@@ -568,7 +569,8 @@ def test_a_residual_is_dropped_and_said_by_a_retake_and_where_feedback_was_turne
 def echo_of(told: str, *bases: Tensor | None) -> tuple[Echo, SiteTensors, list[float]]:
     """What hashes these bases, and a clock that shows the first of its times, then the next, until one is left."""
     layout = plan_layout([(f"p{index}", (4,)) for index in range(len(bases))], len(bases))
-    tensors = SiteTensors(layout, held({name: torch.zeros(shape) for name, shape in layout.parameters}), "rebase", 0.5)
+    model = held({name: torch.zeros(shape) for name, shape in layout.parameters})
+    tensors = SiteTensors(layout, model, "rebase", AdoptOptions())
     tensors.base, tensors.told_base = list(bases), [told] * len(bases)
     tensors.base_versions = [10 + index for index in range(len(bases))]
     times = [100.0]

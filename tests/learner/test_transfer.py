@@ -25,7 +25,7 @@ from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import Following, publish
 from diloco.learner import transfer
 from diloco.learner.seal import Outbox, OutboxError
-from diloco.learner.tensors import SiteTensors
+from diloco.learner.tensors import AdoptOptions, SiteTensors
 from diloco.learner.transfer import (
     MALFORMED_MAX,
     WAIT_S,
@@ -474,7 +474,7 @@ def long_one() -> tuple[torch.Tensor, bytes, torch.Tensor]:
 
 def tensors(held: torch.Tensor, layout: Layout = LAYOUT, have: int | None = 3) -> SiteTensors:
     model = model_of({name: torch.zeros(shape) for name, shape in layout.parameters})
-    found = SiteTensors(layout, model, "rebase", 0.5)
+    found = SiteTensors(layout, model, "rebase", AdoptOptions())
     found.latest[0] = None if have is None else (have, held)
     return found
 
