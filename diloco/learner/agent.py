@@ -394,9 +394,10 @@ class Agent(Exchange):
         dealt = dealt or all_mine(layout)
         self._options, self._agreement = options, agreement
         self.emit, self._redo = emit, redo
-        self._odometer = Odometer(
-            Path(options.folder) / "odometer", disk, lambda why: emit("note", {"note": "odometer", "why": why})
-        )
+        path = Path(options.folder) / "odometer"
+        self._odometer = Odometer(path, disk)
+        if self._odometer.damage:
+            emit("note", {"note": "odometer", "why": f"{path} {self._odometer.damage}"})
         super().__init__(options, learner.adopt, layout, holding, dealt, orders, client, disk)
         self.meter = Meter()
         self.machine = restored_machine(learner, restored, redo, self.outbox, self._odometer, self.tensors)

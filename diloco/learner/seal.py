@@ -50,7 +50,6 @@ from diloco.sync.journal import parse_json
 from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from diloco.codec.base import Codec
@@ -358,19 +357,18 @@ SLOT = struct.Struct("<QQI4x")
 
 
 class Odometer:
-    """Counts a site's steps and tokens over all its processes.  ``note`` gets a text about a damaged reading.
+    """Counts a site's steps and tokens over all its processes.
 
-    ``reading`` is (step, tokens processed); zeros where nothing is known.
+    ``reading`` is (step, tokens processed); zeros where nothing is known.  ``damage`` is what was wrong with the file,
+    empty if nothing.
     """
 
-    def __init__(self, path: Path, disk: Disk = PLAIN_DISK, note: Callable[[str], None] = lambda why: None) -> None:
+    def __init__(self, path: Path, disk: Disk = PLAIN_DISK) -> None:
         self._disk, self._next = disk, 0
         disk.make_folder(path.parent, Step.ODOMETER)
         whole = path.exists()
-        self.reading, damage = _read_slots(path.read_bytes()) if whole else ((0, 0), "")
-        if damage:
-            note(f"{path} {damage}")
-        if damage or not whole:
+        self.reading, self.damage = _read_slots(path.read_bytes()) if whole else ((0, 0), "")
+        if self.damage or not whole:
             disk.write_file(path, 2 * _slot(*self.reading), Step.ODOMETER)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 2 * SLOT.size)
