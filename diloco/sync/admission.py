@@ -60,16 +60,14 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING
 
 from diloco.sync.effects import AnswerDone
-from diloco.sync.events import Fate, Outcome, Reason
+from diloco.sync.events import Fate, Outcome, Reason, UpdateAdmitted, UpdateArrived, UpdateWithdrawn
 from diloco.sync.fates import refuse
-from diloco.sync.state import OuterState, Phase, Status, Vital
+from diloco.sync.state import Line, Machine, OuterState, Pending, Phase, Site, Status, Turn, Vital
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sync.events import UpdateAdmitted, UpdateArrived, UpdateWithdrawn
     from diloco.sync.options import HealthOptions
-    from diloco.sync.state import Line, Machine, Pending, Site, Turn
 
 STEPS_RATIO_MAX = 64
 """Claimed over believed steps: a syncer whose clock was wrong while it was down may believe too few."""

@@ -37,14 +37,11 @@ from diloco.sync.data_units import (
     without,
 )
 from diloco.sync.effects import AnnounceFinal, AnswerUnits, MarkFinal, TellFate
-from diloco.sync.events import DISCARDING, Ending, Fate, Reason
-from diloco.sync.state import OuterState, Phase, Status
+from diloco.sync.events import DISCARDING, Ending, Fate, Reason, UnitsAsked
+from diloco.sync.state import Machine, OuterState, Pending, Phase, Status, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from diloco.sync.events import UnitsAsked
-    from diloco.sync.state import Machine, Pending, Turn
 
 
 def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, reason: Reason | None) -> TellFate:

@@ -51,13 +51,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from diloco.sync import events
-from diloco.sync.effects import Note
+from diloco.sync.effects import Note, OuterEffect
 from diloco.sync.events import OuterEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from diloco.sync.effects import OuterEffect
 
 
 # --- Records of this package to plain values (dict, list, str, int, float, bool, None), canonical JSON, and back

@@ -25,66 +25,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diloco.sync.effects import Join, LearnerEffect, Leave, Send, SkipData, StartOver
-from diloco.sync.events import (
-    BaseDiffers,
-    BoundaryReached,
-    Ending,
-    FateTold,
-    FetchFailed,
-    FinalAnnounced,
-    FinalWanted,
-    JoinAnswered,
-    LearnerEvent,
-    LeaveAsked,
-    OverlapChosen,
-    PushAnswered,
-    Sealed,
-    SealFailed,
-    StepDone,
-    TurnElsewhere,
-    UnitsTold,
-    VersionFetched,
-    VersionPublished,
-)
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync import progress, updates
 from diloco.sync.journal import from_plain, to_plain
-from diloco.sync.options import how_to_restore
-from diloco.sync.progress import (
-    Doubt,
-    FragmentProgress,
-    LearnerState,
-    Orphan,
-    Retaking,
-    SentState,
-    SiteTurn,
-    units_start_over,
-    units_told,
-)
-from diloco.sync.updates import (
-    accept,
-    boundary,
-    coming_due,
-    dynamic_due,
-    fate_told,
-    in_turn,
-    is_held,
-    may_follow,
-    next_turn,
-    push_answered,
-    seal_failed,
-    sealed,
-    send_again,
-    step_done,
-    unsend,
-    would_lose_work,
-    write_off,
-)
+from diloco.sync.options import LearnerOptions, how_to_restore
+from diloco.sync.progress import Doubt, FragmentProgress, LearnerState, Orphan, Retaking, SentState, SiteTurn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from diloco.sync.events import FragmentStanding
-    from diloco.sync.options import LearnerOptions
 
 
 class LearnerSync:
@@ -116,12 +65,12 @@ class LearnerSync:
             part.discards = 0  # A restarted site gets all its attempts again, even from a bad checkpoint.
             for sent in list(part.in_flight):
                 if sent.void or sent.outrun:
-                    write_off(part, sent)
+                    updates.write_off(part, sent)
                     continue
                 stored = outbox.get((index, sent.sequence)) == sent.digest
                 sent.kept = sent.kept and stored
                 if sent.state is not SentState.ACCEPTED and not (sent.state is SentState.SEALED and stored):
-                    unsend(options, part, sent)
+                    updates.unsend(options, part, sent)
         settle(machine.state)
         return machine
 
@@ -129,7 +78,7 @@ class LearnerSync:
         """Return the whole memory as plain values."""
         return to_plain(self.state)
 
-    def handle(self, event: LearnerEvent, now_ns: int) -> list[LearnerEffect]:
+    def handle(self, event: ev.LearnerEvent, now_ns: int) -> list[fx.LearnerEffect]:
         """Take ``event`` at instant ``now_ns`` and return what the site must do, in order."""
         del now_ns  # The machine has no deadline of its own; the mirror keeps the signature of ``OuterSync``.
         turn = SiteTurn(self.options, self.state)
@@ -139,7 +88,7 @@ class LearnerSync:
         if state.at_rest and not state.left and state.incarnation and not any(p.unanswered() for p in state.fragments):
             state.left = state.closed or all(part.unsent_tokens == 0 for part in state.fragments)
             if state.left:
-                turn.effects.append(Leave(state.ending))
+                turn.effects.append(fx.Leave(state.ending))
         return turn.effects
 
     def ready(self) -> bool:
@@ -153,20 +102,20 @@ class LearnerSync:
         most ``inner_steps``."""
         options, state, step = self.options, self.state, self.state.step
         if options.dynamic_steps:
-            dues = [dynamic_due(options, state, each) - step for each in range(options.num_fragments)]
+            dues = [updates.dynamic_due(options, state, each) - step for each in range(options.num_fragments)]
         else:
             dues = [options.inner_steps - (step - at) % options.inner_steps for at in options.due_at]
         wanted = [options.inner_steps, *dues]
         for part in state.fragments:
-            if part.fetched > part.base_version and not would_lose_work(options, part):
+            if part.fetched > part.base_version and not updates.would_lose_work(options, part):
                 wanted.append(part.held_until - step)
-            if part.due and may_follow(options, part):
+            if part.due and updates.may_follow(options, part):
                 wanted.append(1)
         return max(1, min(wanted))
 
     def next_turn(self) -> tuple[int, int] | None:
         """Lock-step only: return the order key of the fragment exchanged next, to compare with other machines' keys."""
-        return next_turn(self.options, self.state)[:2] if self.options.lock_step else None
+        return updates.next_turn(self.options, self.state)[:2] if self.options.lock_step else None
 
     def may_act(self) -> bool:
         """Return whether, as things stand, the boundary after the next step would read or write values.
@@ -178,11 +127,11 @@ class LearnerSync:
             return True
         if state.incarnation == 0:
             return False
-        coming = coming_due(options, state, step)
+        coming = updates.coming_due(options, state, step)
         return any(
             part.retaking is not None
-            or (part.fetched > part.base_version and not is_held(options, state, part, step))
-            or ((part.due or index in coming) and may_follow(options, part))
+            or (part.fetched > part.base_version and not updates.is_held(options, state, part, step))
+            or ((part.due or index in coming) and updates.may_follow(options, part))
             for index, part in enumerate(state.fragments)
         )
 
@@ -194,14 +143,14 @@ class LearnerSync:
         """
         state, parts, lock_step = self.state, self.state.fragments, self.options.lock_step
         undecided = any(part.undecided() or part.orphans for part in parts)
-        lacks_final = state.final_wanted and state.ending is Ending.FINISHED and not self.is_final()
+        lacks_final = state.final_wanted and state.ending is ev.Ending.FINISHED and not self.is_final()
         lags = lock_step and state.ending is not None and any(part.published > part.base_version for part in parts)
         return not (undecided or lacks_final or lags)
 
     def is_final(self) -> bool:
         """Return whether the site has taken the run's final versions, which it wants, and nothing else."""
         state = self.state
-        if not (state.final_wanted and state.final_versions and state.ending is Ending.FINISHED):
+        if not (state.final_wanted and state.final_versions and state.ending is ev.Ending.FINISHED):
             return False
         pairs = zip(state.fragments, state.final_versions, strict=True)
         return all(part.retaking is None and part.base_version >= version for part, version in pairs)
@@ -215,13 +164,13 @@ class LearnerSync:
         """
         if not self.options.lock_step:
             return False
-        parts, turn = self.state.fragments, in_turn(self.options, self.state)
+        parts, turn = self.state.fragments, updates.in_turn(self.options, self.state)
         if turn is not None and (parts[turn].in_flight or parts[turn].orphans):
             return True
         return self.state.progress_ppm >= 1_000_000 or any(part.published > part.base_version for part in parts)
 
 
-def joined(turn: SiteTurn, event: JoinAnswered) -> None:
+def joined(turn: SiteTurn, event: ev.JoinAnswered) -> None:
     """Handle the syncer's admission of this process."""
     state = turn.state
     if (event.lineage, event.epoch) < (state.lineage, state.epoch):
@@ -240,17 +189,17 @@ def joined(turn: SiteTurn, event: JoinAnswered) -> None:
     else:
         doubtful = [standing.fragment for standing in event.standings if not _compare(turn, standing)]
         if doubtful and not state.left:
-            turn.effects.append(Join("the answer knows less than the syncer has acknowledged: it may be a late one"))
+            turn.effects.append(fx.Join("the answer knows less than the syncer has acknowledged: it may be a late one"))
     settle(state)
     if state.cursor > before:
-        turn.effects.append(SkipData(state.cursor))
+        turn.effects.append(fx.SkipData(state.cursor))
     for index in range(len(state.fragments)):
         turn.want(index)
     if event.ending is not None:
         turn.end(event.ending, f"the run is {event.ending.value}")
 
 
-def _compare(turn: SiteTurn, standing: FragmentStanding) -> bool:
+def _compare(turn: SiteTurn, standing: ev.FragmentStanding) -> bool:
     """Reconcile one fragment with what the syncer has accepted and decided; return False if it seems to know less.
 
     An ack or a version can overtake the answer to a join.  Only the answer to a later join proves that it knows less.
@@ -264,7 +213,7 @@ def _compare(turn: SiteTurn, standing: FragmentStanding) -> bool:
         doubt, part.doubt = part.doubt, Doubt(accepted, part.base_version)
         if doubt is None or not (standing.watermark < doubt.sequence or standing.version < doubt.version):
             return False
-        if not send_again(turn, standing):
+        if not updates.send_again(turn, standing):
             lost = f"the syncer has forgotten what it acknowledged of fragment {index}, as if its data were an old copy"
             turn.stop(f"{lost}; {how_to_restore(turn.state.lineage)}")
             return False
@@ -277,17 +226,17 @@ def _compare(turn: SiteTurn, standing: FragmentStanding) -> bool:
         return True
     for sent in part.in_flight:
         if sent.state is SentState.SEALED and sent.sequence <= standing.watermark:
-            accept(turn, index, sent)
+            updates.accept(turn, index, sent)
         elif sent.state is SentState.SEALED:
-            turn.effects.append(Send(index, sent.sequence))
+            turn.effects.append(fx.Send(index, sent.sequence))
     for fate in standing.fates:
-        fate_told(turn, fate)
+        updates.fate_told(turn, fate)
     if part.base_version < 0:
         part.retaking = part.retaking or Retaking(standing.version, "first version of a new site", cold=True)
     return True
 
 
-def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
+def _outrun(turn: SiteTurn, standing: ev.FragmentStanding) -> None:
     """Take over updates that the syncer accepted from an earlier process and that this process does not know.
 
     Their pseudo-gradients are lost with that process; their progress is only in the published version.
@@ -310,7 +259,7 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
     turn.note("outrun", part.retaking.why, index)
 
 
-def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
+def _start_over(turn: SiteTurn, event: ev.JoinAnswered) -> None:
     """Start over after a restore of the run: updates in flight and versions here belong to the old lineage."""
     turn.state.final_versions = []
     turn.note("started_over", f"the run was restored: lineage {event.lineage}")
@@ -326,7 +275,7 @@ def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
             fate = told.get((sent.sequence, sent.digest))
             counted = sent.sequence <= standing.watermark and (fate is None or fate.merged)
             if sent.merged_version is None and not counted:
-                write_off(part, sent)
+                updates.write_off(part, sent)
         part.in_flight = [sent for sent in part.in_flight if sent.void]
         merged = {fate.sequence for fate in standing.fates if fate.merged}
         part.tokens_refused += sum(orphan.tokens for orphan in part.orphans if orphan.sequence not in merged)
@@ -338,8 +287,8 @@ def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
         part.base_version = part.stale_base = -1
         part.due, part.discards, part.doubt = False, 0, None
         part.retaking = Retaking(standing.version, f"the run was restored: lineage {event.lineage}")
-        turn.effects.append(StartOver(index))
-    units_start_over(turn.options, turn.state)
+        turn.effects.append(fx.StartOver(index))
+    progress.units_start_over(turn.options, turn.state)
 
 
 def settle(state: LearnerState) -> None:
@@ -349,12 +298,12 @@ def settle(state: LearnerState) -> None:
         part.tokens_lost = state.tokens_processed - part.accounted()
 
 
-def published(turn: SiteTurn, event: VersionPublished) -> None:
+def published(turn: SiteTurn, event: ev.VersionPublished) -> None:
     """Handle the announcement of a version; ignore one of another lineage or of an older epoch."""
     if event.lineage and event.lineage != turn.state.lineage:
         turn.note("publish_ignored", f"lineage {event.lineage} is not {turn.state.lineage}", event.fragment)
         if event.lineage > turn.state.lineage:
-            turn.effects.append(Join("the run was restored"))
+            turn.effects.append(fx.Join("the run was restored"))
         return
     if event.epoch < turn.state.epoch:
         turn.note("publish_ignored", f"epoch {event.epoch} is older than {turn.state.epoch}", event.fragment)
@@ -367,7 +316,7 @@ def published(turn: SiteTurn, event: VersionPublished) -> None:
     turn.want(event.fragment)
 
 
-def differs(turn: SiteTurn, event: BaseDiffers) -> None:
+def differs(turn: SiteTurn, event: ev.BaseDiffers) -> None:
     """Replace a base that differs from its published version: updates measured from it would be wrong."""
     part = turn.state.fragments[event.fragment]
     if part.base_version != event.version or part.retaking is not None:
@@ -377,32 +326,32 @@ def differs(turn: SiteTurn, event: BaseDiffers) -> None:
     part.base_version = part.fetched = -1
     part.published, part.fetching = max(part.published, event.version), False
     turn.note("base_differs", why, event.fragment)
-    turn.effects.append(StartOver(event.fragment))
+    turn.effects.append(fx.StartOver(event.fragment))
     turn.want(event.fragment)
 
 
-def fetched(turn: SiteTurn, event: VersionFetched | FetchFailed) -> None:
+def fetched(turn: SiteTurn, event: ev.VersionFetched | ev.FetchFailed) -> None:
     """Handle the end of a fetch: the arrival of a version's values, or a failure."""
     part = turn.state.fragments[event.fragment]
     part.fetching = False
-    if isinstance(event, VersionFetched):
+    if isinstance(event, ev.VersionFetched):
         if event.version <= max(part.fetched, part.base_version):
             part.published = max(part.fetched, part.base_version)  # The fetch asked for a newer version: there is none.
         part.fetched = max(part.fetched, event.version)
         part.published = max(part.published, event.version)
         for fate in event.fates:
-            fate_told(turn, fate)
+            updates.fate_told(turn, fate)
     turn.want(event.fragment)
 
 
-def final(turn: SiteTurn, event: FinalAnnounced | FinalWanted) -> None:
+def final(turn: SiteTurn, event: ev.FinalAnnounced | ev.FinalWanted) -> None:
     """Handle the end of the run, or of the training loop: of both, if the run is finished, take the final versions.
 
     Nothing more is merged then, so what this site's model has beyond them (unsent progress, and what a codec rounded
     off) is discarded: every site ends with the same values.
     """
     state = turn.state
-    if isinstance(event, FinalWanted):
+    if isinstance(event, ev.FinalWanted):
         state.final_wanted = True
     else:
         turn.end(event.ending, f"the run is {event.ending.value}")
@@ -413,7 +362,7 @@ def final(turn: SiteTurn, event: FinalAnnounced | FinalWanted) -> None:
         if state.final_wanted and state.final_versions == list(event.versions):
             return  # Told again by a new stream: the versions are being taken, or are here.
         state.final_versions = list(event.versions)
-    if state.final_wanted and state.final_versions and state.ending is Ending.FINISHED:
+    if state.final_wanted and state.final_versions and state.ending is ev.Ending.FINISHED:
         state.closed = True  # Nothing is merged any more: leave without waiting for the download.
         for index, version in enumerate(state.final_versions):
             part = state.fragments[index]
@@ -422,33 +371,33 @@ def final(turn: SiteTurn, event: FinalAnnounced | FinalWanted) -> None:
             turn.want(index)
 
 
-def _overlap_chosen(turn: SiteTurn, event: OverlapChosen) -> None:
+def _overlap_chosen(turn: SiteTurn, event: ev.OverlapChosen) -> None:
     assert 0 <= event.steps < turn.options.inner_steps, event
     assert not (event.steps and turn.options.lock_step), "lock-step adopts before it goes on"
     turn.state.overlap_steps = event.steps
 
 
-def _turn_elsewhere(turn: SiteTurn, event: TurnElsewhere) -> None:
+def _turn_elsewhere(turn: SiteTurn, event: ev.TurnElsewhere) -> None:
     turn.state.elsewhere = event.turn
 
 
-RULES: Mapping[type[LearnerEvent], Callable[[SiteTurn, Any], None]] = {
-    StepDone: step_done,
-    Sealed: sealed,
-    SealFailed: seal_failed,
-    PushAnswered: push_answered,
-    FateTold: lambda turn, event: fate_told(turn, event.fate),
-    VersionPublished: published,
-    VersionFetched: fetched,
-    FetchFailed: fetched,
-    BaseDiffers: differs,
-    BoundaryReached: lambda turn, event: boundary(turn),
-    OverlapChosen: _overlap_chosen,
-    TurnElsewhere: _turn_elsewhere,
-    JoinAnswered: joined,
-    UnitsTold: units_told,
-    FinalAnnounced: final,
-    FinalWanted: final,
-    LeaveAsked: lambda turn, event: turn.end(None, "this site was asked to leave"),
+RULES: Mapping[type[ev.LearnerEvent], Callable[[SiteTurn, Any], None]] = {
+    ev.StepDone: updates.step_done,
+    ev.Sealed: updates.sealed,
+    ev.SealFailed: updates.seal_failed,
+    ev.PushAnswered: updates.push_answered,
+    ev.FateTold: lambda turn, event: updates.fate_told(turn, event.fate),
+    ev.VersionPublished: published,
+    ev.VersionFetched: fetched,
+    ev.FetchFailed: fetched,
+    ev.BaseDiffers: differs,
+    ev.BoundaryReached: lambda turn, event: updates.boundary(turn),
+    ev.OverlapChosen: _overlap_chosen,
+    ev.TurnElsewhere: _turn_elsewhere,
+    ev.JoinAnswered: joined,
+    ev.UnitsTold: progress.units_told,
+    ev.FinalAnnounced: final,
+    ev.FinalWanted: final,
+    ev.LeaveAsked: lambda turn, event: turn.end(None, "this site was asked to leave"),
 }
 """The handler of each event."""

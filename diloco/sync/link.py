@@ -39,13 +39,11 @@ from math import ceil, inf
 from statistics import median_high
 from typing import TYPE_CHECKING
 
-from diloco.sync.events import FateTold, JoinAnswered, Outcome, PushAnswered, VersionFetched
+from diloco.sync.events import FateTold, JoinAnswered, LearnerEvent, Outcome, PushAnswered, VersionFetched
 from diloco.sync.options import SECOND_NS, Count, check_bounds, require, smoothed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from diloco.sync.events import LearnerEvent
 
 ROUND_TRIPS_KEPT = 64
 TRANSFERS_KEPT = 3

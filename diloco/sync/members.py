@@ -19,22 +19,11 @@ from typing import TYPE_CHECKING
 
 from diloco.sync import fates, region
 from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm, DropSite, PublishVersion
-from diloco.sync.events import (
-    FragmentStanding,
-    JoinRequested,
-    LineageBegan,
-    Reason,
-    SiteEvicted,
-    SiteHeard,
-    SiteLeft,
-    SiteSilent,
-)
-from diloco.sync.fates import refuse
-from diloco.sync.state import Line, OuterState, Phase, Site, Status
+from diloco.sync.events import FragmentStanding, Reason, SiteHeard, SiteSilent
+from diloco.sync.state import Line, OuterState, Phase, Site, Status, Turn
 
 if TYPE_CHECKING:
-    from diloco.sync.events import SiteReadmitted
-    from diloco.sync.state import Turn
+    from diloco.sync.events import JoinRequested, LineageBegan, SiteEvicted, SiteLeft, SiteReadmitted
 
 REMEMBERED_TIMES = 64
 """Sites remembered, gone ones included, as a multiple of ``sites_max``."""
@@ -177,7 +166,7 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
     turn.attendance.set_status(event.site, Status.EVICTED)
     for index, line in enumerate(site.lines):
         for pending in line.unmerged():
-            refuse(turn, event.site, index, pending, Reason.EVICTED)
+            fates.refuse(turn, event.site, index, pending, Reason.EVICTED)
     turn.effects += [DropSite(event.site, site.incarnation, Reason.EVICTED), AnswerDone(event.call)]
     turn.note("site_evicted", "an operator's word", site=event.site)
     fates.gone(turn, event.site, "it was evicted")
@@ -270,7 +259,7 @@ def lineage_began(turn: Turn, event: LineageBegan) -> None:
         fragment.round, fragment.merging_since_ns, fragment.full_round = None, None, {}
         for name in sorted(state.sites):
             for pending in list(state.sites[name].lines[index].undecided):
-                refuse(turn, name, index, pending, Reason.RESTORED)
+                fates.refuse(turn, name, index, pending, Reason.RESTORED)
         fragment.version += 1
         fragment.digest = event.digests[index]
         turn.effects.append(PublishVersion(index, fragment.version, fragment.digest))

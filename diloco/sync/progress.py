@@ -29,13 +29,11 @@ from diloco.sync.data_units import (
     size,
 )
 from diloco.sync.effects import Fetch, Forget, LearnerEffect, Note, Release, StopTraining
-from diloco.sync.events import Ending, StepDone
+from diloco.sync.events import Ending, StepDone, UnitsTold
 from diloco.sync.options import LearnerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from diloco.sync.events import UnitsTold
 
 
 @dataclass(slots=True)

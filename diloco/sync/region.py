@@ -22,38 +22,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from diloco.sync.effects import (
-    Adopt,
-    Fetch,
-    Join,
-    Leave,
-    LetGo,
-    Note,
-    Release,
-    Retake,
-    Seal,
-    Send,
-    StartOver,
-    StopTraining,
-    TakeVersion,
-)
-from diloco.sync.events import (
-    BoundaryReached,
-    FateTold,
-    FetchFailed,
-    FinalAnnounced,
-    JoinAnswered,
-    LeaveAsked,
-    PushAnswered,
-    Sealed,
-    SealFailed,
-    StepDone,
-    UpstreamAsked,
-    UpstreamFetched,
-    UpstreamStarted,
-    VersionFetched,
-    VersionPublished,
-)
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
 from diloco.sync.fates import begin_last_round, resume
 from diloco.sync.journal import to_plain
 from diloco.sync.learner import LearnerSync
@@ -64,8 +34,6 @@ from diloco.sync.state import OuterState, Part, Phase, Upstream, VersionAbove
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sync.effects import RegionEffect
-    from diloco.sync.events import LearnerEvent, RegionEvent
     from diloco.sync.state import Pending, Turn
 
 V = TypeVar("V", contravariant=True)
@@ -84,7 +52,7 @@ def outbox_file(fragment: int, sequence: int) -> str:
 class Below(Protocol):
     """The region's syncer, as its client to the syncer above (``Above``) sees it.  Any thread may call."""
 
-    def tell(self, event: RegionEvent) -> None:
+    def tell(self, event: ev.RegionEvent) -> None:
         """Hand an event to the machine; events are handled in order of arrival."""
 
     def keep(self, fragment: int, values: memoryview, digest: str) -> str:
@@ -103,16 +71,16 @@ class Above(Protocol[V]):
     ``begin`` is called before the decision loop runs; ``seal`` and ``order`` are called in its thread and never block.
     """
 
-    def begin(self, below: Below, known: Sequence[Part]) -> UpstreamStarted:
+    def begin(self, below: Below, known: Sequence[Part]) -> ev.UpstreamStarted:
         """Return the machine's first event; ``known`` is its memory of each fragment."""
 
     def start(self) -> None:
         """Join the run above, retrying until it succeeds."""
 
-    def seal(self, effect: Seal, reference: V, values: V) -> None:
+    def seal(self, effect: fx.Seal, reference: V, values: V) -> None:
         """Encode an update from the difference in the background; the caller writes to neither argument any more."""
 
-    def order(self, effect: RegionEffect) -> None:
+    def order(self, effect: fx.RegionEffect) -> None:
         """Carry out any other effect towards the syncer above."""
 
     def finish(self) -> None:
@@ -137,40 +105,40 @@ def has_joined(state: OuterState) -> bool:
     return state.upstream is not None and all(part.learner.incarnation for part in state.upstream.parts)
 
 
-def taking(state: OuterState, index: int) -> TakeVersion | None:
+def taking(state: OuterState, index: int) -> fx.TakeVersion | None:
     """Return the version above that is being taken, from the memory alone, so that a restart takes the same one."""
     part = state.upstream.parts[index] if state.upstream is not None else None
     if part is None or part.taking is None:
         return None
     version = state.fragments[index].version + 1
-    return TakeVersion(index, version, part.share, part.taking.payload, part.taking.digest)
+    return fx.TakeVersion(index, version, part.share, part.taking.payload, part.taking.digest)
 
 
 # --- handlers --------------------------------------------------------------------------------------------------
 
 
-def heard(turn: Turn, event: RegionEvent) -> None:
+def heard(turn: Turn, event: ev.RegionEvent) -> None:
     """Handle an event of the exchange with the syncer above, after ``started``."""
     assert turn.state.upstream is not None, event
     match event:
-        case UpstreamAsked():
+        case ev.UpstreamAsked():
             mark_not_joined(turn.state)
             resume(turn.state)
             turn.note("resumed", "the run above is asked again whether it is over")
-        case JoinAnswered():
+        case ev.JoinAnswered():
             for index, each in enumerate(event.standings):
                 fates = tuple(replace(fate, fragment=0) for fate in each.fates)
                 own = replace(event, standings=(replace(each, fragment=0, fates=fates),))
                 _feed(turn, index, own)
             if event.ending is not None:
                 begin_last_round(turn, event.ending, f"the run above is {event.ending.value}")
-        case FinalAnnounced():
+        case ev.FinalAnnounced():
             begin_last_round(turn, event.ending, f"the run above is {event.ending.value}")
-        case FateTold():
-            _feed(turn, event.fate.fragment, FateTold(replace(event.fate, fragment=0)))
-        case UpstreamFetched():
+        case ev.FateTold():
+            _feed(turn, event.fate.fragment, ev.FateTold(replace(event.fate, fragment=0)))
+        case ev.UpstreamFetched():
             _fetched(turn, event)
-        case VersionPublished() | Sealed() | SealFailed() | PushAnswered() | FetchFailed():
+        case ev.VersionPublished() | ev.Sealed() | ev.SealFailed() | ev.PushAnswered() | ev.FetchFailed():
             _feed(turn, event.fragment, replace(event, fragment=0))
         case _:
             raise AssertionError(event)
@@ -182,7 +150,7 @@ def mark_not_joined(state: OuterState) -> None:
         part.learner.incarnation = 0
 
 
-def started(turn: Turn, event: UpstreamStarted) -> None:
+def started(turn: Turn, event: ev.UpstreamStarted) -> None:
     """Handle a new process of the region, the first one or a later one."""
     upstream = turn.state.upstream
     if upstream is None:
@@ -201,10 +169,10 @@ def started(turn: Turn, event: UpstreamStarted) -> None:
             turn.note("upstream_outbox_lost", why, fragment=index)
         if part.arrived is not None:
             progress.fetched = part.arrived.version
-        turn.effects += [Release(index, sequence) for sequence in sorted(before - _listed(part))]
+        turn.effects += [fx.Release(index, sequence) for sequence in sorted(before - _listed(part))]
 
 
-def _fetched(turn: Turn, event: UpstreamFetched) -> None:
+def _fetched(turn: Turn, event: ev.UpstreamFetched) -> None:
     assert turn.state.upstream is not None
     part, here = turn.state.upstream.parts[event.fragment], VersionAbove(event.version, event.payload, event.digest)
     learner, progress = part.learner, part.progress
@@ -216,7 +184,7 @@ def _fetched(turn: Turn, event: UpstreamFetched) -> None:
     if not is_late and event.version > max(progress.fetched, progress.base_version):
         unused, part.arrived = part.arrived, here
     _let_go(turn, part, unused)
-    _feed(turn, event.fragment, FetchFailed(0) if is_late else VersionFetched(0, event.version, ()))
+    _feed(turn, event.fragment, ev.FetchFailed(0) if is_late else ev.VersionFetched(0, event.version, ()))
 
 
 def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
@@ -234,7 +202,7 @@ def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
         progress.tokens_overwritten += tokens
         return
     site_ns = [turn.state.sites[name].step_ns for name in turn.attendance.live]
-    done = StepDone(
+    done = ev.StepDone(
         part.learner.step + len(merged),
         tokens,
         max(site_ns, default=0),
@@ -254,7 +222,7 @@ def act(turn: Turn, index: int) -> None:
     progress = state.upstream.parts[index].progress
     is_wanted = progress.due or progress.retaking is not None or progress.fetched > progress.base_version
     if is_wanted and state.fragments[index].merging_since_ns is None:
-        _feed(turn, index, BoundaryReached())
+        _feed(turn, index, ev.BoundaryReached())
 
 
 def end(turn: Turn) -> None:
@@ -272,8 +240,8 @@ def end(turn: Turn) -> None:
         _let_go(turn, part, before)
         progress.fetched = progress.base_version
         if not part.learner.stopping:
-            _feed(turn, index, LeaveAsked())
-        _feed(turn, index, BoundaryReached())
+            _feed(turn, index, ev.LeaveAsked())
+        _feed(turn, index, ev.BoundaryReached())
 
 
 def lineage_began(turn: Turn) -> None:
@@ -281,7 +249,7 @@ def lineage_began(turn: Turn) -> None:
     if turn.state.upstream is not None:
         held = [(part.base, part.arrived, part.taking) for part in turn.state.upstream.parts]
         payloads = sorted({each.payload for three in held for each in three if each is not None})
-        turn.effects += [LetGo(payload) for payload in payloads]
+        turn.effects += [fx.LetGo(payload) for payload in payloads]
         turn.state.upstream.parts = [Part() for _ in held]
 
 
@@ -303,7 +271,7 @@ def _listed(part: Part) -> set[int]:
     return {sent.sequence for sent in part.progress.in_flight}
 
 
-def _feed(turn: Turn, index: int, event: LearnerEvent) -> None:
+def _feed(turn: Turn, index: int, event: ev.LearnerEvent) -> None:
     """Give ``event`` to the fragment's site machine, and pass on its effects."""
     upstream = turn.state.upstream
     assert upstream is not None
@@ -316,29 +284,29 @@ def _feed(turn: Turn, index: int, event: LearnerEvent) -> None:
     gone = before - _listed(part)
     for effect in effects:
         match effect:
-            case Adopt():
+            case fx.Adopt():
                 _take(turn, index, part, effect.version, upstream.alpha)
-            case Retake():
+            case fx.Retake():
                 turn.note("upstream_retaken", effect.why, fragment=index)
                 _take(turn, index, part, effect.version, 1.0)
-            case StartOver():
+            case fx.StartOver():
                 held, part.base, part.arrived = (part.base, part.arrived), None, None
                 for version in held:
                     _let_go(turn, part, version)
-                turn.effects.append(StartOver(index))
-            case Seal() | Send() | Fetch():
+                turn.effects.append(fx.StartOver(index))
+            case fx.Seal() | fx.Send() | fx.Fetch():
                 turn.effects.append(replace(effect, fragment=index))
-            case Release():
+            case fx.Release():
                 gone.add(effect.sequence)
-            case Join() if effect not in turn.effects:
+            case fx.Join() if effect not in turn.effects:
                 turn.effects.append(effect)
-            case StopTraining() if effect.failed:
+            case fx.StopTraining() if effect.failed:
                 turn.effects.append(effect)
-            case Leave() if all(each.learner.left for each in upstream.parts):
+            case fx.Leave() if all(each.learner.left for each in upstream.parts):
                 turn.effects.append(effect)
-            case Note():
+            case fx.Note():
                 turn.note(f"upstream_{effect.what}", effect.why, fragment=index)
-    turn.effects += [Release(index, sequence) for sequence in sorted(gone)]
+    turn.effects += [fx.Release(index, sequence) for sequence in sorted(gone)]
 
 
 def _take(turn: Turn, index: int, part: Part, version: int, share: float) -> None:
@@ -358,4 +326,4 @@ def _let_go(turn: Turn, part: Part, version: VersionAbove | None) -> None:
     """Release the values of ``version``, unless another version in use has the same payload."""
     used = [each.payload for each in (part.base, part.arrived, part.taking) if each is not None]
     if version is not None and version.payload not in used:
-        turn.effects.append(LetGo(version.payload))
+        turn.effects.append(fx.LetGo(version.payload))

@@ -19,31 +19,16 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from diloco.sync import fates, members, region
-from diloco.sync.admission import (
-    ARRIVALS_KEPT,
-    Finding,
-    Verdict,
-    admit,
-    implausible,
-    judge,
-    period_ns,
-    seen_ns,
-    vital_of,
-)
+from diloco.sync import admission, fates, members, region
+from diloco.sync.admission import ARRIVALS_KEPT, Finding, Verdict
 from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartOuterStep, StopTraining, UpdateRef
-from diloco.sync.events import Outcome, Reason, UpdateArrived
-from diloco.sync.fates import decide, refuse, refuse_stale
-from diloco.sync.options import smoothed
-from diloco.sync.state import Held, Pending, Phase, Round
+from diloco.sync.events import Outcome, OuterStepDone, OuterStepFailed, Reason, UpdateArrived
+from diloco.sync.options import OuterOptions, smoothed
+from diloco.sync.state import Held, Machine, Pending, Phase, Round, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from collections.abc import Set as AbstractSet
-
-    from diloco.sync.events import OuterStepDone, OuterStepFailed
-    from diloco.sync.options import OuterOptions
-    from diloco.sync.state import Machine, Turn
 
 
 class QuorumStanding(NamedTuple):
@@ -181,7 +166,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     members.came_back(turn, event.site)
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
-    line, vital = site.lines[event.fragment], vital_of(turn, event)
+    line, vital = site.lines[event.fragment], admission.vital_of(turn, event)
     # The claims of the site's next update are compared with these.  State of an earlier release has no arrivals.
     line.arrivals_ns = [*(line.arrivals_ns or [0]), state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
     if turn.options.unit_sequences or not line.step_tokens:
@@ -218,7 +203,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
 def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     """Judge the header first: it may rule an update out whatever the values are.  Then judge claims and values."""
     header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
-    verdict = admit(turn, *header)
+    verdict = admission.admit(turn, *header)
     if verdict.outcome is not Outcome.ACCEPTED:
         if verdict.reason is Reason.OUTLIER:
             why = f"sequence {event.sequence}: it was refused before"
@@ -229,13 +214,13 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     if not event.finite:
         return Verdict(Outcome.REFUSED, Reason.NON_FINITE), Finding()
     state, reason = turn.state, Reason.IMPLAUSIBLE
-    finding = Finding(why=implausible(turn, event))
+    finding = Finding(why=admission.implausible(turn, event))
     if not finding.why and event.norm > 0:  # 0: not measured.
         # A sum of floats depends on its order, and a replay must give the same.
         vitals = {name: state.sites[name].lines[event.fragment].vitals for name in sorted(state.sites)}
         own = vitals.pop(event.site)
         others = [vital for window in vitals.values() for vital in window]
-        finding = judge(state.health, vital_of(turn, event), own, others)
+        finding = admission.judge(state.health, admission.vital_of(turn, event), own, others)
         reason = Reason.OUTLIER
     if finding.why and state.health.policy_of(event.site) == "refuse":
         why = f"sequence {event.sequence}: {finding.why}"
@@ -284,7 +269,7 @@ def consider(turn: Turn, index: int) -> None:
         collecting.met_ns = now_ns
         live = [state.sites[name] for name in turn.attendance.live]
         step_ns = max([site.step_ns for site in live], default=0)
-        fastest_ns = min([each for site in live if (each := period_ns(site, index))], default=0)
+        fastest_ns = min([each for site in live if (each := admission.period_ns(site, index))], default=0)
         wait_ns = grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)
         collecting.deadline_ns = now_ns + wait_ns
         fragment.quorum_ns = smoothed(fragment.quorum_ns, now_ns - collecting.opened_ns)
@@ -336,7 +321,7 @@ def standstill(machine: Machine, now_ns: int) -> dict[str, object] | None:
     for site in (state.sites[name] for name in attendance.live):
         line = site.lines[index]
         steps = max([line.usual_steps, *(pending.steps for pending in line.undecided)])
-        periods_ns.append(min(steps * site.step_ns, seen_ns(site, index)))
+        periods_ns.append(min(steps * site.step_ns, admission.seen_ns(site, index)))
     bound_ns = max(options.site_timeout_ns, STANDSTILL_PERIODS * max(periods_ns, default=0))
     if now_ns - since_ns < bound_ns:
         return None
@@ -431,9 +416,9 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
         if line.usual_tokens:  # An update of several periods, or an exaggerated claim, has a bounded effect.
             tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
         line.usual_tokens, line.usual_steps = smoothed(line.usual_tokens, tokens), smoothed(line.usual_steps, steps)
-    fates = [decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
-    turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
-    refuse_stale(turn, event.fragment)
+    told = [fates.decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
+    turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *told]
+    fates.refuse_stale(turn, event.fragment)
     region.stepped(turn, event.fragment, [pending for _, pending in merged])
 
 
@@ -448,7 +433,7 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
         return
     fragment.merging_since_ns, fragment.full_round = None, {}
     for name, pending in turn.attendance.merging(event.fragment):
-        refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
+        fates.refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
 
 
 KINDS = ("versions", "sequences")

@@ -24,45 +24,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diloco.sync import fates, region
-from diloco.sync.admission import (
-    AWAY_UNKNOWN_NS,
-    admitted,
-    expire,
-    fastest_step_ns,
-    held_updates,
-    withdrawn,
-)
+from diloco.sync import admission, fates, members, region, rounds
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
 from diloco.sync.data_units import Units
-from diloco.sync.effects import AnnounceFinal, AnswerDone, AnswerUnits, OuterEffect, StartOuterStep, TakeVersion
-from diloco.sync.events import (
-    DeadlinePassed,
-    DrainRequested,
-    Ending,
-    JoinRequested,
-    LineageBegan,
-    OuterEvent,
-    OuterStepDone,
-    OuterStepFailed,
-    SiteEvicted,
-    SiteHeard,
-    SiteLeft,
-    SiteReadmitted,
-    SiteSilent,
-    StandbyAttached,
-    StandbyDetached,
-    SyncerStarted,
-    UnitsAsked,
-    UpdateAdmitted,
-    UpdateArrived,
-    UpdateWithdrawn,
-    UpstreamStarted,
-    VersionPublished,
-)
-from diloco.sync.fates import refuse_stale
 from diloco.sync.journal import JournalError, Record, digest_effects, digest_with_prose, from_plain, to_plain
-from diloco.sync.members import came_back, evicted, join, left, lineage_began, readmitted, silent
-from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step_failed, update_arrived
 from diloco.sync.state import Attendance, FragmentState, OuterState, Phase, Turn
 
 if TYPE_CHECKING:
@@ -92,7 +58,7 @@ class OuterSync:
         """Return the whole memory as plain values."""
         return to_plain(self.state)
 
-    def handle(self, event: OuterEvent, now_ns: int) -> list[OuterEffect]:
+    def handle(self, event: ev.OuterEvent, now_ns: int) -> list[fx.OuterEffect]:
         """Handle ``event`` at instant ``now_ns`` (never falling); return the effects for the shell, in order."""
         assert now_ns >= self.state.now_ns, (now_ns, self.state.now_ns)
         self.state.now_ns = now_ns
@@ -100,13 +66,13 @@ class OuterSync:
         RULES.get(type(event), region.heard)(turn, event)
         # The sweep: begin the last round when due, close rounds that may close, end the run when all is final.
         fates.begin_last_round_when_due(turn)
-        expire(turn)
+        admission.expire(turn)
         fates.expire(turn)
         for index, fragment in enumerate(self.state.fragments):
             if self.state.upstream is not None:
                 region.act(turn, index)
             if fragment.round is not None or self.attendance.arrived[index]:
-                consider(turn, index)
+                rounds.consider(turn, index)
         fates.finish_when_final(turn)
         region.end(turn)
         return turn.effects
@@ -115,7 +81,7 @@ class OuterSync:
         """Return the instant at which the machine needs ``DeadlinePassed``, if any."""
         state, now_ns = self.state, self.state.now_ns
         wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
-        wanted += [expires_ns for *_, expires_ns in held_updates(self)]
+        wanted += [expires_ns for *_, expires_ns in admission.held_updates(self)]
         if state.units is not None:
             silent = [holder.silent_ns for holder in state.units.holders.values()]
             wanted += [since_ns + self.options.lease_ns for since_ns in silent if since_ns is not None]
@@ -136,86 +102,87 @@ class OuterSync:
             shares.append((state.now_ns - state.started_ns) * 1_000_000 // options.run_ns)
         return min(1_000_000, max(shares))
 
-    def announced(self, fragment: int, version: int) -> VersionPublished:
+    def announced(self, fragment: int, version: int) -> ev.VersionPublished:
         """Return the event that announces a version to the sites, with the run's present state."""
         state, attendance = self.state, self.attendance
-        run = (attendance.run_tokens(), self.progress_ppm(), state.lineage, fastest_step_ns(state, attendance.live))
-        return VersionPublished(state.epoch, fragment, version, *run)
+        run = (attendance.run_tokens(), self.progress_ppm(), state.lineage)
+        fastest_ns = admission.fastest_step_ns(state, attendance.live)
+        return ev.VersionPublished(state.epoch, fragment, version, *run, fastest_ns)
 
-    def under_way(self, index: int, leave_out: Collection[tuple[str, int]] = ()) -> StartOuterStep | TakeVersion:
+    def under_way(self, index: int, leave_out: Collection[tuple[str, int]] = ()) -> fx.StartOuterStep | fx.TakeVersion:
         """Return the effect under way that makes the next version of fragment ``index``, as if the updates of
         ``leave_out`` (site, sequence) had never come."""
-        return region.taking(self.state, index) or outer_step(self, index, leave_out)
+        return region.taking(self.state, index) or rounds.outer_step(self, index, leave_out)
 
 
-def _started(turn: Turn, event: SyncerStarted) -> None:
+def _started(turn: Turn, event: ev.SyncerStarted) -> None:
     state = turn.state
     assert event.epoch > state.epoch, (event.epoch, state.epoch)
     state.epoch = event.epoch
-    state.away_ns += AWAY_UNKNOWN_NS if event.away_ns is None else event.away_ns
+    state.away_ns += admission.AWAY_UNKNOWN_NS if event.away_ns is None else event.away_ns
     state.health = event.health or state.health
     if event.sites_max is not None:
         if state.sites_max not in (None, event.sites_max):
             turn.note("settings_changed", f"outer.sites_max is {event.sites_max} and was {state.sites_max}")
         state.sites_max = event.sites_max
     region.mark_not_joined(state)
-    if state.phase is Phase.ENDED and state.ending is Ending.DRAINED:
+    if state.phase is Phase.ENDED and state.ending is ev.Ending.DRAINED:
         fates.resume(state)
         turn.note("resumed", "the run had been drained")
     for index, fragment in enumerate(state.fragments):
         if fragment.merging_since_ns is not None:
-            turn.effects.append(region.taking(state, index) or outer_step(turn, index))
+            turn.effects.append(region.taking(state, index) or rounds.outer_step(turn, index))
             turn.note("outer_step_again", "it was under way when the last process ended", fragment=index)
-        refuse_stale(turn, index)  # This process may have a smaller ``staleness_max``.
+        fates.refuse_stale(turn, index)  # This process may have a smaller ``staleness_max``.
     if state.ending is not None:  # The last process may have ended after the journal record, before the announcement.
-        turn.effects.append(AnnounceFinal(state.ending))
+        turn.effects.append(fx.AnnounceFinal(state.ending))
     if state.phase is Phase.ENDED:
         fates.mark_final(turn)
 
 
-def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
-    turn.state.detached = isinstance(event, StandbyDetached)
-    if isinstance(event, StandbyDetached):
-        turn.effects.append(AnswerDone(event.call))
+def _standby(turn: Turn, event: ev.StandbyDetached | ev.StandbyAttached) -> None:
+    turn.state.detached = isinstance(event, ev.StandbyDetached)
+    if isinstance(event, ev.StandbyDetached):
+        turn.effects.append(fx.AnswerDone(event.call))
         turn.note("standby_detached", "from now on one disk holds what is acknowledged")
     else:
         turn.note("standby_attached", f"{event.standby} has everything: two disks hold what is acknowledged")
 
 
-def _units_asked(turn: Turn, event: UnitsAsked) -> None:
+def _units_asked(turn: Turn, event: ev.UnitsAsked) -> None:
     reason = fates.refusal(turn.state, event)
     if reason is not None:
-        turn.effects.append(AnswerUnits(event.call, 0, (), reason))
+        turn.effects.append(fx.AnswerUnits(event.call, 0, (), reason))
         return
-    came_back(turn, event.site)  # Otherwise the answer could list units that have been given back.
+    members.came_back(turn, event.site)  # Otherwise the answer could list units that have been given back.
     fates.asked(turn, event)
 
 
-def _drain(turn: Turn, event: DrainRequested) -> None:
-    fates.begin_last_round(turn, Ending.DRAINED, "an operator asked for a pause")
-    turn.effects.append(AnswerDone(event.call))
+def _drain(turn: Turn, event: ev.DrainRequested) -> None:
+    fates.begin_last_round(turn, ev.Ending.DRAINED, "an operator asked for a pause")
+    turn.effects.append(fx.AnswerDone(event.call))
 
 
-RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
-    UpdateArrived: update_arrived,
-    OuterStepDone: outer_step_done,
-    OuterStepFailed: outer_step_failed,
-    DeadlinePassed: lambda turn, event: None,  # The sweep checks every deadline anyway.
-    JoinRequested: join,
-    UnitsAsked: _units_asked,
-    SiteSilent: silent,
-    SiteHeard: lambda turn, event: came_back(turn, event.site),
-    SiteLeft: left,
-    SiteEvicted: evicted,
-    SiteReadmitted: readmitted,
-    UpdateAdmitted: admitted,
-    UpdateWithdrawn: withdrawn,
-    DrainRequested: _drain,
-    StandbyDetached: _standby,
-    StandbyAttached: _standby,
-    SyncerStarted: _started,
-    LineageBegan: lineage_began,
-    UpstreamStarted: region.started,
+RULES: Mapping[type[ev.OuterEvent], Callable[[Turn, Any], None]] = {
+    ev.UpdateArrived: rounds.update_arrived,
+    ev.OuterStepDone: rounds.outer_step_done,
+    ev.OuterStepFailed: rounds.outer_step_failed,
+    ev.DeadlinePassed: lambda turn, event: None,  # The sweep checks every deadline anyway.
+    ev.JoinRequested: members.join,
+    ev.UnitsAsked: _units_asked,
+    ev.SiteSilent: members.silent,
+    ev.SiteHeard: lambda turn, event: members.came_back(turn, event.site),
+    ev.SiteLeft: members.left,
+    ev.SiteEvicted: members.evicted,
+    ev.SiteReadmitted: members.readmitted,
+    ev.UpdateAdmitted: admission.admitted,
+    ev.UpdateWithdrawn: admission.withdrawn,
+    ev.DrainRequested: _drain,
+    ev.StandbyDetached: _standby,
+    ev.StandbyAttached: _standby,
+    ev.SyncerStarted: _started,
+    ev.LineageBegan: members.lineage_began,
+    ev.UpstreamStarted: region.started,
 }
 """The handler of each event; ``region.heard`` handles all others."""
 
@@ -233,13 +200,13 @@ class Replay:
         self.machine = machine
         self.records = 0
 
-    def apply(self, record: Record) -> list[OuterEffect]:
+    def apply(self, record: Record) -> list[fx.OuterEffect]:
         """Apply ``record``, bring the values up to date, and return its effects.
 
         ``JournalError`` when the machine decides otherwise than when the record was written.
         """
         event = record.event
-        command = self.machine.under_way(event.fragment) if isinstance(event, OuterStepDone) else None
+        command = self.machine.under_way(event.fragment) if isinstance(event, ev.OuterStepDone) else None
         effects = self.machine.handle(event, record.at_ns)
         found = digest_effects(effects)
         # Earlier versions digested the prose of notes as well; their journals are accepted while it is unchanged.
@@ -249,14 +216,14 @@ class Replay:
                 f"{record.effects_digest} when it was written and {found} now: another version or other options"
             )
         self.records += 1
-        if isinstance(event, OuterStepDone) and command is not None:
+        if isinstance(event, ev.OuterStepDone) and command is not None:
             self.step_done(event, command)
-        elif isinstance(event, LineageBegan):
+        elif isinstance(event, ev.LineageBegan):
             self.lineage_began(event)
         return effects
 
-    def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:
+    def step_done(self, event: ev.OuterStepDone, command: fx.StartOuterStep | fx.TakeVersion) -> None:
         """Hook: recompute the version that ``command`` made, and compare it with the digests of ``event``."""
 
-    def lineage_began(self, event: LineageBegan) -> None:
+    def lineage_began(self, event: ev.LineageBegan) -> None:
         """Hook: take the versions with which the lineage began: later versions are computed from them."""

@@ -14,24 +14,15 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.data_units import added
 from diloco.sync.effects import Adopt, Forget, Join, Release, Retake, Seal, Send
-from diloco.sync.events import DISCARDING, Fate, Outcome, PushAnswered, Reason, Sealed, SealFailed
-from diloco.sync.options import ADOPT_KEEPS_UNSENT, due, smoothed
-from diloco.sync.progress import (
-    SPANS_MAX,
-    FragmentProgress,
-    LearnerState,
-    Retaking,
-    Sent,
-    SentState,
-    units_drawn,
-)
+from diloco.sync.events import DISCARDING, Outcome, Reason
+from diloco.sync.options import ADOPT_KEEPS_UNSENT, LearnerOptions, due, smoothed
+from diloco.sync.progress import SPANS_MAX, Retaking, Sent, SentState, units_drawn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sync.events import FragmentStanding, StepDone
-    from diloco.sync.options import LearnerOptions
-    from diloco.sync.progress import SiteTurn
+    from diloco.sync.events import Fate, FragmentStanding, PushAnswered, Sealed, SealFailed, StepDone
+    from diloco.sync.progress import FragmentProgress, LearnerState, SiteTurn
 
 
 def step_done(turn: SiteTurn, event: StepDone) -> None:

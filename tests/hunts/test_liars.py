@@ -29,10 +29,10 @@ def weighed_as_said(turn: rounds.Turn, index: int, merged: set[str]) -> dict[str
 full_round = rounds._full_round
 WRONG: dict[str, tuple[int, dict[str, object]]] = {
     "hid a norm": (76, {"admission.believed_steps": lambda machine, event: event.steps}),
-    "the run has ended": (61, {"rounds.implausible": lambda machine, event: ""}),
+    "the run has ended": (61, {"admission.implausible": lambda machine, event: ""}),
     "made a round wait": (
         71,
-        {"rounds.period_ns": lambda site, index: site.lines[index].usual_steps * site.step_ns},
+        {"admission.period_ns": lambda site, index: site.lines[index].usual_steps * site.step_ns},
     ),
     "moved the model": (35, {"rounds._full_round": weighed_as_said}),
     "an honest update was refused": (60, {"admission.STEPS_RATIO_MAX": 1, "admission.UNEQUAL_MAX": 1e-9}),

@@ -17,13 +17,7 @@ from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import Damaged, OuterPlan, OuterRule, Storage
-from diloco.sync import (
-    admission,
-    fates,
-    learner,
-    rounds,
-    updates,
-)
+from diloco.sync import admission, fates, rounds, updates
 from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData, StartOuterStep
 from diloco.sync.events import JoinAnswered, Outcome, Reason, SyncerStarted, UpdateArrived
@@ -109,7 +103,7 @@ def instead_of(*places: tuple[Any, str]) -> Callable[..., Callable[[Patch], None
 
 
 @noticed_by("ExactlyOnce", 3)
-@instead_of((outer_process, "admit"), (rounds, "admit"))
+@instead_of((outer_process, "admit"), (admission, "admit"))
 def admit_again(right: Any, *header: Any) -> Any:
     verdict = right(*header)
     return replace(verdict, outcome=Outcome.ACCEPTED) if verdict.outcome == "duplicate" else verdict
@@ -241,7 +235,7 @@ def seal_without_a_window(right: Any, turn: Any, part: Any) -> bool:
 
 
 @noticed_by("Ledger", 0)
-@instead_of((updates, "unsend"), (learner, "unsend"))
+@instead_of((updates, "unsend"))
 def lose_refused_tokens(right: Any, options: Any, part: Any, sent: Any) -> None:
     before = part.unsent_tokens, part.unsent_steps
     right(options, part, sent)
@@ -267,7 +261,7 @@ def adopt_as_if_nothing_were_merged(right: Any, *given: Any) -> list[Any]:
 
 
 @noticed_by("Conservation", 10)
-@instead_of((learner, "fate_told"))
+@instead_of((updates, "fate_told"))
 def take_stale_for_merged(right: Any, turn: Any, told: Any) -> None:
     """Only the sum over all sites sees it: the site believes that its progress is in the version."""
     right(turn, replace(told, reason=None) if told.reason is Reason.STALE else told)

@@ -13,7 +13,7 @@ from diloco.sim import swarm
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess, Trainer
 from diloco.sim.swarm import APART, FAULTS, Several, draw_several
-from diloco.sync import learner
+from diloco.sync import updates
 from diloco.sync.effects import StopTraining
 from diloco.sync.options import SECOND_NS
 from tests.hunts.swarm import run_several
@@ -112,8 +112,8 @@ def end_with_the_first_syncer_that_ends(right: Any, site: SiteProcess, effect: A
             part.ask_to_leave()
 
 
-@instead_of((learner, "write_off"))
-def lose_what_is_in_flight_at_a_restore(right: Any, part: Any, sent: Any) -> None:
+@instead_of((updates, "write_off"))
+def lose_what_is_in_flight_at_a_restore(right: Any, part: Any, sent: Any, *reason: Any) -> None:
     part.in_flight.remove(sent)
 
 
