@@ -65,8 +65,6 @@ from diloco.sync.fates import refuse
 from diloco.sync.state import Line, Machine, OuterState, Pending, Phase, Site, Status, Turn, Vital
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from diloco.sync.options import HealthOptions
 
 STEPS_RATIO_MAX = 64
@@ -125,7 +123,7 @@ def believed_steps(machine: Machine, event: UpdateArrived) -> int:
     return min(event.steps, usual_steps + 2 * elapsed_ns // step_ns)
 
 
-def fastest_step_ns(state: OuterState, live: Sequence[str]) -> int:
+def fastest_step_ns(state: OuterState, live: list[str]) -> int:
     """Return the inner step time of the fastest of the ``live`` sites; 0 before any is known.
 
     It is at least 1/``UNEQUAL_MAX`` of the median.
@@ -152,7 +150,7 @@ def _others(state: OuterState, event: UpdateArrived) -> list[Line]:
     return [site.lines[event.fragment] for name, site in state.sites.items() if name != event.site]
 
 
-def _upper_median(values: Sequence[int]) -> int:
+def _upper_median(values: list[int]) -> int:
     return sorted(values)[len(values) // 2] if values else 0
 
 
@@ -173,7 +171,7 @@ class Finding:
     why: str = ""
 
 
-def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Sequence[Vital]) -> Finding:
+def judge(options: HealthOptions, vital: Vital, own: list[Vital], others: list[Vital]) -> Finding:
     """Compare ``vital`` with the site's ``own`` recent updates and with those of the ``others``."""
     windows = [window for window in (own, others) if len(window) >= options.history_min]
     # Each norm of a window is raised in proportion where this update has more steps.

@@ -24,13 +24,10 @@ class OuterEffect:
 
 
 class RegionEffect(OuterEffect):
-    """An effect of a region's machine towards the syncer above (``region.py``)."""
+    """An effect of a region's machine towards the syncer above (``region.py``).
 
-    __slots__ = ()
-
-
-class Upward(LearnerEffect, RegionEffect):
-    """An effect towards the syncer above, of a region or of a plain site."""
+    One that is a ``LearnerEffect`` as well is an effect of a plain site towards its syncer.
+    """
 
     __slots__ = ()
 
@@ -209,14 +206,14 @@ class LetGo(RegionEffect):
 
 
 @dataclass(frozen=True, slots=True)
-class Join(Upward):
+class Join(LearnerEffect, RegionEffect):
     """Join again: the syncer and this site disagree on which updates were accepted."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Seal(Upward):
+class Seal(LearnerEffect, RegionEffect):
     """At this step boundary: copy the fragment's values, then (beside training) encode and store the update.
 
     The pseudo-gradient is measured from the base and the in-flight list *as they are now*: ``in_flight`` names the
@@ -236,7 +233,7 @@ class Seal(Upward):
 
 
 @dataclass(frozen=True, slots=True)
-class Send(Upward):
+class Send(LearnerEffect, RegionEffect):
     """Send a sealed update until the syncer gives a definite answer."""
 
     fragment: int
@@ -252,7 +249,7 @@ class Forget(LearnerEffect):
 
 
 @dataclass(frozen=True, slots=True)
-class Release(Upward):
+class Release(LearnerEffect, RegionEffect):
     """Drop the decoded pseudo-gradient of an update that left the in-flight list without being merged."""
 
     fragment: int
@@ -260,7 +257,7 @@ class Release(Upward):
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch(Upward):
+class Fetch(LearnerEffect, RegionEffect):
     """Fetch a version newer than ``have_version`` of ``fragment``."""
 
     fragment: int
@@ -297,7 +294,7 @@ class Retake(LearnerEffect):
 
 
 @dataclass(frozen=True, slots=True)
-class StartOver(Upward):
+class StartOver(LearnerEffect, RegionEffect):
     """Drop the latest version of ``fragment`` and any fetch of it: the run was restored, or the values held here differ
     from those published.
 
@@ -315,7 +312,7 @@ class SkipData(LearnerEffect):
 
 
 @dataclass(frozen=True, slots=True)
-class StopTraining(Upward):
+class StopTraining(LearnerEffect, RegionEffect):
     """End the training loop.  ``ending`` is None when only this site stops, for ``why``; ``failed``: the site gave up
     (exit code 1) and was not asked to stop."""
 
@@ -325,7 +322,7 @@ class StopTraining(Upward):
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(Upward):
+class Leave(LearnerEffect, RegionEffect):
     """Leave the run and end: every update sent is decided, or will be decided without this site."""
 
     ending: Ending | None

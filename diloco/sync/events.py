@@ -26,13 +26,10 @@ class OuterEvent:
 
 
 class RegionEvent(OuterEvent):
-    """An event of a region's machine about the syncer above it, to which the region is a site (``region.py``)."""
+    """An event of a region's machine about the syncer above it, to which the region is a site (``region.py``).
 
-    __slots__ = ()
-
-
-class FromAbove(LearnerEvent, RegionEvent):
-    """An event from the syncer above, for a region or for a plain site."""
+    One that is a ``LearnerEvent`` as well comes from the syncer above, for a region or for a plain site.
+    """
 
     __slots__ = ()
 
@@ -378,7 +375,7 @@ class FragmentStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinAnswered(FromAbove):
+class JoinAnswered(LearnerEvent, RegionEvent):
     """The syncer admitted the site.  ``progress_ppm`` is the run's progress in millionths.
 
     A ``lineage`` larger than the site's means that the run was restored: the versions that the site knows are void.
@@ -435,7 +432,7 @@ class OverlapChosen(LearnerEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed(FromAbove):
+class Sealed(LearnerEvent, RegionEvent):
     """The pseudo-gradient is encoded and durable in the outbox; it may now be sent."""
 
     fragment: int
@@ -444,7 +441,7 @@ class Sealed(FromAbove):
 
 
 @dataclass(frozen=True, slots=True)
-class SealFailed(FromAbove):
+class SealFailed(LearnerEvent, RegionEvent):
     """The pseudo-gradient is not finite: this site's own training failed; nothing was sent."""
 
     fragment: int
@@ -452,7 +449,7 @@ class SealFailed(FromAbove):
 
 
 @dataclass(frozen=True, slots=True)
-class PushAnswered(FromAbove):
+class PushAnswered(LearnerEvent, RegionEvent):
     """The syncer of ``epoch`` gave its definite answer to the push of the update with this ``digest``.
 
     An empty ``digest`` or an ``epoch`` of 0: unknown.
@@ -467,14 +464,14 @@ class PushAnswered(FromAbove):
 
 
 @dataclass(frozen=True, slots=True)
-class FateTold(FromAbove):
+class FateTold(LearnerEvent, RegionEvent):
     """The syncer told a fate, over Watch or on re-ask."""
 
     fate: Fate
 
 
 @dataclass(frozen=True, slots=True)
-class VersionPublished(FromAbove):
+class VersionPublished(LearnerEvent, RegionEvent):
     """The syncer published ``version`` of ``fragment``.  ``fastest_step_ns`` is the fastest site's inner step time; it
     and ``lineage`` are 0 from a syncer that does not send them.
     """
@@ -506,7 +503,7 @@ class BaseDiffers(LearnerEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class FetchFailed(FromAbove):
+class FetchFailed(LearnerEvent, RegionEvent):
     """A fetch failed; the shell backs off before it reports this event."""
 
     fragment: int
@@ -521,7 +518,7 @@ class UnitsTold(LearnerEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class FinalAnnounced(FromAbove):
+class FinalAnnounced(LearnerEvent, RegionEvent):
     """The last round has begun: finish the step, send unsent progress, stop.
 
     ``versions`` are the final versions by fragment, once the round is over; empty before.

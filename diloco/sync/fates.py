@@ -18,8 +18,6 @@ A run, or this part of it, ends with one last round per fragment and then the fi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from diloco.sync.data_units import (
     SKIPPED,
     Columns,
@@ -39,9 +37,6 @@ from diloco.sync.data_units import (
 from diloco.sync.effects import AnnounceFinal, AnswerUnits, MarkFinal, TellFate
 from diloco.sync.events import DISCARDING, Ending, Fate, Reason, UnitsAsked
 from diloco.sync.state import Machine, OuterState, Pending, Phase, Status, Turn
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, reason: Reason | None) -> TellFate:
@@ -263,7 +258,7 @@ def _floor(state: OuterState, unit: int, name: str, floor: int) -> int:
     return min([floor, _units(state).holders[name].end, *(start // unit for start, _ in _pending(state, name))])
 
 
-def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit: int) -> None:
+def _late(units: Units, holder: Holder, index: int, spans: list[Span], unit: int) -> None:
     """Count merged data of places that the site had already given up: another of its processes resumed before them.
 
     Free units among them are partly merged now, so they are never leased again.  Another site has or had the others:
@@ -280,7 +275,7 @@ def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit:
     units.repeated += size(without(units_at(holder.begin, holder.past, places), begun))
 
 
-def _release(turn: Turn, dropped: Sequence[Span]) -> None:
+def _release(turn: Turn, dropped: list[Span]) -> None:
     """Give back the units of ``dropped`` of which nothing is merged and which no other site or update has."""
     units = _units(turn.state)
     again = without(without(without(dropped, units.over), units.begun), in_hand(turn))

@@ -78,7 +78,7 @@ def to_plain(value: object) -> object:
     kind: type = type(value)
     if kind in SCALARS:
         return value
-    if kind is tuple or kind is list:  # The usual types first.
+    if kind is tuple or kind is list:
         return [item if type(item) in SCALARS else to_plain(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, StrEnum):
         return value.value
@@ -90,8 +90,6 @@ def to_plain(value: object) -> object:
         }
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
     raise TypeError(f"{kind.__name__} has no plain form")
 
 

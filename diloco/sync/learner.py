@@ -250,13 +250,19 @@ def _outrun(turn: SiteTurn, standing: ev.FragmentStanding) -> None:
     part.in_flight = [sent for sent in part.in_flight if sent.outrun]
     part.unsent_tokens = part.unsent_steps = 0
     part.unsent_spans = []
+    _take_over(turn, standing)
+    why = "what an earlier process of this site had sent after its checkpoint comes back with the syncer's version"
+    part.retaking = Retaking(standing.version, why)
+    turn.note("outrun", part.retaking.why, index)
+
+
+def _take_over(turn: SiteTurn, standing: ev.FragmentStanding) -> None:
+    """Continue with the syncer's account of what earlier processes have sent."""
+    part = turn.state.fragments[standing.fragment]
     part.next_sequence = standing.watermark + 1
     part.tokens_merged = standing.tokens_merged
     part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
     part.orphans = [Orphan(sequence, tokens, turn.state.epoch) for sequence, tokens in standing.undecided]
-    why = "what an earlier process of this site had sent after its checkpoint comes back with the syncer's version"
-    part.retaking = Retaking(standing.version, why)
-    turn.note("outrun", part.retaking.why, index)
 
 
 def _start_over(turn: SiteTurn, event: ev.JoinAnswered) -> None:
@@ -279,10 +285,7 @@ def _start_over(turn: SiteTurn, event: ev.JoinAnswered) -> None:
         part.in_flight = [sent for sent in part.in_flight if sent.void]
         merged = {fate.sequence for fate in standing.fates if fate.merged}
         part.tokens_refused += sum(orphan.tokens for orphan in part.orphans if orphan.sequence not in merged)
-        part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
-        part.tokens_merged = standing.tokens_merged
-        part.orphans = [Orphan(sequence, tokens, turn.state.epoch) for sequence, tokens in standing.undecided]
-        part.next_sequence = standing.watermark + 1
+        _take_over(turn, standing)
         part.published, part.fetched, part.fetching = standing.version, -1, False
         part.base_version = part.stale_base = -1
         part.due, part.discards, part.doubt = False, 0, None

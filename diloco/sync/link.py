@@ -37,13 +37,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, inf
 from statistics import median_high
-from typing import TYPE_CHECKING
 
 from diloco.sync.events import FateTold, JoinAnswered, LearnerEvent, Outcome, PushAnswered, VersionFetched
 from diloco.sync.options import SECOND_NS, Count, check_bounds, require, smoothed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ROUND_TRIPS_KEPT = 64
 TRANSFERS_KEPT = 3
@@ -75,7 +71,7 @@ def channels_for(rtt_s: float, bytes_per_s: float, window_bytes: int) -> int:
     return min(max(needed, 1), CHANNELS_MAX)
 
 
-def later_rate(seen: Sequence[tuple[int, int]]) -> float:
+def later_rate(seen: list[tuple[int, int]]) -> float:
     """Return the bytes a second over the later half of a transfer's time; 0.0 where that takes no time.
 
     ``seen`` has pairs of an instant (ns) and the bytes received by then, in order.  A connection begins slowly: its
@@ -253,7 +249,7 @@ class AdaptOptions:
     """The choices of an ``Adapter``.  With one way, one channel and one number of steps there is no choice."""
 
     ways: tuple[Way, ...]
-    """The first is the configured one."""
+    """At least one, each codec once; the first is the configured one."""
     version_bytes: int = 0
     """Bytes of one version of every fragment together; 0: not known."""
     num_fragments: Count = 1
@@ -269,16 +265,12 @@ class AdaptOptions:
     overlap_steps_max: int = 0
 
     def __post_init__(self) -> None:
-        require(len(self.ways) >= 1, "ways", self.ways, "at least one")
-        names = [way.codec for way in self.ways]
-        require(len(set(names)) == len(names), "ways", names, "each codec once")
         check_bounds(self)
         wanted = f"1 to channels_max={self.channels_max}"
         require(1 <= self.channels <= self.channels_max, "channels", self.channels, wanted)
-        most = self.overlap_steps_max
-        require(0 <= self.overlap_steps <= most, "overlap_steps", self.overlap_steps, f"0 to overlap_steps_max={most}")
-        # Otherwise the site would measure its next update before it may adopt the version with this one.
-        require(most < self.inner_steps, "overlap_steps_max", most, f"below inner_steps={self.inner_steps}")
+        # Below ``inner_steps``: otherwise the site would measure its next update before it may adopt the version with
+        # this one.  Settings that say otherwise were refused by their names.
+        assert 0 <= self.overlap_steps <= self.overlap_steps_max < self.inner_steps, self
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,6 +322,5 @@ def how_to_restore(lineage: int) -> str:
     """Return advice for a syncer whose state is older than what a site has seen of it; the site knows ``lineage``."""
     return (
         "stop the syncer; unless another leads the run now, move its data folder away and take the run up from what is "
-        "newer: "
-        f"diloco restore RUN_DIR --from-site SITE_DIR --above {lineage}, or --from BACKUP"
+        f"newer: diloco restore RUN_DIR --from-site SITE_DIR --above {lineage}, or --from BACKUP"
     )

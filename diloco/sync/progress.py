@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from diloco.sync.data_units import (
     SKIPPED,
@@ -31,9 +30,6 @@ from diloco.sync.data_units import (
 from diloco.sync.effects import Fetch, Forget, LearnerEffect, Note, Release, StopTraining
 from diloco.sync.events import Ending, StepDone, UnitsTold
 from diloco.sync.options import LearnerOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(slots=True)
@@ -272,7 +268,7 @@ class Standing:
     step_ns: int
 
 
-def standing_of(states: Sequence[LearnerState]) -> Standing:
+def standing_of(states: list[LearnerState]) -> Standing:
     """Return the standing of a site or region from the memory of all its machines."""
     ledgers = [ledger_of(state, index) for state in states for index in range(len(state.fragments))]
     versions = tuple(part.base_version for state in states for part in state.fragments)
@@ -280,7 +276,7 @@ def standing_of(states: Sequence[LearnerState]) -> Standing:
     return Standing(mean_ledger(ledgers), versions, steps, step_ns)
 
 
-def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
+def mean_ledger(ledgers: list[Ledger]) -> Ledger:
     """Return the mean of ledgers, in whole tokens that still balance.
 
     Each fragment of a site counts every token once.  The mean of each part is rounded down; the missing tokens are
@@ -297,7 +293,7 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
     return Ledger(sum(ledger.processed for ledger in ledgers) // count, *parts)
 
 
-def combined(ledgers: Sequence[Ledger]) -> Ledger:
+def combined(ledgers: list[Ledger]) -> Ledger:
     """Return the ledger of a site that has several syncers, from those of all its fragments.
 
     A machine that has ended gets no more steps: the tokens of these steps are added to its unsent ones.

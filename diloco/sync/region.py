@@ -20,7 +20,7 @@ the region takes and sends nothing any more; after it, the rest goes up as the l
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
@@ -29,12 +29,7 @@ from diloco.sync.journal import to_plain
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.progress import Retaking, Standing, standing_of
-from diloco.sync.state import OuterState, Part, Phase, Upstream, VersionAbove
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from diloco.sync.state import Pending, Turn
+from diloco.sync.state import OuterState, Part, Pending, Phase, Turn, Upstream, VersionAbove
 
 V = TypeVar("V", contravariant=True)
 OUTBOX = "above/outbox"
@@ -71,7 +66,7 @@ class Above(Protocol[V]):
     ``begin`` is called before the decision loop runs; ``seal`` and ``order`` are called in its thread and never block.
     """
 
-    def begin(self, below: Below, known: Sequence[Part]) -> ev.UpstreamStarted:
+    def begin(self, below: Below, known: list[Part]) -> ev.UpstreamStarted:
         """Return the machine's first event; ``known`` is its memory of each fragment."""
 
     def start(self) -> None:
@@ -187,7 +182,7 @@ def _fetched(turn: Turn, event: ev.UpstreamFetched) -> None:
     _feed(turn, event.fragment, ev.FetchFailed(0) if is_late else ev.VersionFetched(0, event.version, ()))
 
 
-def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
+def stepped(turn: Turn, index: int, merged: list[Pending]) -> None:
     """Handle a finished outer step of the fragment with its ``merged`` updates (none where it took a version above)."""
     if turn.state.upstream is None:
         return

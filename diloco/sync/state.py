@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from diloco.sync.data_units import Span, Units
 from diloco.sync.effects import Note, OuterEffect
@@ -314,7 +314,8 @@ class Attendance:
         return [(name, each) for name in names for each in sites[name].lines[index].undecided if each.merging]
 
 
-class Machine(Protocol):
+@dataclass(slots=True, eq=False)
+class Machine:
     """What the rules of the outer machine read: ``OuterSync`` between two events, or a ``Turn``."""
 
     options: OuterOptions
@@ -322,13 +323,10 @@ class Machine(Protocol):
     attendance: Attendance
 
 
-@dataclass(slots=True)
-class Turn:
+@dataclass(slots=True, eq=False)
+class Turn(Machine):
     """What the rules of the outer machine read and write; ``effects`` are carried out in the order added."""
 
-    options: OuterOptions
-    state: OuterState
-    attendance: Attendance
     effects: list[OuterEffect] = field(default_factory=list)
 
     def note(

@@ -29,7 +29,7 @@ from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.data_units import Units
 from diloco.sync.journal import JournalError, Record, digest_effects, digest_with_prose, from_plain, to_plain
-from diloco.sync.state import Attendance, FragmentState, OuterState, Phase, Turn
+from diloco.sync.state import Attendance, FragmentState, Machine, OuterState, Phase, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -37,17 +37,16 @@ if TYPE_CHECKING:
     from diloco.sync.options import OuterOptions
 
 
-class OuterSync:
+class OuterSync(Machine):
     """The syncer's machine.  ``handle`` is its only input; ``next_deadline_ns`` is its only request to the caller."""
 
     def __init__(self, options: OuterOptions, state: OuterState | None = None) -> None:
         """Continue from ``state`` (of a snapshot); without it, start at version 0 of every fragment."""
-        self.options = options
-        self.state = state or OuterState(fragments=[FragmentState() for _ in range(options.num_fragments)])
-        assert len(self.state.fragments) == options.num_fragments, "the snapshot has other fragments"
-        if options.unit_sequences and self.state.units is None:
-            self.state.units = Units()
-        self.attendance = Attendance(self.state)
+        state = state or OuterState(fragments=[FragmentState() for _ in range(options.num_fragments)])
+        assert len(state.fragments) == options.num_fragments, "the snapshot has other fragments"
+        if options.unit_sequences and state.units is None:
+            state.units = Units()
+        super().__init__(options, state, Attendance(state))
 
     @classmethod
     def restore(cls, options: OuterOptions, plain: object) -> OuterSync:
