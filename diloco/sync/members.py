@@ -15,15 +15,11 @@ admitted and starts over.  A site with a newer lineage is refused, because then 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
 from diloco.sync import fates, region
-from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm, DropSite, PublishVersion
-from diloco.sync.events import FragmentStanding, Reason, SiteHeard, SiteSilent
 from diloco.sync.state import Line, OuterState, Phase, Site, Status, Turn
-
-if TYPE_CHECKING:
-    from diloco.sync.events import JoinRequested, LineageBegan, SiteEvicted, SiteLeft, SiteReadmitted
 
 REMEMBERED_TIMES = 64
 """Sites remembered, gone ones included, as a multiple of ``sites_max``."""
@@ -31,7 +27,7 @@ PROCESSES_REMEMBERED_MAX = 16
 """Names of replaced processes kept per site, so that an old process that joins late does not fence the new one."""
 
 
-def join(turn: Turn, event: JoinRequested) -> None:
+def join(turn: Turn, event: ev.JoinRequested) -> None:
     """Admit a process as the present process of its site, or refuse it.
 
     A new process replaces the present one only when it repeats its join with the incarnation that it would get as the
@@ -42,11 +38,11 @@ def join(turn: Turn, event: JoinRequested) -> None:
     site = state.sites.get(event.site)
     reason = _refusal(turn, event, site)
     if reason is not None:
-        turn.effects.append(AnswerJoin(event.call, event.site, 0, (), state.ending, reason))
+        turn.effects.append(fx.AnswerJoin(event.call, event.site, 0, (), state.ending, reason))
         return
     replaces = site is not None and site.process not in ("", event.process)
     if site is not None and replaces and event.ticket not in (None, site.incarnation + 1):
-        turn.effects.append(AskToConfirm(event.call, event.site, site.incarnation + 1))
+        turn.effects.append(fx.AskToConfirm(event.call, event.site, site.incarnation + 1))
         return
     if site is None:
         lines = [Line(arrivals_ns=[state.now_ns + state.away_ns]) for _ in state.fragments]
@@ -54,7 +50,7 @@ def join(turn: Turn, event: JoinRequested) -> None:
         turn.note("site_joined", "it was never seen before", site=event.site)
     elif site.process != event.process:
         if site.process:
-            turn.effects.append(DropSite(event.site, site.incarnation, Reason.SUPERSEDED))
+            turn.effects.append(fx.DropSite(event.site, site.incarnation, ev.Reason.SUPERSEDED))
             site.superseded = [*site.superseded, site.process][-PROCESSES_REMEMBERED_MAX:]
             site.incarnation += 1
         site.process = event.process
@@ -70,7 +66,7 @@ def join(turn: Turn, event: JoinRequested) -> None:
     if state.started_ns is None:
         state.started_ns = state.now_ns
     standings = tuple(
-        FragmentStanding(
+        ev.FragmentStanding(
             fragment=index,
             version=fragment.version,
             digest=fragment.digest,
@@ -83,24 +79,24 @@ def join(turn: Turn, event: JoinRequested) -> None:
         )
         for index, (fragment, line) in enumerate(zip(state.fragments, site.lines, strict=True))
     )
-    turn.effects.append(AnswerJoin(event.call, event.site, site.incarnation, standings, state.ending, None))
+    turn.effects.append(fx.AnswerJoin(event.call, event.site, site.incarnation, standings, state.ending, None))
 
 
-def _refusal(turn: Turn, event: JoinRequested, site: Site | None) -> Reason | None:
+def _refusal(turn: Turn, event: ev.JoinRequested, site: Site | None) -> ev.Reason | None:
     units = turn.state.units
     if units is not None and event.corpus and units.corpus not in ("", event.corpus):
-        return Reason.OTHER_DATA
+        return ev.Reason.OTHER_DATA
     if site is not None and site.status is Status.EVICTED:
-        return Reason.EVICTED
+        return ev.Reason.EVICTED
     if site is not None and event.process in site.superseded:
-        return Reason.SUPERSEDED
+        return ev.Reason.SUPERSEDED
     if site is not None and not is_gone(site):
         return None
     sites, sites_max = turn.state.sites, turn.state.sites_max or turn.options.sites_max
     if len(sites) < sites_max:
         return None
     too_many = site is None and len(sites) >= REMEMBERED_TIMES * sites_max
-    return Reason.FULL if too_many or places_taken(turn.state) >= sites_max else None
+    return ev.Reason.FULL if too_many or places_taken(turn.state) >= sites_max else None
 
 
 def is_gone(site: Site) -> bool:
@@ -116,7 +112,7 @@ def places_taken(state: OuterState) -> int:
     return sum(not is_gone(site) for site in state.sites.values())
 
 
-def silent(turn: Turn, event: SiteSilent) -> None:
+def silent(turn: Turn, event: ev.SiteSilent) -> None:
     """Handle a lease that ran out."""
     site = turn.state.sites[event.site]
     if site.status is Status.LIVE:
@@ -135,39 +131,39 @@ def came_back(turn: Turn, name: str) -> None:
         turn.note("site_back", "it was heard again", site=name)
 
 
-def left(turn: Turn, event: SiteLeft) -> None:
+def left(turn: Turn, event: ev.SiteLeft) -> None:
     """Handle a Leave: rounds no longer wait for the site; the updates that it has delivered still count."""
     site = turn.state.sites.get(event.site)
     if site is None or site.incarnation != event.incarnation or site.status is Status.EVICTED:
-        reason = Reason.NOT_JOINED if site is None else Reason.FENCED
-        turn.effects.append(AnswerDone(event.call, reason))
+        reason = ev.Reason.NOT_JOINED if site is None else ev.Reason.FENCED
+        turn.effects.append(fx.AnswerDone(event.call, reason))
         return
     turn.attendance.set_status(event.site, Status.LEFT)
-    turn.effects.append(AnswerDone(event.call))
+    turn.effects.append(fx.AnswerDone(event.call))
     turn.note("site_left", "it said goodbye", site=event.site)
     fates.gone(turn, event.site, "it left")
 
 
-def readmitted(turn: Turn, event: SiteReadmitted) -> None:
+def readmitted(turn: Turn, event: ev.SiteReadmitted) -> None:
     """Handle an operator's readmission: an evicted site may join again, like one that has left."""
     site = turn.state.sites.get(event.site)
     if site is not None and site.status is Status.EVICTED:
         turn.attendance.set_status(event.site, Status.LEFT)
         turn.note("site_readmitted", "an operator's word", site=event.site)
-    turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED if site is None else None))
+    turn.effects.append(fx.AnswerDone(event.call, ev.Reason.NOT_JOINED if site is None else None))
 
 
-def evicted(turn: Turn, event: SiteEvicted) -> None:
+def evicted(turn: Turn, event: ev.SiteEvicted) -> None:
     """Handle an operator's eviction: refuse all updates of the site that are not merging yet."""
     site = turn.state.sites.get(event.site)
     if site is None:
-        turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED))
+        turn.effects.append(fx.AnswerDone(event.call, ev.Reason.NOT_JOINED))
         return
     turn.attendance.set_status(event.site, Status.EVICTED)
     for index, line in enumerate(site.lines):
         for pending in line.unmerged():
-            fates.refuse(turn, event.site, index, pending, Reason.EVICTED)
-    turn.effects += [DropSite(event.site, site.incarnation, Reason.EVICTED), AnswerDone(event.call)]
+            fates.refuse(turn, event.site, index, pending, ev.Reason.EVICTED)
+    turn.effects += [fx.DropSite(event.site, site.incarnation, ev.Reason.EVICTED), fx.AnswerDone(event.call)]
     turn.note("site_evicted", "an operator's word", site=event.site)
     fates.gone(turn, event.site, "it was evicted")
 
@@ -194,20 +190,20 @@ class Leases:
         """End the lease of ``site``, which left."""
         self._heard_ns.pop(site, None)
 
-    def heard(self, site: str, now_ns: int) -> SiteHeard | None:
+    def heard(self, site: str, now_ns: int) -> ev.SiteHeard | None:
         """Renew the lease of ``site``; return an event if it was silent, None if it is unknown or was not silent."""
         if site not in self._heard_ns:
             return None
         was_silent = self._heard_ns[site] is None
         self._heard_ns[site] = now_ns
-        return SiteHeard(site) if was_silent else None
+        return ev.SiteHeard(site) if was_silent else None
 
-    def expired(self, now_ns: int) -> list[SiteSilent]:
+    def expired(self, now_ns: int) -> list[ev.SiteSilent]:
         """Return an event for each site whose lease has run out at ``now_ns``, once per silence, in site order."""
         late_ns = now_ns - self.timeout_ns
         gone = sorted(site for site, heard_ns in self._heard_ns.items() if heard_ns is not None and heard_ns <= late_ns)
         self._heard_ns.update(dict.fromkeys(gone))
-        return [SiteSilent(site) for site in gone]
+        return [ev.SiteSilent(site) for site in gone]
 
     def next_deadline_ns(self) -> int | None:
         """Return the instant at which the next lease runs out; None where none runs."""
@@ -242,7 +238,7 @@ def promoted_epoch(known: int, clock_s: int) -> int:
     return max(known + RESTARTS_MAX + 1, clock_s)
 
 
-def lineage_began(turn: Turn, event: LineageBegan) -> None:
+def lineage_began(turn: Turn, event: ev.LineageBegan) -> None:
     """Give every fragment its next version with the given digest; close every round empty; fence every process.
 
     The shell has no outer step under way at this event: its result would belong to the old lineage.
@@ -259,10 +255,10 @@ def lineage_began(turn: Turn, event: LineageBegan) -> None:
         fragment.round, fragment.merging_since_ns, fragment.full_round = None, None, {}
         for name in sorted(state.sites):
             for pending in list(state.sites[name].lines[index].undecided):
-                fates.refuse(turn, name, index, pending, Reason.RESTORED)
+                fates.refuse(turn, name, index, pending, ev.Reason.RESTORED)
         fragment.version += 1
         fragment.digest = event.digests[index]
-        turn.effects.append(PublishVersion(index, fragment.version, fragment.digest))
+        turn.effects.append(fx.PublishVersion(index, fragment.version, fragment.digest))
     region.lineage_began(turn)
     held = None if event.held is None else {(name, index): counts for name, index, *counts in event.held}
     for name, site in state.sites.items():

@@ -14,19 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import takewhile
 
-from diloco.sync.data_units import (
-    SKIPPED,
-    Piece,
-    Span,
-    UnitList,
-    added,
-    common,
-    first_of,
-    joined,
-    num_places,
-    pieces_at,
-    size,
-)
+from diloco.sync.data_units import SKIPPED, Piece, Span, UnitList, added, common, first_of, joined, pieces_at, size
 from diloco.sync.effects import Fetch, Forget, LearnerEffect, Note, Release, StopTraining
 from diloco.sync.events import Ending, StepDone, UnitsTold
 from diloco.sync.options import LearnerOptions
@@ -394,7 +382,7 @@ def wants_soon(options: LearnerOptions, state: LearnerState) -> bool:
 def units_told(turn: SiteTurn, event: UnitsTold) -> None:
     """Append units that the syncer sent; places sent before, or drawn again meanwhile, stay as they are."""
     units = turn.state.units
-    upto = event.first + num_places(event.pieces)
+    upto = UnitList(event.first, list(event.pieces)).end
     if upto <= units.end:
         units.known = max(units.known, upto)
         return

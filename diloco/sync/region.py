@@ -147,12 +147,11 @@ def mark_not_joined(state: OuterState) -> None:
 
 def started(turn: Turn, event: ev.UpstreamStarted) -> None:
     """Handle a new process of the region, the first one or a later one."""
-    upstream = turn.state.upstream
-    if upstream is None:
-        upstream = turn.state.upstream = Upstream([Part() for _ in turn.state.fragments])
-    upstream.site, upstream.updates, upstream.alpha = event.site, event.updates, event.alpha
-    upstream.in_flight_max, upstream.from_blend = event.in_flight_max, event.from_blend
-    for index, part in enumerate(upstream.parts):
+    known = turn.state.upstream
+    parts = known.parts if known is not None else [Part() for _ in turn.state.fragments]
+    rules = (event.site, event.updates, event.alpha, event.in_flight_max, event.from_blend)
+    upstream = turn.state.upstream = Upstream(parts, *rules)
+    for index, part in enumerate(parts):
         before = _listed(part)
         here = {(0, sequence): digest for fragment, sequence, digest in event.outbox if fragment == index}
         processed = part.learner.tokens_processed

@@ -41,11 +41,7 @@ class QuorumStanding(NamedTuple):
 
 
 def standing(
-    options: OuterOptions,
-    members: Sequence[str],
-    live: AbstractSet[str],
-    arrived: AbstractSet[str],
-    waiting: int,
+    options: OuterOptions, members: Sequence[str], live: AbstractSet[str], arrived: AbstractSet[str], waiting: int
 ) -> QuorumStanding:
     """Return whether a round has its quorum and whether it is complete.
 

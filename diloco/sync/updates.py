@@ -12,20 +12,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
 from diloco.sync.data_units import added
-from diloco.sync.effects import Adopt, Forget, Join, Release, Retake, Seal, Send
-from diloco.sync.events import DISCARDING, Outcome, Reason
 from diloco.sync.options import ADOPT_KEEPS_UNSENT, LearnerOptions, due, smoothed
 from diloco.sync.progress import SPANS_MAX, Retaking, Sent, SentState, units_drawn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sync.events import Fate, FragmentStanding, PushAnswered, Sealed, SealFailed, StepDone
     from diloco.sync.progress import FragmentProgress, LearnerState, SiteTurn
 
 
-def step_done(turn: SiteTurn, event: StepDone) -> None:
+def step_done(turn: SiteTurn, event: ev.StepDone) -> None:
     """Account for an inner step."""
     state, options = turn.state, turn.options
     state.step, state.cursor = event.step, event.cursor
@@ -148,7 +147,7 @@ def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     if turn.options.from_adopt:
         part.sealed_step, part.due = turn.state.step, False
     lacking = tuple([sent.sequence for sent in under_way]) if adopt == "eager" else ()
-    turn.effects.append(Adopt(index, version, merged, fresh, lacking))
+    turn.effects.append(fx.Adopt(index, version, merged, fresh, lacking))
 
 
 def _retake(turn: SiteTurn, index: int, part: FragmentProgress, why: str) -> None:
@@ -161,7 +160,7 @@ def _retake(turn: SiteTurn, index: int, part: FragmentProgress, why: str) -> Non
     part.unsent_spans = []
     part.base_version, part.retaking, part.due = version, None, False
     part.sealed_step = turn.state.step
-    turn.effects.append(Retake(index, version, tuple(s.sequence for s in part.in_flight), why))
+    turn.effects.append(fx.Retake(index, version, tuple(s.sequence for s in part.in_flight), why))
 
 
 def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
@@ -195,66 +194,66 @@ def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     part.held_until = site.step + site.overlap_steps
     where = (index, sent.sequence, sent.base_version, subtract)
     numbers, spans = (sent.tokens, sent.steps, site.step_ns, site.cursor), tuple(sent.spans)
-    turn.effects.append(Seal(*where, *numbers, final=site.stopping, spans=spans))
+    turn.effects.append(fx.Seal(*where, *numbers, final=site.stopping, spans=spans))
 
 
-GIVING_UP = frozenset({Reason.FENCED, Reason.SUPERSEDED, Reason.EVICTED})
+GIVING_UP = frozenset({ev.Reason.FENCED, ev.Reason.SUPERSEDED, ev.Reason.EVICTED})
 """Answers after which this process must not act for the site any more."""
 
 
-def sealed(turn: SiteTurn, event: Sealed) -> None:
+def sealed(turn: SiteTurn, event: ev.Sealed) -> None:
     """Send an update that is durable in the outbox, or discard its bytes if it is no longer wanted."""
     part, sent = turn.state.fragments[event.fragment], turn.find(event.fragment, event.sequence)
     if sent is None or sent.void or sent.outrun or sent.unwanted:  # A join in between has made these bytes useless.
-        turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
+        turn.effects += [fx.Forget(event.fragment, event.sequence), fx.Release(event.fragment, event.sequence)]
         if sent is not None and (sent.void or sent.outrun):
             write_off(part, sent)
         elif sent is not None:
             unsend(turn.options, part, sent)
     elif sent.state is SentState.SEALING:
         sent.state, sent.digest = SentState.SEALED, event.digest
-        turn.effects.append(Send(event.fragment, event.sequence))
+        turn.effects.append(fx.Send(event.fragment, event.sequence))
 
 
-def seal_failed(turn: SiteTurn, event: SealFailed) -> None:
+def seal_failed(turn: SiteTurn, event: ev.SealFailed) -> None:
     """Discard an update that could not be sealed because it is not finite."""
     sent = turn.find(event.fragment, event.sequence)
     if sent is None or sent.void or sent.outrun:  # As in ``sealed``; the agent holds its values until this release.
-        turn.effects.append(Release(event.fragment, event.sequence))
+        turn.effects.append(fx.Release(event.fragment, event.sequence))
         if sent is not None:
             write_off(turn.state.fragments[event.fragment], sent)
     elif sent.state is SentState.SEALING:
-        discard(turn, event.fragment, sent, Reason.NON_FINITE)
+        discard(turn, event.fragment, sent, ev.Reason.NON_FINITE)
 
 
-def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
+def push_answered(turn: SiteTurn, event: ev.PushAnswered) -> None:
     """Handle the syncer's definite answer to a push."""
     sent = turn.find(event.fragment, event.sequence)
     if sent is None or sent.state is not SentState.SEALED or event.digest not in ("", sent.digest):
         return  # A join or a fate has answered already, or the site has taken this update back since it was sent.
     if 0 < event.epoch < turn.state.epoch:
         return  # From a replaced syncer: the join at the new one has decided again what to send.
-    if event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+    if event.outcome in (ev.Outcome.ACCEPTED, ev.Outcome.DUPLICATE):
         accept(turn, event.fragment, sent)
         return
-    assert event.outcome is Outcome.REFUSED, event
+    assert event.outcome is ev.Outcome.REFUSED, event
     assert event.reason is not None, event
     if event.reason in GIVING_UP:
         turn.stop(f"the syncer no longer takes this process for the site: {event.reason.value}")
         return
     part = turn.state.fragments[event.fragment]  # Later updates exist only where this one was sent again.
     take_back(turn, event.fragment, [each for each in part.in_flight if each.sequence > sent.sequence])
-    if event.reason in DISCARDING:
+    if event.reason in ev.DISCARDING:
         discard(turn, event.fragment, sent, event.reason)
-    elif event.reason in (Reason.STALE, Reason.OVERLOAD):
+    elif event.reason in (ev.Reason.STALE, ev.Reason.OVERLOAD):
         keep(turn, event.fragment, sent, event.reason)
-    elif event.reason is Reason.FINISHED:
+    elif event.reason is ev.Reason.FINISHED:
         keep(turn, event.fragment, sent, event.reason)
         turn.state.closed = True
         if not turn.state.stopping:
-            turn.effects.append(Join("the last round is over and this site was not told"))
-    elif event.reason is Reason.NOT_JOINED:
-        turn.effects.append(Join("the syncer does not know this site"))
+            turn.effects.append(fx.Join("the last round is over and this site was not told"))
+    elif event.reason is ev.Reason.NOT_JOINED:
+        turn.effects.append(fx.Join("the syncer does not know this site"))
     else:
         what = f"update {event.sequence} of fragment {event.fragment}"
         turn.stop(f"the syncer refuses {what} for good: {event.reason.value}")
@@ -264,7 +263,7 @@ def accept(turn: SiteTurn, index: int, sent: Sent) -> None:
     """Mark an update as accepted; its fate follows."""
     sent.state, sent.epoch, sent.kept = SentState.ACCEPTED, turn.state.epoch, turn.state.keep
     if not sent.kept:
-        turn.effects.append(Forget(index, sent.sequence))
+        turn.effects.append(fx.Forget(index, sent.sequence))
 
 
 def unsend(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
@@ -292,10 +291,10 @@ def take_back(turn: SiteTurn, index: int, behind: Sequence[Sent]) -> None:
             sent.unwanted = True
             continue  # Its sequence number is not reused until its bytes are here and can be discarded.
         unsend(turn.options, part, sent)
-        turn.effects += [Forget(index, sent.sequence), Release(index, sent.sequence)]
+        turn.effects += [fx.Forget(index, sent.sequence), fx.Release(index, sent.sequence)]
 
 
-def write_off(part: FragmentProgress, sent: Sent, reason: Reason = Reason.RESTORED) -> None:
+def write_off(part: FragmentProgress, sent: Sent, reason: ev.Reason = ev.Reason.RESTORED) -> None:
     """Remove an update from the list: its tokens count as refused; an outrun one has none left."""
     part.in_flight.remove(sent)
     if sent.outrun:
@@ -304,31 +303,31 @@ def write_off(part: FragmentProgress, sent: Sent, reason: Reason = Reason.RESTOR
     part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
 
 
-def keep(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
+def keep(turn: SiteTurn, index: int, sent: Sent, reason: ev.Reason) -> None:
     """Handle a refusal that keeps the progress: it goes out again with the next update."""
     part = turn.state.fragments[index]
     part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
     unsend(turn.options, part, sent)
     turn.drop(index, sent)
     turn.note("update_kept", f"{reason.value}: its progress goes out with the next update", index)
-    if reason is Reason.STALE:  # So a newer version exists, and the next update from this base would be stale too.
+    if reason is ev.Reason.STALE:  # So a newer version exists, and the next update from this base would be stale too.
         part.stale_base = max(part.stale_base, sent.base_version)
         part.published = max(part.published, sent.base_version + 1)
         turn.want(index)
 
 
-def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
+def discard(turn: SiteTurn, index: int, sent: Sent, reason: ev.Reason) -> None:
     """Handle a refusal that discards the progress: return to the published values."""
     part = turn.state.fragments[index]
     write_off(part, sent, reason)
     if sent.state is not SentState.ACCEPTED:
         part.next_sequence = min(part.next_sequence, sent.sequence)
     turn.drop(index, sent)
-    if part.retaking is None and reason is not Reason.RESTORED:
+    if part.retaking is None and reason is not ev.Reason.RESTORED:
         part.discards += 1  # Once for all updates in flight together: they have one cause.
     if part.retaking is None or not part.retaking.final:
         part.retaking = Retaking(part.base_version, f"an update was refused: {reason.value}")
-    if reason is Reason.NON_FINITE:  # One step of training carries a NaN into every fragment.
+    if reason is ev.Reason.NON_FINITE:  # One step of training carries a NaN into every fragment.
         for other in turn.state.fragments:
             other.retaking = other.retaking or Retaking(other.base_version, "an update of another fragment: non_finite")
     turn.note("update_discarded", f"{reason.value}: {part.discards} in a row", index)
@@ -336,14 +335,14 @@ def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
         turn.stop(f"{part.discards} updates of fragment {index} in a row were {reason.value}")
 
 
-def fate_told(turn: SiteTurn, fate: Fate) -> None:
+def fate_told(turn: SiteTurn, fate: ev.Fate) -> None:
     """Handle the fate of an update."""
     part = turn.state.fragments[fate.fragment]
     for orphan in [orphan for orphan in part.orphans if orphan.sequence == fate.sequence]:
         part.orphans.remove(orphan)
         if fate.merged:
             part.tokens_merged += orphan.tokens
-        elif fate.reason in DISCARDING:
+        elif fate.reason in ev.DISCARDING:
             part.tokens_refused += orphan.tokens
         else:
             part.tokens_lost += orphan.tokens
@@ -351,11 +350,11 @@ def fate_told(turn: SiteTurn, fate: Fate) -> None:
     if sent is None or sent.merged_version is not None or sent.outrun:
         return
     if sent.digest != fate.digest:
-        turn.effects.append(Join("another process of this site has used the number of an update of this one"))
+        turn.effects.append(fx.Join("another process of this site has used the number of an update of this one"))
         return
     if sent.state is not SentState.ACCEPTED or sent.kept:
         sent.state, sent.kept = SentState.ACCEPTED, False
-        turn.effects.append(Forget(fate.fragment, sent.sequence))
+        turn.effects.append(fx.Forget(fate.fragment, sent.sequence))
     if fate.merged:
         sent.merged_version = fate.version
         part.tokens_merged += sent.tokens
@@ -363,13 +362,13 @@ def fate_told(turn: SiteTurn, fate: Fate) -> None:
         part.discards = 0
         return
     assert fate.reason is not None
-    if fate.reason in DISCARDING:
+    if fate.reason in ev.DISCARDING:
         discard(turn, fate.fragment, sent, fate.reason)
     else:
         keep(turn, fate.fragment, sent, fate.reason)
 
 
-def send_again(turn: SiteTurn, standing: FragmentStanding) -> bool:
+def send_again(turn: SiteTurn, standing: ev.FragmentStanding) -> bool:
     """Mark the acknowledged updates that the syncer of ``standing`` lacks to be sent again; return False and change
     nothing if a legitimate standby could not lack them.
 
