@@ -54,9 +54,8 @@ from diloco.wire.options import (
     ClientOptions,
     SecurityOptions,
     Watched,
+    client_credentials,
     is_loopback,
-    read_authority,
-    read_pair,
     read_token,
 )
 from diloco.wire.v1 import admin_pb2, replication_pb2, sync_pb2
@@ -262,11 +261,6 @@ class Arrival:
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _seen: list[tuple[int, int]] = field(init=False, default_factory=list)
 
-    def held(self, count: int) -> None:
-        """Record that ``count`` bytes in total have arrived at the other end by now."""
-        with self._lock:
-            self._seen.append((time.monotonic_ns(), max(count, self._seen[-1][1] if self._seen else 0)))
-
     def more(self, count: int) -> None:
         """Record that ``count`` more bytes have arrived."""
         with self._lock:
@@ -371,7 +365,7 @@ class Line:
         self._closed = False
         files = (security.tls_ca, security.tls_cert, security.tls_key) if security.tls_ca else ()
         names = [name for name in files if name not in ("", SYSTEM_ROOTS)]
-        self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(security))
+        self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: client_credentials(security))
         self._token = Watched.where("token_file", security.token_file, read_token, security.token)
         self.channel = self._open()
         """gRPC's present channel."""
@@ -445,15 +439,6 @@ class Line:
         if isinstance(error, MalformedMessage | ChunkError) and not isinstance(error, DamagedChunk):
             return Nonsense(f"{name}: the syncer's answer is invalid: {error}")
         return Unreachable(f"{name}: {error}")
-
-
-def _credentials(options: SecurityOptions) -> Any:
-    """Return gRPC's credentials of a client; None without TLS."""
-    if not options.tls_ca:
-        return None
-    roots = None if options.tls_ca == SYSTEM_ROOTS else read_authority(options.tls_ca)
-    cert, key = read_pair(options.tls_cert, options.tls_key) if options.tls_cert else (None, None)
-    return grpc.ssl_channel_credentials(roots, key, cert)
 
 
 class Stream(Generic[T]):
@@ -547,9 +532,9 @@ class ServiceClient:
     ) -> None:
         """``ValueError`` or ``OSError`` for an address or files that cannot work."""
         self.address = address
-        self._options = options or ClientOptions()
-        self._line = Line(address, security or SecurityOptions(), self._options, self.service)
-        self._stalls = StallWatch("stalls-client")
+        self.options = options or ClientOptions()
+        self._line = Line(address, security or SecurityOptions(), self.options, self.service)
+        self.stalls = StallWatch("stalls-client")
 
     def __enter__(self) -> Self:
         return self
@@ -560,4 +545,4 @@ class ServiceClient:
     def close(self) -> None:
         """End every call under way; they raise ``Unreachable``."""
         self._line.close()
-        self._stalls.close()
+        self.stalls.close()

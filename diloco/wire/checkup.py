@@ -132,10 +132,8 @@ def greet(address: str, port: int, host: str, security: SecurityOptions, limit_s
             with suppress(OSError):
                 shown = _certificate(address, port, limit_s)
             return Greeting(connect_s, shown=shown, alert=error.verify_message, unverified=True)
-        except ssl.SSLError as error:
-            return Greeting(connect_s, alert=error.reason or str(error))
         except OSError as error:
-            return Greeting(connect_s, alert=str(error) or type(error).__name__)
+            return Greeting(connect_s, alert=getattr(error, "reason", "") or str(error) or type(error).__name__)
 
 
 def _certificate(address: str, port: int, limit_s: float) -> bytes:
@@ -152,12 +150,8 @@ def _first_word(line: socket.socket) -> Heard:
     """Send the HTTP/2 preface and classify the answer, within the socket's own timeout."""
     try:
         line.sendall(_PREFACE)
-        told = b""
-        while len(told) < _FRAME_HEAD:
-            more = line.recv(_FRAME_HEAD - len(told))
-            if not more:
-                break
-            told += more
+        with line.makefile("rb") as answer:
+            told = answer.read(_FRAME_HEAD)
     except TimeoutError:
         return Heard.SILENCE
     except ssl.SSLEOFError:
@@ -226,20 +220,21 @@ class Checkup(ServiceClient):
 
     def probe(self, ask: ProbeAsk) -> Probed:
         """Ask, send ``ask.bytes_up`` of filler, and receive ``ask.bytes_down``."""
-        answered, ended = threading.Event(), threading.Event()
-        limit_s = self._options.control_timeout_s + 3 * ask.limit_ns / 1e9
+        answered = threading.Event()
+        limit_s = self.options.control_timeout_s + 3 * ask.limit_ns / 1e9
         began_ns, asked_at = time.time_ns(), time.monotonic()
         answer: ProbeAnswer | None = None
         taken, here_ns, round_s = None, 0, 0.0
         arrival = Arrival()
 
         def requests() -> Iterator[bytes]:
-            """Yield the ask and, after its answer, the filler for at most ``ask.limit_ns``."""
+            """Yield the ask and, after its answer, the filler for at most ``ask.limit_ns``.
+
+            gRPC asks for no more once the call is over.
+            """
             yield pack_probe(ask)
             answered.wait()
             for _, raw in filler(ask.bytes_up, ask.limit_ns, pack_probe):
-                if ended.is_set():
-                    return
                 yield raw
 
         try:
@@ -254,7 +249,6 @@ class Checkup(ServiceClient):
                     else:
                         arrival.more(len(part.data))
         finally:
-            ended.set()
             answered.set()
         if answer is None:
             raise Unreachable("Probe: the stream ended without an answer")
@@ -263,7 +257,7 @@ class Checkup(ServiceClient):
 
     def come_in(self) -> None:
         """Make a call that needs authentication; ``Refused`` says why this end is not admitted."""
-        with Stream(self._line, _WATCH, b"", _is_serving, timeout_s=self._options.control_timeout_s) as stream:
+        with Stream(self._line, _WATCH, b"", _is_serving, timeout_s=self.options.control_timeout_s) as stream:
             if next(stream, None) is None:
                 raise Unreachable("Watch: the stream ended without an answer")
 

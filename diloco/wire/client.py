@@ -22,7 +22,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,6 @@ from diloco.wire.channel import (
     Line,
     Pacer,
     ServiceClient,
-    StallWatch,
     Stream,
     bulk_bytes_per_s,
     check_address,
@@ -82,7 +80,7 @@ from diloco.wire.options import ClientOptions, SecurityOptions
 from diloco.wire.pulling import Patience, Pulling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from diloco.wire.pulling import PulledVersion, PullSink
 
@@ -157,27 +155,23 @@ class Pushing:
     gRPC asks for the next message when the last one has passed flow control, so each request for one is progress.
     """
 
-    bulk: Sequence[Line]
-    """The push opens on the first; the others carry additional streams."""
+    client: SyncClient
     header: PushHeader
     payload: memoryview
-    options: ClientOptions
-    stalls: StallWatch
-    sent: Callable[[int], None]
-    """Called with each message's length."""
-    pacer: Pacer
     breaks: int = 0
     """Earlier attempts at this push that were interrupted."""
     at_once: bool = False
     """Send without waiting for admission."""
-    arrived: Callable[[int], None] | None = None
-    """Called now and then with the number of bytes that the syncer holds."""
+    arrival: Arrival | None = None
+    """Where to record how many bytes the syncer holds; None where the link is not measured."""
 
     def __post_init__(self) -> None:
+        self.bulk = self.client.in_turn()
+        """The push opens on the first; the others carry additional streams."""
         others = min(len(self.bulk) - 1, self.header.payload_bytes // PIECE_BYTES_MIN)
-        progress = self.breaks > 0 or self.arrived is not None
+        progress = self.breaks > 0 or self.arrival is not None
         self.header = replace(self.header, frames=True, progress=progress, others=others)
-        self._guard = Guard(self.stalls, self.options.stall_s)
+        self._guard = Guard(self.client.stalls, self.client.options.stall_s)
         self._changed = threading.Condition()
         self._at = 0
         """The first byte that was never sent."""
@@ -234,7 +228,7 @@ class Pushing:
     def _open_others(self, first: Stream[PushReply], offset: int) -> None:
         worth = (self.header.payload_bytes - offset) // PIECE_BYTES_MIN
         for bulk in self.bulk[1 : 1 + worth]:
-            guard = Guard(self.stalls, self.options.stall_s)
+            guard = Guard(self.client.stalls, self.client.options.stall_s)
             with self._changed:
                 self.streams += 1
             stream = Stream(bulk, "Push", self.beside(guard), lambda raw: self._heard(raw, None), guard)
@@ -261,7 +255,8 @@ class Pushing:
         if admitted.offset > len(self.payload):
             raise MalformedMessage(f"offset is {admitted.offset}: the payload has {len(self.payload)} bytes")
         with self._changed:
-            self._began = self._held = admitted.offset
+            self._began = admitted.offset
+            self._held = max(self._held, admitted.offset)
             self._at = max(self._at, admitted.offset)
             self.admitted = True
             self._changed.notify_all()
@@ -269,9 +264,9 @@ class Pushing:
     def held(self, offset: int) -> None:
         """Note that the syncer holds ``offset`` bytes by now."""
         with self._changed:
+            if self.arrival is not None:
+                self.arrival.more(max(0, offset - self._held))
             self._held = max(self._held, offset)
-            if self.arrived is not None:
-                self.arrived(self._held)
             self._changed.notify_all()
 
     def again(self, wanted: PushAgain) -> None:
@@ -284,7 +279,7 @@ class Pushing:
                 raise MalformedMessage(f"the syncer requests chunks again for the {self._agains}th time")
             self._again.append((wanted.offset, wanted.length))
             self._committed = False
-            self._guard.limit(self.options.stall_s)
+            self._guard.limit(self.client.options.stall_s)
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -310,7 +305,7 @@ class Pushing:
             yield self._packed(PushCommit(self.header.payload_bytes, self.header.digest))
             with self._changed:
                 if self._committed:
-                    self._guard.limit(self.options.answer_s)
+                    self._guard.limit(self.client.options.answer_s)
                 self._changed.wait_for(lambda: self._stopped or self._again)
 
     def beside(self, guard: Guard) -> Iterator[bytes]:
@@ -328,10 +323,11 @@ class Pushing:
             return guard in self._carrying
 
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
-        size = ChunkSize(CHUNK_BYTES_MIN, self.pacer.chunk_bytes(self.options.chunk_bytes), careful=self._began > 0)
+        bytes_max = self.client.pacer.chunk_bytes(self.client.options.chunk_bytes)
+        size = ChunkSize(CHUNK_BYTES_MIN, bytes_max, careful=self._began > 0)
         while (place := self._next(size.bytes, guard)) is not None:
             offset, length = place
-            self.pacer.wait(length, guard)
+            self.client.pacer.wait(length, guard)
             data = self.payload[offset : offset + length]
             began_s = time.monotonic()
             yield self._packed(Frame(offset, data))
@@ -368,7 +364,7 @@ class Pushing:
 
     def _packed(self, part: PushPart) -> bytes:
         message = convert.pack_push(part)
-        self.sent(len(message))
+        self.client.up.count(len(message))
         return message
 
 
@@ -404,6 +400,7 @@ class SyncClient(ServiceClient):
     ) -> None:
         security = security or SecurityOptions()
         self._addresses = split_addresses(address)
+        self.has_choice = len(self._addresses) > 1
         for each in self._addresses:
             check_address(each, security)
         super().__init__(self._addresses[0], security, options)
@@ -413,30 +410,26 @@ class SyncClient(ServiceClient):
         self._epoch = 0  # Of the syncer that took the site in last.
         # All lines lead to one address, so updates go only to a syncer that admitted the site.  A line connects at its
         # first use, so spare ones cost nothing and can be used later.
-        self._bulk = [Line(self.address, security, self._options, SYNC_SERVICE) for _ in range(STREAMS_MAX)]
-        self._streams = self._options.data_channels
+        self._bulk = [Line(self.address, security, self.options, SYNC_SERVICE) for _ in range(STREAMS_MAX)]
+        self._streams = self.options.data_channels
         self._turn = itertools.count()
         self._breaks: dict[str, int] = {}
         self._welcome = False  # The last push was accepted, so expect the same of the next one.
-        self._lengths: dict[int, int] = {}  # By fragment, the length of the last payload pulled.
-        self._up, self._down = Learned(self._options.up_mbps), Learned(self._options.down_mbps)
-        self._pacer = Pacer(self._up.bytes_per_s)
+        self.lengths: dict[int, int] = {}
+        """By fragment, the length of the last payload pulled."""
+        self.up, self.down = Learned(self.options.up_mbps), Learned(self.options.down_mbps)
+        self.pacer = Pacer(self.up.bytes_per_s)
         self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether there is more than one address."""
-        return len(self._addresses) > 1
 
     @property
     def bytes_up(self) -> int:
         """Bytes of Push messages sent since the start, headers and re-sent chunks included."""
-        return self._up.bytes
+        return self.up.bytes
 
     @property
     def bytes_down(self) -> int:
         """Bytes of Pull messages received since the start, headers and re-sent chunks included."""
-        return self._down.bytes
+        return self.down.bytes
 
     @property
     def taken_in(self) -> tuple[int, int]:
@@ -453,7 +446,7 @@ class SyncClient(ServiceClient):
         """Switch to the address with index ``at``; if it is another one, drop everything measured of the link."""
         if at != self._at:
             self._round_trips_s.clear()
-            for way in (self._up, self._down):
+            for way in (self.up, self.down):
                 way.forget()
         self._at, self.address = at, self._addresses[at]
         for line in (self._line, *self._bulk):
@@ -463,7 +456,7 @@ class SyncClient(ServiceClient):
         """End every call under way; they raise ``Unreachable``."""
         for line in self._bulk:
             line.close()
-        self._pacer.close()
+        self.pacer.close()
         super().close()
 
     def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
@@ -491,7 +484,7 @@ class SyncClient(ServiceClient):
     def _join(self, ask: JoinAsk, epoch: int) -> JoinReply:
         """Join at the present address; repeat the ask with the ticket given while another process holds the site."""
         for _ in range(1 + CONFIRMATIONS_MAX):
-            limit_s = self._options.join_timeout_s
+            limit_s = self.options.join_timeout_s
             reply = self._line.unary("Join", convert.pack_join(ask), convert.unpack_join_reply, limit_s)
             if (reply.lineage, reply.epoch) < (ask.lineage, epoch):
                 older = f"of lineage {reply.lineage}, epoch {reply.epoch}"
@@ -525,7 +518,7 @@ class SyncClient(ServiceClient):
     def watch(self, incarnation: int) -> Stream[WatchEvent]:
         """Stream the events of this site as they happen.  The first is an ``Alive``: the stream is open."""
         ask = MemberAsk(self.run_id, self.site_id, incarnation)
-        guard = Guard(self._stalls, self._options.stall_s)
+        guard = Guard(self.stalls, self.options.stall_s)
         return Stream(self._line, "Watch", convert.pack_member(ask), convert.unpack_watch_event, guard)
 
     def push(self, header: PushHeader, payload: bytes | memoryview) -> PushResult:
@@ -538,20 +531,9 @@ class SyncClient(ServiceClient):
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
         breaks = self._breaks.pop(header.digest, None)
         at_once, self._welcome = self._welcome and breaks is None, False
-        arrival = self._up.begin(self._rtt_s)
-        self._pacer.bytes_per_s = self._up.bytes_per_s
-        pushing = Pushing(
-            self._in_turn(),
-            header,
-            view,
-            self._options,
-            self._stalls,
-            self._up.count,
-            self._pacer,
-            breaks or 0,
-            at_once=at_once,
-            arrived=arrival.held if arrival is not None else None,
-        )
+        arrival = self.up.begin(self._rtt_s)
+        self.pacer.bytes_per_s = self.up.bytes_per_s
+        pushing = Pushing(self, header, view, breaks or 0, at_once=at_once, arrival=arrival)
         try:
             result = pushing.run()
         except Unreachable:
@@ -560,7 +542,7 @@ class SyncClient(ServiceClient):
                 del self._breaks[next(iter(self._breaks))]
             raise
         self._check_epoch("Push", result.epoch)
-        self._up.over(arrival)
+        self.up.over(arrival)
         self._welcome = result.outcome is Outcome.ACCEPTED
         return result
 
@@ -569,20 +551,13 @@ class SyncClient(ServiceClient):
 
         With ``patience`` the call waits for a version that is not published yet.
         """
-        at_once = max(1, self._lengths.get(ask.fragment, 0) // PIECE_BYTES_MIN)
-        arrival = self._down.begin(self._rtt_s)
-
-        def received(count: int) -> None:
-            self._down.count(count)
-            if arrival is not None:
-                arrival.more(count)
-
-        ask = replace(ask, bytes_per_s=arrival.sent_at if arrival is not None else self._down.bytes_per_s)
-        pulled = Pulling(self._in_turn(), ask, sink, self._options, self._stalls, received, at_once, patience).run()
-        self._down.over(arrival)
+        arrival = self.down.begin(self._rtt_s)
+        ask = replace(ask, bytes_per_s=arrival.sent_at if arrival is not None else self.down.bytes_per_s)
+        pulled = Pulling(self, ask, sink, arrival, patience).run()
+        self.down.over(arrival)
         self._check_epoch("Pull", pulled.header.epoch)
         if pulled.parts and pulled.header.frames:  # A syncer of protocol 2 supports one stream only.
-            self._lengths[ask.fragment] = pulled.header.payload_bytes
+            self.lengths[ask.fragment] = pulled.header.payload_bytes
         return pulled
 
     def use_channels(self, count: int) -> None:
@@ -594,7 +569,7 @@ class SyncClient(ServiceClient):
         """The shortest recent round trip in seconds; 0: none measured yet."""
         return min(tuple(self._round_trips_s), default=0.0)
 
-    def _in_turn(self) -> Sequence[Line]:
+    def in_turn(self) -> Sequence[Line]:
         """Return the bulk channels in use, rotated by one at each call."""
         bulk = self._bulk[: self._streams]
         first = next(self._turn) % len(bulk)
@@ -632,15 +607,15 @@ class AdminClient(ServiceClient):
 
     def snapshot(self) -> None:
         """Write a snapshot now; returns when it is durable."""
-        self._have("Snapshot", timeout_s=self._options.admin_timeout_s)
+        self._have("Snapshot", timeout_s=self.options.admin_timeout_s)
 
     def promote(self, *, lossy: bool = False) -> None:
         """Make the standby at this address take over; ``lossy``: even if it may lack something acknowledged."""
-        self._have("Promote", convert.pack_promote(PromoteAsk(lossy)), self._options.admin_timeout_s)
+        self._have("Promote", convert.pack_promote(PromoteAsk(lossy)), self.options.admin_timeout_s)
 
     def detach(self) -> None:
         """Let the syncer continue without a standby until one has caught up."""
-        self._have("Detach", timeout_s=self._options.admin_timeout_s)
+        self._have("Detach", timeout_s=self.options.admin_timeout_s)
 
     def _have(self, method: str, request: bytes = b"", timeout_s: float | None = None) -> None:
         self._line.unary(method, request, convert.unpack_empty, timeout_s)
@@ -653,7 +628,7 @@ class FollowClient(ServiceClient):
 
     def follow(self, start: FollowStart) -> FollowStream:
         """Stream everything that the syncer stores, each item once it is durable there."""
-        return FollowStream(self._line, start, Guard(self._stalls, self._options.stall_s))
+        return FollowStream(self._line, start, Guard(self.stalls, self.options.stall_s))
 
 
 class FollowStream(Stream[FollowPart]):

@@ -255,14 +255,18 @@ def read_token(path: str) -> str:
     return token
 
 
+def client_credentials(options: SecurityOptions) -> Any:
+    """Return gRPC's credentials of a client; None without TLS.  ``ValueError`` or ``OSError`` for unusable files."""
+    cert, key = read_pair(options.tls_cert, options.tls_key) if options.tls_cert else (None, None)
+    roots = read_authority(options.tls_ca) if options.tls_ca not in ("", SYSTEM_ROOTS) else None
+    return grpc.ssl_channel_credentials(roots, key, cert) if options.tls_ca else None
+
+
 def check_own_files(options: SecurityOptions) -> None:
     """Raise ``ValueError`` or ``OSError`` for credential files of a site that cannot be used."""
     if options.token_file:
         read_token(options.token_file)
-    if options.tls_cert:
-        read_pair(options.tls_cert, options.tls_key)
-    if options.tls_ca and options.tls_ca != SYSTEM_ROOTS:
-        read_authority(options.tls_ca)
+    client_credentials(options)
 
 
 MBPS_MIN = 0.1

@@ -9,11 +9,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from diloco.wire.channel import Guard, Line, StallWatch, Stream
+from diloco.wire.channel import Arrival, Guard, Line, Stream
 from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, Holes, bytes_at_risk, check_next, checksum
 from diloco.wire.convert import pack_pull, unpack_pull_part
 from diloco.wire.messages import (
@@ -30,10 +29,12 @@ from diloco.wire.messages import (
     Unreachable,
     WireError,
 )
-from diloco.wire.options import ClientOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from diloco.wire.chunks import Span
+    from diloco.wire.client import SyncClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,32 +226,27 @@ class Patience:
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
 
-@dataclass(eq=False)
 class Pulling:
-    """Fills ``sink``, over at most one stream on each line of ``bulk``.
+    """Fills ``sink``, over at most one stream on each of the client's bulk connections.
 
     When the payload's length is unknown, the first stream asks for it, and the others join once the header shows that
     it is long; when it is known, all ask at once.
     """
 
-    bulk: Sequence[Line]
-    ask: PullAsk
-    """``ask.bytes_per_s`` is the rate limit of all streams together."""
-    sink: PullSink
-    options: ClientOptions
-    stalls: StallWatch
-    received: Callable[[int], None]
-    """Called with the length of each message."""
-    at_once: int
-    """How many of ``bulk`` ask without waiting for the first one's header."""
-    patience: Patience | None
-    """For a version that may not be published yet."""
-    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    _streams: list[Stream[bool]] = field(init=False, default_factory=list)
-    _failed: WireError | None = field(init=False, default=None)
-    _spoiled: bool = field(init=False, default=False)
-    _damaged: int = field(init=False, default=0)
-    _began: int = field(init=False, default=0)
+    def __init__(
+        self, client: SyncClient, ask: PullAsk, sink: PullSink, arrival: Arrival | None, patience: Patience | None
+    ) -> None:
+        """``ask.bytes_per_s`` is the rate limit of all streams together.  ``arrival`` takes the progress; None where
+        the link is not measured.  ``patience`` is for a version that may not be published yet."""
+        self.client, self.ask, self.sink, self.arrival, self.patience = client, ask, sink, arrival, patience
+        self.bulk = client.in_turn()
+        self.at_once = max(1, client.lengths.get(ask.fragment, 0) // PIECE_BYTES_MIN)
+        """How many of ``bulk`` ask without waiting for the first one's header."""
+        self._lock = threading.Lock()
+        self._streams: list[Stream[bool]] = []
+        self._failed: WireError | None = None
+        self._spoiled = False
+        self._damaged = self._began = 0
 
     def run(self) -> PulledVersion:
         """Pull until the version is complete.  On ``Refused`` or ``Unreachable`` the sink keeps what was received."""
@@ -317,13 +313,12 @@ class Pulling:
             rate = max(1, rate // len(self.bulk))  # At least 1, because 0 means no limit.
         ask = replace(self.ask, want_version=header.version, bytes_per_s=rate)
         asks = [replace(ask, offset=begin, length=max(0, end - begin)) for begin, end in spans]
-        self._join(self._begin(asks, self.bulk))
+        others = self._begin(asks[1:], self.bulk[1:])
+        self._stream(self.bulk[0], asks[0])
+        self._join(others)
 
     def _begin(self, asks: Sequence[PullAsk], bulk: Sequence[Line]) -> list[threading.Thread]:
-        """Open a stream for each of ``asks``, each in its own thread; a single one runs in this thread."""
-        if len(asks) == 1 and bulk is self.bulk:
-            self._stream(bulk[0], asks[0])
-            return []
+        """Open a stream for each of ``asks``, each in its own thread."""
         threads = [
             threading.Thread(target=self._stream, args=(line, ask), name="pull-piece", daemon=True)
             for line, ask in zip(bulk, asks, strict=False)
@@ -343,9 +338,10 @@ class Pulling:
 
     def _stream(self, bulk: Line, ask: PullAsk, begun: Callable[[PullHeader], None] = lambda header: None) -> None:
         """Run one of several concurrent streams; on failure it sets ``_failed`` and ends the others."""
-        guard = Guard(self.stalls, self.options.stall_s)
+        stall_s = self.client.options.stall_s
+        guard = Guard(self.client.stalls, stall_s)
         if self.patience is not None and ask.wait_ns:
-            self.patience.begin(guard, self.options.stall_s)
+            self.patience.begin(guard, stall_s)
         try:
             with Stream(bulk, "Pull", pack_pull(ask), lambda raw: self._take(raw, ask, guard, begun), guard) as stream:
                 with self._lock:
@@ -363,7 +359,9 @@ class Pulling:
 
     def _take(self, raw: bytes, ask: PullAsk, guard: Guard, begun: Callable[[PullHeader], None]) -> bool:
         """Handle one message; return whether to read on."""
-        self.received(len(raw))
+        self.client.down.count(len(raw))
+        if self.arrival is not None:
+            self.arrival.more(len(raw))
         part = unpack_pull_part(raw)
         if isinstance(part, PullHeader):
             if self.patience is not None and ask.wait_ns:

@@ -43,9 +43,9 @@ def test_everything_goes_where_the_site_was_taken_in_and_what_was_learned_of_one
     client.pull(ASK, PullSink())
     client.report(report_info())
     client.leave(1)
-    follower._up.bytes_per_s = 1_000_000
+    follower.up.bytes_per_s = 1_000_000
     follower.follow(client.taken_in)
-    assert follower._up.bytes_per_s == 0, "it was learned of another link"
+    assert follower.up.bytes_per_s == 0, "it was learned of another link"
     follower.pull(ASK, PullSink())
     assert follower.taken_in == client.taken_in
     assert follower.address == client.address == other.server.address
@@ -54,14 +54,14 @@ def test_everything_goes_where_the_site_was_taken_in_and_what_was_learned_of_one
     assert client.has_choice
     assert client.bytes_up > 0
     up, down = client.bytes_up, client.bytes_down
-    for way in (client._up, client._down):
+    for way in (client.up, client.down):
         way.bytes_per_s = 1_000_000
     client.join(join_ask())
     assert client._rtt_s > 0
-    assert client._up.bytes_per_s == client._down.bytes_per_s == 1_000_000
+    assert client.up.bytes_per_s == client.down.bytes_per_s == 1_000_000
     one.syncer.join_fails, other.syncer.join_fails = None, AWAY
     client.join(join_ask())
-    assert client._rtt_s == client._up.bytes_per_s == client._down.bytes_per_s == 0
+    assert client._rtt_s == client.up.bytes_per_s == client.down.bytes_per_s == 0
     client.push(push_header(b"four"), b"four")
     client.pull(ASK, PullSink())
     assert one.syncer.calls == ["join", "join", "open_push", "pull"]
@@ -269,5 +269,5 @@ def test_a_client_learns_both_ways_of_a_far_link_and_keeps_to_them(wired: Wired,
         assert bytes(client.pull(PullAsk(RUN, "site-a", 0, 2), PullSink()).parts[0]) == PAYLOAD
     assert len(arrived) == 4
     assert min(arrived) > 0
-    assert client._pacer.chunk_bytes(1 << 40) < 1 << 40
+    assert client.pacer.chunk_bytes(1 << 40) < 1 << 40
     assert (wired.syncer.pulls[0].bytes_per_s, wired.syncer.pulls[-1].bytes_per_s) == (0, 300 * MIB)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -18,8 +19,8 @@ from benchmarks.record import percentile
 from diloco.sync.events import Outcome
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
-from diloco.wire.channel import Guard, Line, Pacer, StallWatch
-from diloco.wire.client import FollowClient, Pushing, SyncClient
+from diloco.wire.channel import Guard, Pacer, StallWatch
+from diloco.wire.client import FollowClient, Learned, Pushing, SyncClient
 from diloco.wire.convert import unpack_push
 from diloco.wire.messages import (
     AGAINS_MAX,
@@ -134,8 +135,9 @@ def sending(
     payload: bytes = PAYLOAD, *, streams: int = 1, options: ClientOptions = OPTIONS, breaks: int = 0
 ) -> Pushing:
     """A push of ``payload``, without a network."""
-    bulk, content, sent = cast("list[Line]", [None] * streams), memoryview(payload), list[int]()
-    return Pushing(bulk, push_header(payload), content, options, STALLS, sent.append, Pacer(0), breaks)
+    lines = [None] * streams
+    client = SimpleNamespace(options=options, stalls=STALLS, up=Learned(0.0), pacer=Pacer(0), in_turn=lambda: lines)
+    return Pushing(cast(SyncClient, client), push_header(payload), memoryview(payload), breaks)
 
 
 def begun(push: Pushing) -> Iterator[bytes]:
