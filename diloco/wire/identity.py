@@ -24,7 +24,6 @@ no longer be admitted.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
 import ssl
 from collections.abc import Callable, Mapping
@@ -231,9 +230,9 @@ class Revoked:
     ids: frozenset[str] = frozenset()
 
 
-def read_tokens(path: str) -> tuple[tuple[str, Identity], ...]:
-    """Read the tokens of a syncer, each with the identity that it proves.  An identity may have up to four valid tokens
-    at a time, so that tokens can be rotated.
+def read_tokens(path: str) -> dict[bytes, Identity]:
+    """Read the tokens of a syncer: the identity that each proves, by the token's SHA-256.  An identity may have up to
+    four valid tokens at a time, so that tokens can be rotated.
 
     Raises ``ValueError`` for a file that others can read, or a token that is too short, unprintable or given twice.
     """
@@ -244,7 +243,7 @@ def read_tokens(path: str) -> tuple[tuple[str, Identity], ...]:
         raise ValueError(f"tokens_file {path}: sites: wanted an object with a token for each site's name")
     holders = [(Identity(site=site), said) for site, said in sorted(sites.items())]
     holders += [(Identity(roles=frozenset({role})), table[role]) for role in sorted(ROLES & set(table))]
-    pairs: list[tuple[str, Identity]] = []
+    found: dict[bytes, Identity] = {}
     for identity, said in holders:
         given = said if isinstance(said, list) and 1 <= len(said) <= TOKENS_EACH_MAX else [said]
         for token in given:
@@ -254,10 +253,11 @@ def read_tokens(path: str) -> tuple[tuple[str, Identity], ...]:
                     f"tokens_file {path}: the token of {who} must be {TOKEN_CHARS_MIN} or more printable ASCII "
                     f"characters, or up to {TOKENS_EACH_MAX} of them in [ ]"
                 )
-            pairs.append((token, replace(identity, token_digest=hashlib.sha256(token.encode()).digest())))
-    if len({token for token, _ in pairs}) != len(pairs):
-        raise ValueError(f"tokens_file {path}: one token is given twice")
-    return tuple(pairs)
+            digest = hashlib.sha256(token.encode()).digest()
+            if digest in found:
+                raise ValueError(f"tokens_file {path}: one token is given twice")
+            found[digest] = replace(identity, token_digest=digest)
+    return found
 
 
 def read_revoked(path: str) -> Revoked:
@@ -278,8 +278,8 @@ class Authenticator:
 
     def __init__(self, options: SecurityOptions) -> None:
         self._options = options
-        self._tokens: Watched[tuple[tuple[str, Identity], ...]]
-        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, ())
+        self._tokens: Watched[dict[bytes, Identity]]
+        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, {})
         self._permissions = Watched.where("permissions", options.permissions, read_permissions, EVERYTHING)
         self._revoked = Watched.where("revoked_file", options.revoked_file, read_revoked, Revoked())
         files: tuple[Watched[Any], ...] = self._tokens, self._permissions, self._revoked
@@ -321,9 +321,7 @@ class Authenticator:
 
     def check_still(self, identity: Identity, method: str) -> None:
         """Raise as ``identify`` would if this caller called now, and as the permissions would for ``method``."""
-        if self._options.tokens_file and (identity.token_digest, identity) not in [
-            (each.token_digest, each) for _, each in self._tokens.value
-        ]:
+        if self._options.tokens_file and self._tokens.value.get(identity.token_digest) != identity:
             raise Refusal(Status.UNAUTHENTICATED, "the token is no longer known")
         now = self._granted(identity)
         now.check_role(method)
@@ -355,10 +353,8 @@ class Authenticator:
         if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith("Bearer "):
             raise Refusal(Status.UNAUTHENTICATED, "a token is needed: authorization: Bearer <token>")
         given = values[0].removeprefix("Bearer ").encode()
-        found: Identity | None = None
-        for token, identity in self._tokens.value:  # Compare with all of them, so that timing reveals nothing.
-            if hmac.compare_digest(token.encode(), given):
-                found = identity
+        # Found by its hash, so that timing reveals nothing of a token.
+        found = self._tokens.value.get(hashlib.sha256(given).digest())
         if found is None:
             raise Refusal(Status.UNAUTHENTICATED, "the token is not known")
         return found
