@@ -57,7 +57,7 @@ class ReplicationOptions:
 
 
 class Replicator:
-    """Serves standbys; satisfies ``wire.handlers.Following``.
+    """Serves standbys; ``follow`` is a ``wire.handlers.Follow``.
 
     The decision loop calls ``replicated`` for each turn (``Core``); any thread may call the other methods.
     """

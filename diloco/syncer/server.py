@@ -194,7 +194,7 @@ class Syncer:
             self.network,
             self.security,
             lambda what, why: self.emit("note", {"note": what, "why": why}),
-            self.replicator if self.options.replication.mode != "off" else None,
+            self.replicator.follow if self.options.replication.mode != "off" else None,
         )
         self._server.start(ready=False)
         self._in_thread("room", self.room.run)

@@ -121,31 +121,21 @@ def tail_chunk(chunk_bytes: int, left: int, streams: int) -> int:
 
 
 class Window:
-    """Reorders the chunks of one payload, which arrive in any order.
+    """Reorders the chunks of one payload, which arrive in any order, from byte ``offset`` on.
 
     ``write(offset, data)`` gets each byte once, in order; an exception from it passes through and leaves ``offset``
     unchanged.  Chunks that arrive early are held here by reference, at most ``window_bytes`` of them.
     """
 
-    def __init__(
-        self, payload_bytes: int, write: Callable[[int, memoryview], object], offset: int, window_bytes: int
-    ) -> None:
-        if not 0 <= offset <= payload_bytes:
-            raise ValueError(f"offset is {offset}: the payload has {payload_bytes} bytes")
-        self.payload_bytes = payload_bytes
+    def __init__(self, write: Callable[[int, memoryview], object], offset: int, window_bytes: int) -> None:
         self.offset = offset
         self._write = write
         self._room = window_bytes
         self._early: dict[int, memoryview] = {}
 
     def accept(self, offset: int, data: memoryview) -> bool:
-        """Take one intact chunk; bytes already written are skipped.  False: it is early and there is no room for it.
-
-        ``ChunkError`` for a chunk that ends beyond the declared length.
-        """
+        """Take one intact chunk; bytes already written are skipped.  False: it is early and there is no room for it."""
         end = offset + len(data)
-        if end > self.payload_bytes:
-            raise ChunkError(f"chunk at offset {offset} has {len(data)} bytes, over the {self.payload_bytes} declared")
         if offset > self.offset:
             if offset not in self._early:
                 if len(data) > self._room:
@@ -160,11 +150,6 @@ class Window:
             offset, end = end, end + len(data)
             self._room += len(data)
         return True
-
-    @property
-    def complete(self) -> bool:
-        """Whether every byte was written."""
-        return self.offset == self.payload_bytes
 
 
 class Holes:

@@ -136,14 +136,7 @@ class Gate:
             yield
         finally:
             with self._lock:
-                _one_less(self._inside, site)
-
-
-def _one_less(counts: Counter[str], key: str) -> None:
-    """Decrement ``counts[key]``; delete the key when it reaches 0."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+                self._inside -= Counter([site])  # Drops a count of 0.
 
 
 @dataclass(eq=False)
@@ -280,7 +273,7 @@ class Connections:
             yield
         finally:
             with self._lock:
-                _one_less(self._under_way, peer)
+                self._under_way -= Counter([peer])  # Drops a count of 0.
                 self._used_s[peer] = time.monotonic()
 
     def watch(self, port: int) -> None:
@@ -412,10 +405,12 @@ class Door:
 
     authenticator: Authenticator
     options: ServerOptions
-    counters: Counters
-    connections: Connections
+    crowded: Callable[[str], None]
+    """Told, at most once a minute, when idle connections were closed."""
 
     def __post_init__(self) -> None:
+        self.counters = Counters()
+        self.connections = Connections(places(self.options), self.counters, self.crowded)
         self.stalls = StallWatch("stalls-syncer")
         self.stopping = threading.Event()
         """Set when the server takes no new calls; streams that wait for events end then."""
@@ -553,7 +548,7 @@ class Door:
     def check_push(self, header: PushHeader, identity: Identity) -> None:
         """Refuse an update that its sender may not send, or not yet.  Called before its payload is read."""
         identity.grant.check_push(header)
-        # ``received`` charges the bytes as they arrive; this only checks that the caller has no debt.
+        # ``moves`` charges the bytes as they arrive; this only checks that the caller has no debt.
         self.spend("bytes_per_s", 0.0, identity)
         self.spend("pushes_per_s", 1.0, identity)
 
@@ -568,15 +563,10 @@ class Door:
         if bytes_up or bytes_down:
             self._charge("probes", identity.name, 1.0, PROBES_PER_S)
 
-    def received(self, count: int, identity: Identity, counter: str = "payload_bytes_in") -> None:
-        """Count and charge ``count`` received bytes of an update, or of what ``counter`` names."""
+    def moves(self, counter: str, rate: str, count: int, identity: Identity) -> None:
+        """Count ``count`` bytes, received or about to be sent, and charge them to ``rate``; never refuses."""
         self.counters.add(counter, count)
-        self.spend("bytes_per_s", count, identity, math.inf)
-
-    def sends(self, count: int, identity: Identity, counter: str = "payload_bytes_out") -> None:
-        """Count and charge ``count`` bytes about to be sent, of a version or of what ``counter`` names."""
-        self.counters.add(counter, count)
-        self.spend("pull_bytes_per_s", count, identity, math.inf)
+        self.spend(rate, count, identity, math.inf)
 
     def spend(self, rate: str, amount: float, identity: Identity, wait_max_s: float = 0.0) -> None:
         """Charge ``amount`` to the granted ``rate``; refuse where the credit is more than ``wait_max_s`` away."""

@@ -45,15 +45,6 @@ import grpc
 from diloco.wire import convert
 from diloco.wire.channel import ADMIN_SERVICE, REPLICATION_SERVICE, SYNC_SERVICE, Arrival, Guard, Pacer, filler
 from diloco.wire.chunks import ChunkError, ChunkSize, DamagedChunk, Window, check_next, cut, tail_chunk
-from diloco.wire.convert import (
-    M,
-    pack_frame,
-    pack_probe_reply,
-    pack_pull_part,
-    pack_push_reply,
-    unpack_probe,
-    unpack_push,
-)
 from diloco.wire.door import Call, Gate, OneAtATime
 from diloco.wire.messages import (
     AGAINS_MAX,
@@ -97,6 +88,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Hashable, Iterator
 
     from diloco.wire.chunks import Piece, Span
+    from diloco.wire.convert import M
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
     from diloco.wire.messages import FollowPart, ProbeAnswer
@@ -222,11 +214,9 @@ class Followed(Protocol):
         """Release it after the standby has gone.  Always called, last; perhaps twice."""
 
 
-class Following(Protocol):
-    """What the syncer's shell implements for standbys."""
-
-    def follow(self, start: FollowStart) -> Followed:
-        """Serve a standby from ``start`` on.  FAILED_PRECONDITION where its journal is not a prefix of this one."""
+Follow = Callable[[FollowStart], Followed]
+"""What the syncer's shell does for standbys: serve one from ``start`` on.  FAILED_PRECONDITION where its journal is not
+a prefix of the syncer's."""
 
 
 LOOK_S = 0.25
@@ -238,8 +228,8 @@ class Receiving:
     """One push.  Each of its streams has its own thread; one of these at a time calls the session."""
 
     def __init__(self, header: PushHeader, session: PushSession) -> None:
-        self.header = header
-        self.window = Window(header.payload_bytes, session.write, session.offset, WINDOW_BYTES)
+        self.header, self.session = header, session
+        self.window = Window(session.write, session.offset, WINDOW_BYTES)
         """``window.offset`` is the number of bytes that the session holds."""
         self._changed = threading.Condition()
         self._asked: set[int] = set()
@@ -294,17 +284,16 @@ class Receiving:
         Returns True when every byte has arrived, False when a requested chunk has not; otherwise ``DamagedChunk``.
         ``moved`` is called when bytes have arrived; the wait ends when the sender is no longer ``active``.
         """
+        payload_bytes = self.header.payload_bytes
         with self._changed:
-            while self.header.others and not (self.window.complete or self._asked) and active():
+            while self.header.others and self.window.offset < payload_bytes and not self._asked and active():
                 before = self.window.offset
                 self._changed.wait(LOOK_S)
                 if self.window.offset > before:
                     moved()
-            if self._asked:
-                return False
-            if not self.window.complete:
-                raise DamagedChunk(f"payload ends at {self.window.offset} of {self.header.payload_bytes} bytes")
-            return True
+            if not self._asked and self.window.offset < payload_bytes:
+                raise DamagedChunk(f"payload ends at {self.window.offset} of {payload_bytes} bytes")
+            return not self._asked
 
     @contextmanager
     def stream_beside(self) -> Iterator[None]:
@@ -370,25 +359,26 @@ DEALS_KEPT = 16
 
 @dataclass(eq=False)
 class Deal:
-    """Distributes a payload of ``payload_bytes`` over any number of streams, each in its own thread."""
+    """Distributes a payload from byte ``at`` to ``end`` over any number of streams, each in its own thread."""
 
-    payload_bytes: int
+    at: int
+    """The first byte not yet given to a stream."""
+    end: int
     pacer: Pacer
     """The rate limit of all its streams together, so that one stream can use what another leaves."""
     streams: int = 0
     """How many streams have joined; ``Deals`` counts them."""
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    _at: int = field(init=False, default=0)
 
     def next(self, chunk_bytes: int) -> Span | None:
         """Return the next span to send, at most ``chunk_bytes`` long; None when everything is distributed."""
         with self._lock:
-            left = self.payload_bytes - self._at
+            left = self.end - self.at
             if not left:
                 return None
-            begin = self._at
-            self._at += min(left, tail_chunk(chunk_bytes, left, self.streams))
-            return begin, self._at
+            begin = self.at
+            self.at += min(left, tail_chunk(chunk_bytes, left, self.streams))
+            return begin, self.at
 
 
 class Deals:
@@ -407,7 +397,7 @@ class Deals:
             if deal is None:
                 while len(mine) >= DEALS_KEPT:
                     del mine[next(iter(mine))]
-                deal = mine[key] = Deal(header.payload_bytes, Pacer(ask.bytes_per_s))
+                deal = mine[key] = Deal(0, header.payload_bytes, Pacer(ask.bytes_per_s))
             deal.streams += 1
         return deal
 
@@ -449,7 +439,7 @@ class Repeats:
             found = self._kept.get(key)
         if found is not None:
             return found
-        frame = pack_frame(offset, data)
+        frame = convert.pack_frame(offset, data)
         with self._lock:
             if key not in self._kept:  # Another thread may have made it at the same time.
                 self._kept[key] = frame
@@ -526,7 +516,7 @@ class SyncHandlers:
             if raw is None:
                 raise DamagedChunk("the stream ended before the header")
             # Only a chunk may be longer, and no chunk is parsed before the header.
-            header = _first_of("push", "header", PushHeader, unpack_push, raw, CONTROL_BYTES_MAX)
+            header = _first_of("push", "header", PushHeader, convert.unpack_push, raw, CONTROL_BYTES_MAX)
             self._check_speaker(header, call.identity)
             if header.beside:
                 yield from self._push_beside(header, call, guard)
@@ -541,22 +531,20 @@ class SyncHandlers:
                     result = opened
                 else:
                     with closing(opened), self._receivings.open(header, opened) as receiving:
-                        yield pack_push_reply(PushAdmitted(opened.offset, header.frames))
-                        result = yield from self._received(receiving, opened, call, guard)
-            yield pack_push_reply(result)
+                        yield convert.pack_push_reply(PushAdmitted(opened.offset, header.frames))
+                        result = yield from self._received(receiving, call, guard)
+            yield convert.pack_push_reply(result)
 
-    def _received(
-        self, receiving: Receiving, session: PushSession, call: Call, guard: Guard
-    ) -> Generator[bytes, None, PushResult]:
+    def _received(self, receiving: Receiving, call: Call, guard: Guard) -> Generator[bytes, None, PushResult]:
         header = receiving.header
-        for part in self._parts(receiving, call.requests, guard):
+        for part in self._parts(receiving, call, guard):
             if isinstance(part, PushCommit):
                 if (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
                     raise MalformedMessage("the commit does not repeat what the header declared")
                 if not receiving.await_rest(guard.touch, call.context.is_active):
                     continue  # Sent before the request for a chunk arrived; the sender commits again after that chunk.
                 guard.limit(None)
-                result = session.commit(part.digest)
+                result = receiving.session.commit(part.digest)
                 guard.limit(self._options.stall_s)
                 return result
             yield from self._taken(receiving, part, call.identity)
@@ -572,38 +560,36 @@ class SyncHandlers:
             receiving = self._receivings.of(header, self._options.header_timeout_s, call.context.is_active)
         with receiving.stream_beside():
             guard.limit(self._options.stall_s)
-            for part in self._parts(receiving, call.requests, guard):
+            for part in self._parts(receiving, call, guard):
                 if isinstance(part, PushCommit):
                     raise MalformedMessage("only the stream that opened a push may commit it")
                 yield from self._taken(receiving, part, call.identity)
 
-    def _parts(
-        self, receiving: Receiving, requests: Iterator[bytes], guard: Guard
-    ) -> Iterator[Chunk | Frame | PushCommit]:
+    def _parts(self, receiving: Receiving, call: Call, guard: Guard) -> Iterator[Chunk | Frame | PushCommit]:
         # A short chunk costs as much work as a long one, and only the last one needs to be short.
         payload_bytes = receiving.header.payload_bytes
         messages_max = payload_bytes // CHUNK_BYTES_MIN + SHORT_CHUNKS_MAX
-        for count, raw in enumerate(requests):
+        for count, raw in enumerate(call.requests):
             guard.touch()
             if count > messages_max + 2 * receiving.agains:  # A chunk sent again, and the commit that precedes it.
                 raise MalformedMessage(f"chunks are too short: {payload_bytes} bytes take {messages_max} at most")
-            part = unpack_push(raw)
+            part = convert.unpack_push(raw)
             if isinstance(part, PushHeader):
                 raise MalformedMessage("a push has one header")
             yield part
 
     def _taken(self, receiving: Receiving, part: Chunk | Frame, identity: Identity) -> Iterator[bytes]:
-        self._door.received(len(part.data), identity)
+        self._door.moves("payload_bytes_in", "bytes_per_s", len(part.data), identity)
         if isinstance(part, Chunk):
             receiving.chunk(part)
             return
         before = receiving.window.offset
         again = receiving.frame(part)
         if receiving.header.progress and receiving.window.offset > before:
-            yield pack_push_reply(PushAdmitted(receiving.window.offset, frames=True))
+            yield convert.pack_push_reply(PushAdmitted(receiving.window.offset, frames=True))
         if again is not None:
             self._door.counters.add("chunks_again")
-            yield pack_push_reply(again)
+            yield convert.pack_push_reply(again)
 
     # --- Watch -------------------------------------------------------------------------------------------------
 
@@ -660,27 +646,31 @@ class SyncHandlers:
         asker = call.identity.name or ask.site_id
         with self._pulls.enter(asker):
             source = self._api.pull(ask, call.identity)
-            if ask.offset > source.header.payload_bytes:
+            payload_bytes = source.header.payload_bytes
+            if ask.offset > payload_bytes:
                 raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
             size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes, careful=ask.want_version > 0)
-            deal = self._deals.join(asker, ask, source.header) if ask.deal else None
-            pacer = deal.pacer if deal is not None else Pacer(ask.bytes_per_s)
-            pieces = _pieces(ask, source, deal, lambda: pacer.chunk_bytes(size.bytes))
+            if ask.deal:
+                deal = self._deals.join(asker, ask, source.header)
+            else:
+                end = min(ask.offset + (ask.length or payload_bytes), payload_bytes)
+                deal = Deal(ask.offset, end, Pacer(ask.bytes_per_s))
+            pieces = _pieces(source.parts, deal, lambda: deal.pacer.chunk_bytes(size.bytes))
             with Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard:
                 frames = ask.protocol >= FRAMES_SINCE
-                yield pack_pull_part(replace(source.header, frames=frames))
+                yield convert.pack_pull_part(replace(source.header, frames=frames))
                 # A retry (``want_version``) bypasses the cache: the bytes were damaged, perhaps here.
                 name = None if ask.want_version else replace(source.header, fates=(), epoch=0)
                 if name is not None and not ask.offset:
                     self._repeats.asked(name, asker, ask.deal)
                 for offset, data in pieces:
-                    self._door.sends(len(data), call.identity)
-                    pacer.wait(len(data), guard)
+                    self._door.moves("payload_bytes_out", "pull_bytes_per_s", len(data), call.identity)
+                    deal.pacer.wait(len(data), guard)
                     began_s = time.monotonic()
                     if not frames:
-                        yield pack_pull_part(Chunk.of(offset, data, as_in_2=True))
+                        yield convert.pack_pull_part(Chunk.of(offset, data, as_in_2=True))
                     elif name is None:
-                        yield pack_frame(offset, data)
+                        yield convert.pack_frame(offset, data)
                     else:
                         yield self._repeats.frame(name, offset, data)
                     size.took(time.monotonic() - began_s)
@@ -691,17 +681,17 @@ class SyncHandlers:
     def _probe(self, call: Call) -> Iterator[bytes]:
         with self._probes.enter(call.caller):
             raw = self._door.first(call, large=True)
-            ask = _first_of("probe", "ask", ProbeAsk, unpack_probe, raw, JOIN_BYTES_MAX)
+            ask = _first_of("probe", "ask", ProbeAsk, convert.unpack_probe, raw, JOIN_BYTES_MAX)
             if ask.run_id:
                 self._door.check_run(ask.run_id)
             self._door.check_probe(ask.bytes_up, ask.bytes_down, call.identity)
             answer = self._api.probe(ask)
             with Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard:
-                yield pack_probe_reply(replace(answer, identity=call.identity.name, time_ns=time.time_ns()))
+                yield convert.pack_probe_reply(replace(answer, identity=call.identity.name, time_ns=time.time_ns()))
                 if ask.bytes_up:
-                    yield pack_probe_reply(self._filler_taken(ask, call, guard))
-                for count, raw in filler(ask.bytes_down, ask.limit_ns, pack_probe_reply):
-                    self._door.sends(count, call.identity, "probe_bytes_out")
+                    yield convert.pack_probe_reply(self._filler_taken(ask, call, guard))
+                for count, raw in filler(ask.bytes_down, ask.limit_ns, convert.pack_probe_reply):
+                    self._door.moves("probe_bytes_out", "pull_bytes_per_s", count, call.identity)
                     yield raw
                     guard.touch()
 
@@ -713,13 +703,13 @@ class SyncHandlers:
         arrival, left, until_ns = Arrival(), ask.bytes_up, 0
         messages_max = ask.bytes_up // CHUNK_BYTES_MIN + 2
         for count, raw in enumerate(call.requests):
-            part = unpack_probe(raw)
+            part = convert.unpack_probe(raw)
             if not isinstance(part, Filler) or len(part.data) > left or count >= messages_max:
                 raise MalformedMessage(
                     f"filler wanted, {ask.bytes_up} bytes at most, in {messages_max} messages at most"
                 )
             guard.touch()
-            self._door.received(len(part.data), call.identity, "probe_bytes_in")
+            self._door.moves("probe_bytes_in", "bytes_per_s", len(part.data), call.identity)
             arrival.more(len(part.data))
             left -= len(part.data)
             until_ns = until_ns or time.monotonic_ns() + ask.limit_ns
@@ -738,14 +728,10 @@ def _first_of(of: str, what: str, kind: type[M], unpack: Callable[[bytes], objec
     return part
 
 
-def _pieces(ask: PullAsk, source: PullSource, deal: Deal | None, chunk_bytes: Callable[[], int]) -> Iterator[Piece]:
-    """Yield the pieces of a payload that one stream sends."""
-    if deal is None:
-        end = ask.offset + ask.length if ask.length else source.header.payload_bytes
-        yield from cut(source.parts, ask.offset, end, chunk_bytes)
-        return
+def _pieces(parts: Sequence[bytes | memoryview], deal: Deal, chunk_bytes: Callable[[], int]) -> Iterator[Piece]:
+    """Yield the pieces of a payload that one stream of ``deal`` sends."""
     while (span := deal.next(chunk_bytes())) is not None:
-        yield from cut(source.parts, *span, chunk_bytes)
+        yield from cut(parts, *span, chunk_bytes)
 
 
 _ADMIN: Mapping[str, tuple[Callable[[bytes], Any], Callable[[SyncerApi, Any], object]]] = MappingProxyType(
@@ -777,7 +763,7 @@ def admin_handler(api: SyncerApi, door: Door) -> Any:
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
 
 
-def follow_handler(api: Following, door: Door) -> Any:
+def follow_handler(serve: Follow, door: Door) -> Any:
     """Return the handlers of ``ReplicationService`` in the form that gRPC's server takes."""
     one = OneAtATime("standby", door.options.pushback_ms)
 
@@ -785,7 +771,7 @@ def follow_handler(api: Following, door: Door) -> Any:
         raw = door.first(call)
         start = _first_of("standby", "start", FollowStart, convert.unpack_follow, raw, CONTROL_BYTES_MAX)
         door.check_run(start.run_id)
-        with one.enter(("standby",), 0, call.context.cancel), closing(api.follow(start)) as followed:
+        with one.enter(("standby",), 0, call.context.cancel), closing(serve(start)) as followed:
             threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True).start()
             for part in followed.parts():
                 if door.stopping.is_set():

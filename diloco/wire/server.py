@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE, Guard
 from diloco.wire.convert import parse
-from diloco.wire.door import Call, Connections, Counters, Door, Gate, places
+from diloco.wire.door import Call, Door, Gate, places
 from diloco.wire.handlers import SyncHandlers, admin_handler, follow_handler
 from diloco.wire.identity import Authenticator
 from diloco.wire.messages import CONTROL_BYTES_MAX, Refusal, Status
@@ -31,7 +31,7 @@ from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, check_bin
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from diloco.wire.handlers import Following, SyncerApi
+    from diloco.wire.handlers import Follow, SyncerApi
     from diloco.wire.options import ServerOptions
 
 _LOOK_S = 0.5
@@ -116,14 +116,14 @@ class RunningServer:
         options: ServerOptions,
         security: SecurityOptions,
         note: Callable[[str, str], None],
-        following: Following | None = None,
+        follow: Follow | None = None,
     ) -> None:
         """Listen at ``options.address``; ``ValueError`` when it cannot be bound, or must not be bound without TLS and
         identities.
 
         ``note`` is called with ``identity`` for each reload, each unusable file and each identity whose calls were
         ended, and with ``crowded``, at most once a minute, when idle connections were closed.  Standbys are served if
-        ``following`` is given.
+        ``follow`` is given.
         """
         check_bind(options.address, security)
         authenticator = Authenticator(security)
@@ -133,14 +133,11 @@ class RunningServer:
             certificate, credentials = serving_credentials(security)
             self._watched.append(certificate)
         self._note = note
-        counters = Counters()
-        self.counters = counters.totals
+        self._door = Door(authenticator, options, lambda why: note("crowded", why))
+        self.counters = self._door.counters.totals
         """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
-        connections_max = places(options)
-        self._connections = Connections(connections_max, counters, lambda why: note("crowded", why))
-        self._door = Door(authenticator, options, counters, self._connections)
         self._threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
-        arguments = [*options.channel_arguments(), ("grpc.max_allowed_incoming_connections", connections_max)]
+        arguments = [*options.channel_arguments(), ("grpc.max_allowed_incoming_connections", places(options))]
         if security.require_client_cert:
             arguments.append(("grpc.max_connection_age_ms", int(options.connection_age_s * 1000)))
         self._server = grpc.server(self._threads, options=arguments, maximum_concurrent_rpcs=options.calls_max)
@@ -151,8 +148,8 @@ class RunningServer:
             admin_handler(api, self._door),
             *_standard_services(self._health, self._door),
         ]
-        if following is not None:
-            handlers.append(follow_handler(following, self._door))
+        if follow is not None:
+            handlers.append(follow_handler(follow, self._door))
         self._server.add_generic_rpc_handlers(handlers)
         self.address = _bind(self._server, options.address, credentials)
         self._thread = threading.Thread(target=self._look, name="identity-files", daemon=True)
@@ -164,7 +161,7 @@ class RunningServer:
         if self._watched:
             self._thread.start()
         if not self.address.startswith("unix:"):
-            self._connections.watch(int(self.address.rpartition(":")[2]))
+            self._door.connections.watch(int(self.address.rpartition(":")[2]))
 
     def _look(self) -> None:
         while not self._door.stopping.wait(_LOOK_S):
@@ -197,7 +194,7 @@ class RunningServer:
         self._door.stalls.close()
         if self._watched:
             self._thread.join(timeout=5.0)
-        self._connections.close()
+        self._door.connections.close()
 
 
 def _bind(server: Any, address: str, credentials: Any) -> str:

@@ -94,10 +94,10 @@ def start() -> Iterator[Start]:
     running: list[Wired] = []
 
     def run(**given: Any) -> Wired:
-        syncer, notes, following = FakeSyncer(), list[str](), given.pop("following", None)
+        syncer, notes, follow = FakeSyncer(), list[str](), given.pop("follow", None)
         security, options = _parted(given)
         note = lambda what, why: notes.append(f"{what}: {why}")  # noqa: E731
-        server = serve(syncer, ServerOptions(run_id=RUN, **options), security, note, following)
+        server = serve(syncer, ServerOptions(run_id=RUN, **options), security, note, follow)
         running.append(Wired(syncer, server, notes, []))
         return running[-1]
 

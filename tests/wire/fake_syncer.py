@@ -36,7 +36,7 @@ from diloco.wire.server import RunningServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.wire.handlers import Following, SyncerApi
+    from diloco.wire.handlers import Follow, SyncerApi
     from diloco.wire.identity import Identity
     from diloco.wire.options import ServerOptions
 
@@ -294,11 +294,11 @@ def serve(
     options: ServerOptions,
     security: SecurityOptions | None = None,
     note: Callable[[str, str], None] = lambda what, why: None,
-    following: Following | None = None,
+    follow: Follow | None = None,
     *,
     ready: bool = True,
 ) -> RunningServer:
     """A server that answers for ``api``."""
-    server = RunningServer(api, options, security or SecurityOptions(), note, following)
+    server = RunningServer(api, options, security or SecurityOptions(), note, follow)
     server.start(ready=ready)
     return server

@@ -237,9 +237,8 @@ def test_so_many_are_known_to_have_begun() -> None:
 def offsets(monkeypatch: Patch) -> list[int]:
     """The offset of each frame that a server has made, in order."""
     offsets: list[int] = []
-    for module in (handlers, convert):
-        watched = lambda offset, data: (offsets.append(offset), pack_frame(offset, data))[1]  # noqa: E731
-        monkeypatch.setattr(module, "pack_frame", watched)
+    watched = lambda offset, data: (offsets.append(offset), pack_frame(offset, data))[1]  # noqa: E731
+    monkeypatch.setattr(convert, "pack_frame", watched)
     return offsets
 
 
