@@ -18,7 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -45,24 +45,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds that the stages of an outer step took.
-
-    ``read_s``: verify the payloads on the disk against the acknowledged digests, and unpack them. ``fused_s``: the one
-    pass that decodes, merges, steps and encodes, and computes the digest of what is published. ``digest_s``: the
-    down-link's digest.
-    """
-
-    read_s: float = 0.0
-    fused_s: float = 0.0
-    digest_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class OuterResult:
     """The candidate for a new version: its ``values`` and the encoded ``downlink`` from the version before.
 
-    ``norm`` is that of the merged pseudo-gradient, ``seconds`` the total time.
+    ``norm`` is that of the merged pseudo-gradient, ``seconds`` the total time. Its stages: ``read_s``: verify the
+    payloads on the disk against the acknowledged digests, and unpack them. ``fused_s``: the one pass that decodes,
+    merges, steps and encodes, and computes the digest of what is published. ``digest_s``: the down-link's digest.
     """
 
     values: FragmentValues
@@ -70,7 +58,9 @@ class OuterResult:
     downlink_digest: str
     norm: float
     seconds: float
-    costs: Costs = Costs()
+    read_s: float = 0.0
+    fused_s: float = 0.0
+    digest_s: float = 0.0
 
 
 def run_outer_step(
@@ -139,7 +129,7 @@ def run_outer_step(
         downlink_digest,
         stepped.norm,
         times[-1] - times[0],
-        Costs(*(later - sooner for sooner, later in pairwise(times))),
+        *(later - sooner for sooner, later in pairwise(times)),
     )
 
 
@@ -172,8 +162,6 @@ def taken(command: TakeVersion, values: FragmentValues, spool: Spool, down_codec
     codec, mapped = spool.opened(command.payload, command.digest, make_codec(LOSSLESS), numel)
     theta = blend(values.theta, codec.decode(mapped.payload, numel), 1 - command.share)
     down = make_codec(down_codec)
-    if not is_finite(theta):
-        return None
     try:
         payload, published = publish(theta, values.published, down)
     except NonFiniteError:
@@ -201,12 +189,11 @@ class RoundCosts:
     """Seconds of each stage of the latest round of every fragment. Any thread may call.
 
     ``receive_s`` is this process's working time on the round's updates as they arrived: writing, decoding, measuring,
-    the fsync; not the network's time. ``read_s``, ``fused_s`` and ``digest_s`` are those of ``Costs``. ``publish_s`` is
-    the time after that until sites are told: the journal, its fsync, a standby.
+    the fsync; not the network's time. ``read_s``, ``fused_s`` and ``digest_s`` are those of ``OuterResult``.
+    ``publish_s`` is the time after that until sites are told: the journal, its fsync, a standby.
     """
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s = clock_s
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._received: dict[str, tuple[float, float, float]] = {}
         """By payload: the working time, the instant (Unix time) at which it was durable, and the time until then."""
@@ -230,15 +217,16 @@ class RoundCosts:
                     if (found := self._received.pop(update.payload, None)) is not None:
                         receive_s += found[0]
                         received.append((part.site, update.sequence, round(found[1], 6), round(found[2], 6)))
-            stages = {"receive_s": receive_s, **asdict(result.costs)}
-            self._latest[command.fragment] = {name: round(seconds, 6) for name, seconds in stages.items()}
-            self._made_s[command.fragment] = self._clock_s()
+            stages = {"read_s": result.read_s, "fused_s": result.fused_s, "digest_s": result.digest_s}
+            costs = {"receive_s": receive_s, **stages}
+            self._latest[command.fragment] = {name: round(seconds, 6) for name, seconds in costs.items()}
+            self._made_s[command.fragment] = time.monotonic()
             return {**self._latest[command.fragment], "received": received}
 
     def published(self, fragment: int) -> dict[str, float]:
         """Record that the latest version was published; return this stage."""
         with self._lock:
-            stage = {"publish_s": round(self._clock_s() - self._made_s[fragment], 6)}
+            stage = {"publish_s": round(time.monotonic() - self._made_s[fragment], 6)}
             self._latest[fragment] |= stage
             return stage
 
