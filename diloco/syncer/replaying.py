@@ -217,14 +217,10 @@ class ReplayerWithout(Replayer):
         values, last = self.lineages.values(event), self.last
         if last is None or all(first.version <= last for first in values):
             self.held = held_of(self.machine.state)
-            self.holdings.begin_again(values)
-            return
-        self.holdings.begin_again(
-            [
-                first if first.version <= last else _unchanged(held).values
-                for first, held in zip(values, self.values, strict=True)
-            ]
-        )
+        else:
+            pairs = zip(values, self.values, strict=True)
+            values = tuple(first if first.version <= last else _unchanged(held).values for first, held in pairs)
+        self.holdings.begin_again(values)
 
     @property
     def old_base_waiting(self) -> int:

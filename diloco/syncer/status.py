@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from diloco.syncer.outer_step import RoundCosts
 from diloco.wire.messages import ReportInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from diloco.sync.state import Round, Site
     from diloco.sync.syncer import OuterSync
@@ -40,6 +40,8 @@ class SiteTally:
     """Updates that decoded to other values here than at the site."""
     bases_differed: int = 0
     """Bases for which the site held other values than were published."""
+    differing: dict[int, int] = field(default_factory=dict)
+    """Those of its last heartbeat, fragment to version."""
     report: ReportInfo | None = None
     heard_s: float = 0.0
     recorded_s: float = -math.inf
@@ -57,7 +59,6 @@ class Tally:
         self._lock = threading.Lock()
         self._sites: defaultdict[str, SiteTally] = defaultdict(SiteTally)
         self._refusals: Counter[str] = Counter()
-        self._differing: dict[str, dict[int, int]] = {}
         self.began_s = time.monotonic()
         self.costs = RoundCosts()
 
@@ -91,18 +92,16 @@ class Tally:
             known.recorded_s = known.heard_s
             return known.report
 
-    def differing(self, site: str, bases: Mapping[int, int]) -> dict[int, int]:
+    def differing(self, site: str, bases: dict[int, int]) -> dict[int, int]:
         """Note the ``bases`` (fragment to version) that ``site`` holds other values for; return those not noted before.
 
         A site reports one in every heartbeat until it has corrected it; it is counted once.
         """
         with self._lock:
-            before = self._differing.get(site, {})
-            new = {fragment: version for fragment, version in bases.items() if before.get(fragment) != version}
-            if bases or before:
-                self._differing[site] = dict(bases)
-            if new:
-                self._sites[site].bases_differed += len(new)
+            known = self._sites[site]
+            new = {fragment: version for fragment, version in bases.items() if known.differing.get(fragment) != version}
+            known.differing = bases
+            known.bases_differed += len(new)
             return new
 
     def sites(self) -> dict[str, SiteTally]:
