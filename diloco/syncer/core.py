@@ -6,8 +6,8 @@ fate or a version never leaves before its record is on disk. If a condition is m
 waits in ``settle``. Meanwhile it answers only status questions, and it resumes where it stopped once the condition
 holds. Long work (outer steps, snapshots) runs in a second thread and comes back as an event or not at all.
 
-A failure of either thread ends the process (``failed``). After a failed fsync nothing may be acknowledged any more, and
-nothing is, because only this loop answers calls.
+A failure of either thread ends the process (``on_failure``). After a failed fsync nothing may be acknowledged any
+more, and nothing is, because only this loop answers calls.
 
 Readiness says whether the syncer accepts updates at present, and if not, why. The health service reports it.
 
@@ -90,19 +90,14 @@ class Readiness:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reasons = {Unready.STARTING}
-        self._tell: Callable[[bool], None] = lambda ready: None
-
-    def told_to(self, tell: Callable[[bool], None]) -> None:
-        """Call ``tell`` with the present readiness, and again after every change."""
-        with self._lock:
-            self._tell = tell
-            tell(not self._reasons)
+        self.tell: Callable[[bool], None] = lambda ready: None
+        """Called after every change with the present readiness."""
 
     def change(self, *, begins: Iterable[Unready] = (), ends: Iterable[Unready] = ()) -> None:
         """Remove the reasons in ``ends``, then add those in ``begins``."""
         with self._lock:
             self._reasons = self._reasons.difference(ends).union(begins)
-            self._tell(not self._reasons)
+            self.tell(not self._reasons)
 
     def reasons(self) -> list[str]:
         """Return the reasons in a fixed order; empty when the syncer accepts updates."""
@@ -111,10 +106,6 @@ class Readiness:
 
 
 LOOK_EVERY_S = 1.0
-
-
-class FolderLostError(OSError):
-    """The data folder was removed or replaced."""
 
 
 class Room:
@@ -154,10 +145,10 @@ class Room:
                 self._on_change(want)
 
     def run(self, stopping: threading.Event) -> None:
-        """Run the watching thread: look until ``stopping``; raise ``FolderLostError`` when the folder is lost."""
+        """Run the watching thread: look until ``stopping``; raise ``OSError`` when the folder is lost."""
         while not stopping.wait(LOOK_EVERY_S):
             if (why := self.lost()) is not None:
-                raise FolderLostError(why)
+                raise OSError(why)
             self.look()
 
     def lost(self) -> str | None:
@@ -192,6 +183,8 @@ Answer = AnswerJoin | AskToConfirm | AnswerPush | AnswerDone | AnswerUnits
 T = TypeVar("T")
 IDLE_S = 0.5
 BATCH_MAX = 256
+CALL_S = 60.0
+"""Seconds in which the loop must answer a call."""
 TIMEOUT_S = 30.0
 """Seconds in which the loop must answer a question, and end when it is told to."""
 RETRY_S = 0.1
@@ -274,7 +267,6 @@ class Core:
         self._turned_ns = machine.state.now_ns
         self._next_call = 1
         self._stopping = threading.Event()
-        self.failed: BaseException | None = None
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outer-step")
         self.thread = threading.Thread(target=self._run, name="syncer-core", daemon=True)
         for name, site in machine.state.sites.items():
@@ -312,12 +304,7 @@ class Core:
         """Make ``settle`` check its condition at once, because it may hold now."""
         self._early.put(None)
 
-    def call(
-        self,
-        make: Callable[[int], OuterEvent],
-        timeout_s: float = 60.0,
-        late: Callable[[Answer], None] = lambda answer: None,
-    ) -> Answer:
+    def call(self, make: Callable[[int], OuterEvent], late: Callable[[Answer], None] = lambda answer: None) -> Answer:
         """Queue the event that ``make`` returns for a call number, and wait for its answer.
 
         The event stays queued if the wait ends without an answer; then ``late`` gets the answer, in the loop's thread.
@@ -331,7 +318,7 @@ class Core:
             self._calls[number] = future
         self._inbox.put(make(number))
         try:
-            return self._wait(future, timeout_s)
+            return self._wait(future, CALL_S)
         except Refusal:
             future.add_done_callback(lambda done: None if done.exception() else late(done.result()))
             raise
@@ -392,7 +379,6 @@ class Core:
             while not self._stopping.is_set():
                 self._turn()
         except BaseException as error:  # ``on_failure`` passes it to the loop's owner, which raises it elsewhere.
-            self.failed = error
             self.on_failure(error)
         finally:
             with self._lock:
@@ -544,9 +530,8 @@ class Core:
         with self._lock:
             future = self._calls.pop(answer.call, None)
         if future is not None:
-            self.store.disk.reached(Step.ACK)
-            future.set_result(answer)
-            self.store.disk.reached(Step.ACK)
+            with self.store.disk.passing(Step.ACK):
+                future.set_result(answer)
 
 
 def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:

@@ -81,7 +81,7 @@ from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
-    from diloco.sync.events import RegionEvent, UpstreamStarted
+    from diloco.sync.events import RegionEvent
     from diloco.sync.progress import Standing
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
@@ -117,7 +117,6 @@ class Syncer:
     """Makes the client to the syncer above, where this one is a site of another; called once the folder is locked."""
 
     def __post_init__(self) -> None:
-        self._above: Above[Tensor] | None = None
         self.region: Region | None = None
         self.leadership: LeaseHolder | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
@@ -146,8 +145,8 @@ class Syncer:
             return self._start(warm)
         except BaseException as error:
             self._taken.close()
-            if isinstance(error, CoreStopped) and self.core.failed is not None:
-                raise self.core.failed from error
+            if isinstance(error, CoreStopped) and self.failed is not None:
+                raise self.failed from error
             raise
 
     def _start(self, warm: Warm | None) -> str:
@@ -168,7 +167,11 @@ class Syncer:
             self.core.post(UpstreamAsked())
         # Before the loop starts: it would otherwise act on a passed deadline first, and issue its step twice.
         self.core.post(SyncerStarted(epoch, self.plan.health, away_ns, self.plan.outer.sites_max))
-        self._begin_region(machine)
+        if self.make_above is None:
+            check_site(machine.state, "")
+        else:
+            self.region = Region(self.make_above(), self)
+            self.region.begin(machine)
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
         if self.options.backup.url:
@@ -178,8 +181,8 @@ class Syncer:
         self.core.start()
         self._taken.callback(self.keeper.finish)  # Runs after core.stop: no other snapshot begins.
         self._taken.callback(self.core.stop)
-        if self._above is not None:
-            self._taken.callback(self._above.close)
+        if self.region is not None:
+            self._taken.callback(self.region.above.close)
         facts, ended = self._first_answer()
         updates_above = self.region.updates_max if self.region is not None else 0
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
@@ -201,7 +204,7 @@ class Syncer:
         self._in_thread("standstill", self._say_standstill)
         if had_finished:
             self._in_thread("word-above", self._await_word)
-        self.readiness.told_to(self._server.ready)
+        self.readiness.tell = self._server.ready
         self.readiness.change(ends=[Unready.STARTING])
         if self.backups is not None:
             self.backups.start()
@@ -273,16 +276,6 @@ class Syncer:
         leadership = self.leadership  # After a failure it is not released: it expires, and an heir takes over.
         self._taken.callback(lambda: leadership.stop(release=self.failed is None))
         return leadership.epoch
-
-    def _begin_region(self, machine: OuterSync) -> None:
-        if self.make_above is None:
-            check_site(machine.state, "")
-            return
-        self._above = above = self.make_above()
-        self.region = Region(above, self)
-        self.core.post(self.region.begin(machine))
-        # Once that is durable, also at a standby: a syncer that was replaced must not act for the region above.
-        self.core.do_soon(lambda machine: above.start())
 
     def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
         """Return ``start_facts`` once the start is journalled; ``DiskFullError`` or ``LeaseError`` if it never is."""
@@ -386,8 +379,8 @@ class Syncer:
     def linger(self) -> None:
         """After the last version: wait until every live site has left, has got its fates and has closed its streams; at
         most ``linger_s`` after bytes of a version were sent, and ``LINGERS_MAX`` times that in all."""
-        if self._above is not None:
-            self._above.finish()  # The region's own last update, after those of its sites.
+        if self.region is not None:
+            self.region.above.finish()  # The region's own last update, after those of its sites.
 
         def wanted(machine: OuterSync) -> bool:
             streams, unheard = self.feeds.standing()
@@ -494,11 +487,10 @@ class Syncer:
         while not self._versions.acquire(timeout=LOOK_EVERY_S / 10):
             if not self.core.thread.is_alive():
                 return  # The loop has ended: no candidate will be published any more.
-        self.disk.reached(Step.MERGE)
         spool, rule, down_codec = self.store.spool, self.plan.rule, self.options.down_codec
         threads, buffers = self.options.threads_used, self._buffers
-        result = run_outer_step(command, values, spool, rule, down_codec, threads=threads, buffers=buffers)
-        self.disk.reached(Step.MERGE)
+        with self.disk.passing(Step.MERGE):
+            result = run_outer_step(command, values, spool, rule, down_codec, threads=threads, buffers=buffers)
         if result is None:
             self._versions.release()
             self.core.post(OuterStepFailed(command.fragment, command.version))
@@ -651,14 +643,16 @@ class Region:
     _published: dict[int, VersionPublished] = field(default_factory=dict)
     _published_lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, machine: OuterSync) -> UpstreamStarted:
-        """Return the machine's first event; ``StoreError`` if its state is that of another site, or of no region."""
+    def begin(self, machine: OuterSync) -> None:
+        """Begin before the loop does; ``StoreError`` if the state is that of another site, or of no region."""
         state = machine.state
         known = [Part() for _ in state.fragments] if state.upstream is None else state.upstream.parts
         found = self.above.begin(self, known)
         check_site(state, found.site)
         self.updates_max = found.in_flight_max
-        return found
+        self.syncer.core.post(found)
+        # Once that is durable, also at a standby: a syncer that was replaced must not act for the region above.
+        self.syncer.core.do_soon(lambda machine: self.above.start())
 
     # --- called by the client to the syncer above; any thread --------------------------------------------------------
 
@@ -701,7 +695,6 @@ class Region:
 
     def carry_out(self, effect: RegionEffect) -> None:
         """Carry out the machine's effect towards the syncer above."""
-        assert not isinstance(effect, TakeVersion), "TakeVersion is carried out as an outer step"
         match effect:
             case LetGo():
                 self.syncer.store.carried_out([effect])
