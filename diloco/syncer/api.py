@@ -4,8 +4,8 @@
 
 Requests for data units come with the heartbeat. Most change nothing, and are answered without a journal record.
 
-Vital signs. ``Measuring`` sums up a decoded update block by block, as the blocks arrive. Sums are in fp64, because the
-square of an fp32 value may not fit fp32.
+Vital signs. The sums of a decoded update are added up block by block, as the blocks arrive (``added``). They are in
+fp64, because the square of an fp32 value may not fit fp32.
 
 Inspection. While an update arrives, the syncer checks that it is well formed, finite, and what its site decoded, and
 measures its norm. It reads the received bytes back from the disk by ranges and decodes them, so that only the last
@@ -21,16 +21,17 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
-from math import sqrt
+from math import inf, sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from diloco.codec.base import Buffers, DecodeError, NonFinitePayload, is_sha256
+from diloco.codec.base import Buffers, DecodeError, NonFinitePayload
 from diloco.codec.entropy import RAW
-from diloco.codec.merging import Reading
+from diloco.codec.merging import Reading, Sums
 from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.durable import is_full
 from diloco.outer.fragments import Layout
@@ -87,7 +88,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from diloco.codec.merging import Sums
     from diloco.sync.events import OuterEvent
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.core import Answer
@@ -167,7 +167,6 @@ class Api:
     network: ServerOptions
     core: Core
     holdings: Holdings
-    feeds: Feeds
     tally: Tally
     room: Room
     replicator: Replicator
@@ -177,6 +176,7 @@ class Api:
 
     def __post_init__(self) -> None:
         self.emit = self.core.store.emit
+        self.feeds = Feeds()
         self.behind = ""
         """Why this process may be outdated: a site of another lineage has tried to join. Empty until then."""
         self._protocols: dict[str, int] = {}
@@ -351,15 +351,12 @@ class Api:
         source, held, is_site = self.core.ask(look)
         if ask.protocol < PROTOCOL:
             # It reads a SHA-256 alone, which its first request computes from the values, and a checksum of the whole.
-            header, digest = source.header, source.header.digest
+            header = source.header
             if header.version == held.version:
-                digest = self._earlier.of(ask.fragment, held)
-            elif not is_sha256(digest):
-                known = self._earlier.known(ask.fragment, header.version)
-                if known is None:
-                    text = f"version {header.version} of fragment {ask.fragment} cannot be sent any more"
-                    raise Refusal(Status.NOT_FOUND, text)
-                digest = known
+                self._earlier.compute(ask.fragment, held)
+            if (digest := self._earlier.known(ask.fragment, header.version, header.digest)) is None:
+                text = f"version {header.version} of fragment {ask.fragment} cannot be sent any more"
+                raise Refusal(Status.NOT_FOUND, text)
             source = replace(source, header=replace(header, digest=digest, payload_crc32=checksum(source.parts)))
         if is_site:
             self.core.heard(ask.site_id)
@@ -380,27 +377,25 @@ class Api:
         if earlier:  # Compute, after a start, the digests that the previous process sent to the site.
             for fragment, held in enumerate(self.holdings.values[: len(report.versions)]):
                 if report.versions[fragment] == held.version and any(report.digests[fragment : fragment + 1]):
-                    self._earlier.of(fragment, held)
+                    self._earlier.compute(fragment, held)
 
         def is_known(machine: OuterSync) -> bool:
             site = machine.state.sites.get(report.site_id)
             return site is not None and site.incarnation == report.incarnation and site.status is not SiteStatus.EVICTED
 
-        def look(machine: OuterSync) -> tuple[ReportReply, dict[int, int]]:
+        def look(machine: OuterSync) -> ReportReply:
             known = is_known(machine)
             if known and machine.state.sites[report.site_id].status is SiteStatus.LEFT:
                 self.feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
             state = machine.state
-            compared = known and protocol is not None
-            digests = self._earlier if earlier else None
-            bases = self.holdings.differing(report.versions, report.digests, digests) if compared else {}
-            reply = ReportReply(
-                state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending, tuple(sorted(bases))
-            )
-            return reply, bases
+            retake: tuple[int, ...] = ()
+            if known and protocol is not None:
+                digests = self._earlier if earlier else None
+                retake = self.holdings.differing(report.versions, report.digests, digests)
+            return ReportReply(state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending, retake)
 
         try:
-            reply, bases = core.ask(look)
+            reply = core.ask(look)
         except CoreHeld:  # The site gets no answer, but the status shows its figures.
             if core.ask(is_known, early=True) and self.tally.heard(report):
                 self.emit("reported", recorded(report))
@@ -416,6 +411,7 @@ class Api:
                     reply = replace(reply, units=UnitsTold(units.first, units.pieces))
             if self.tally.heard(report):
                 self.emit("reported", recorded(report))
+            bases = {fragment: report.versions[fragment] for fragment in reply.retake}
             for fragment, version in self.tally.differing(report.site_id, bases).items():
                 why = f"its copy of fragment {fragment} is not version {version}; it must fetch the whole fragment"
                 self.emit("note", {"note": "base_differs", "why": why, "site": report.site_id})
@@ -514,37 +510,29 @@ class Vitals:
     intact: bool = True
 
 
-@dataclass(slots=True)
-class Measuring:
-    """Accumulates the blocks of one update, in order."""
+def added(so_far: Sums, block: Sums) -> Sums:
+    """Add the next block's sums, taken against the same part of the momentum if there is one.
 
-    finite: bool = True
-    """False once a value is not finite or exceeds ``LARGEST``; nothing else is reported of the update then."""
-    squares: float = 0.0
-    products: float = 0.0
-    momentum_squares: float = 0.0
+    An update may take longer to arrive than a version to be made. Then each block is measured against the momentum at
+    its arrival, and the cosine is taken to the vector of those parts.
+    """
+    return Sums(
+        max(so_far.largest, block.largest),
+        so_far.squares + block.squares,
+        so_far.products + block.products,
+        so_far.against_squares + block.against_squares,
+    )
 
-    def add(self, sums: Sums) -> None:
-        """Add the next block's ``sums``, taken against the same part of the momentum if there is one.
 
-        An update may take longer to arrive than a version to be made. Then each block is measured against the momentum
-        at its arrival, and the cosine is taken to the vector of those parts.
-        """
-        if not self.finite:
-            return
-        if sums.largest > LARGEST:
-            self.finite = False
-            return
-        self.squares += sums.squares
-        self.products += sums.products
-        self.momentum_squares += sums.against_squares
+def vitals_of(sums: Sums) -> Vitals:
+    """Return the measurements of an update by the ``sums`` of all its blocks.
 
-    def vitals(self) -> Vitals:
-        """Return the measurements of all blocks; ``cosine`` is None if either vector is zero."""
-        if not self.finite:
-            return Vitals(finite=False)
-        lengths = sqrt(self.squares) * sqrt(self.momentum_squares)
-        return Vitals(True, sqrt(self.squares), self.products / lengths if lengths > 0 else None)
+    ``cosine`` is None if either vector is zero.
+    """
+    if sums.largest > LARGEST:
+        return Vitals(finite=False)
+    lengths = sqrt(sums.squares) * sqrt(sums.against_squares)
+    return Vitals(True, sqrt(sums.squares), sums.products / lengths if lengths > 0 else None)
 
 
 class Inspection:
@@ -555,11 +543,11 @@ class Inspection:
         self._api, self._path, self._header = api, path, header
         self._codec = make_codec(header.encoding)
         self._reading = Reading(self._codec.plain, header.numel, header.values_digest)
-        self._ranges = iter(self._reading.ranges())
-        self._next = next(self._ranges, None)
+        self._left = deque(self._reading.ranges())
+        """The ranges still to be checked; empty too once the update is malformed."""
         self._begin: int | None = 0 if self._codec.plain is self._codec else None
         """The offset of the plain codec's payload; None: unknown, or the payload is packed."""
-        self._measuring = Measuring()
+        self._sums = Sums()
         self._has_digest = bool(header.values_digest)
         self._malformed: DecodeError | None = None
         self._file: int | None = None
@@ -574,22 +562,22 @@ class Inspection:
                 assert self._begin is not None
                 plain, numel, buffers = self._codec.plain, self._header.numel, self._api.buffers
                 part = read_part(self._file, plain, numel, *bounds, self._begin, buffers)
-                self._look(part, bounds[1] - bounds[0], 0, bounds)
+                self._look(part, bounds[1] - bounds[0], 0)
 
     def finish(self) -> Vitals:
         """Check the rest of the complete payload; raise ``DecodeError`` if it is malformed."""
         header = self._header
         self.advance(header.payload_bytes)
-        if self._next is not None and self._malformed is None:  # A frame of the entropy stage has no ranges.
+        if self._left:  # A frame of the entropy stage has no ranges.
             with self._api.checks:
                 _, mapped = opened(self._path, self._codec, header.numel)
-                while (bounds := self._next) is not None and self._malformed is None:
-                    self._look(mapped.payload, header.numel, bounds[0], bounds)
+                while self._left:
+                    self._look(mapped.payload, header.numel, self._left[0][0])
                     mapped.let_go()
         if self._malformed is not None:
             raise self._malformed
         intact = not self._has_digest or self._reading.digest() == header.values_digest
-        return replace(self._measuring.vitals(), intact=intact)
+        return replace(vitals_of(self._sums), intact=intact)
 
     def close(self) -> None:
         """End the inspection and close its file."""
@@ -599,7 +587,7 @@ class Inspection:
 
     def _ready(self, here_bytes: int) -> tuple[int, int] | None:
         """Return the next range, if all its bytes are on the disk."""
-        if self._next is None or self._malformed is not None or not here_bytes:
+        if not self._left or not here_bytes:
             return None
         if self._file is None:
             self._file = os.open(self._path, os.O_RDONLY)
@@ -609,24 +597,23 @@ class Inspection:
             if not staged or os.pread(self._file, len(RAW), 0) != RAW:
                 return None
             self._begin = len(RAW)
-        sections = self._codec.plain.sections(self._header.numel, *self._next)
-        return self._next if self._begin + max(map(sum, sections)) <= here_bytes else None
+        sections = self._codec.plain.sections(self._header.numel, *self._left[0])
+        return self._left[0] if self._begin + max(map(sum, sections)) <= here_bytes else None
 
-    def _look(self, payload: memoryview, numel: int, start: int, bounds: tuple[int, int]) -> None:
-        """Check the values of ``bounds``, which begin at ``start`` of a ``payload`` of ``numel``."""
+    def _look(self, payload: memoryview, numel: int, start: int) -> None:
+        """Check the values of the next range, which begin at ``start`` of a ``payload`` of ``numel``."""
+        bounds = self._left.popleft()
         momentum = self._api.holdings.values[self._header.fragment].optimizer.momentum
         against = momentum[slice(*bounds)] if momentum is not None else None
         try:
-            sums = self._reading.read(payload, numel, start, bounds[1] - bounds[0], against)
+            block = self._reading.read(payload, numel, start, bounds[1] - bounds[0], against)
+            self._sums = added(self._sums, block)
         except NonFinitePayload:  # The rest may still be malformed.
-            self._measuring.finite = False
+            self._sums = Sums(largest=inf)
             self._has_digest = False
         except DecodeError as error:
             self._malformed = error
-            return
-        else:
-            self._measuring.add(sums)
-        self._next = next(self._ranges, None)
+            self._left.clear()
 
 
 HEARD_EVERY_S = 0.05

@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.codec.base import bytes_of, digits, is_sha256
@@ -24,18 +24,7 @@ from diloco.sync.events import Fate, FateTold, FragmentStanding
 from diloco.sync.options import PROTOCOL
 from diloco.syncer.outer_step import merged_into
 from diloco.wire.handlers import PullSource
-from diloco.wire.messages import (
-    Dropped,
-    JoinReply,
-    Published,
-    PullAsk,
-    PullHeader,
-    PushResult,
-    Refusal,
-    Status,
-    WatchEvent,
-    short_digest,
-)
+from diloco.wire.messages import Dropped, Published, PullAsk, PullHeader, Refusal, Status, WatchEvent, short_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,15 +37,14 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-VERSIONS_KEPT = 256
-"""Versions of each fragment whose SHA-256 is remembered."""
+DIGESTS_KEPT = 256
+"""Versions of each fragment whose digest is remembered, to compare with the digests that sites report."""
 
 
 def published(machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
     """Return the event that announces a version, with the run's present state."""
     told = machine.announced(fragment, version)
-    run = (told.run_tokens, told.progress_ppm, told.lineage, told.fastest_step_ns)
-    return Published(told.epoch, fragment, version, digest, *run)
+    return Published(**asdict(told), digest=digest)
 
 
 def as_known(told: T, protocol: int) -> T:
@@ -69,22 +57,13 @@ def as_known(told: T, protocol: int) -> T:
     if protocol >= PROTOCOL:
         return told
     known: Any = told
-    match known:
-        case Fate() | Published() | FragmentStanding():
-            known = replace(
-                known, digest=known.digest if is_sha256(known.digest) else digits(known.digest).ljust(64, "0")
-            )
-    match known:
-        case FateTold():
-            known = FateTold(as_known(known.fate, protocol))
-        case PushResult():
-            known = replace(known, fate=as_known(known.fate, protocol))
-        case FragmentStanding():
-            known = replace(known, fates=as_known(known.fates, protocol))
-        case JoinReply():
-            known = replace(known, standings=as_known(known.standings, protocol))
-        case tuple():
-            known = tuple(as_known(each, protocol) for each in known)
+    if isinstance(known, tuple):
+        return tuple(as_known(each, protocol) for each in known)  # type: ignore[return-value]
+    if isinstance(known, Fate | Published | FragmentStanding) and not is_sha256(known.digest):
+        known = replace(known, digest=digits(known.digest).ljust(64, "0"))
+    for name in ("fate", "fates", "standings"):  # The fields of all these messages that hold others.
+        if hasattr(known, name):
+            known = replace(known, **{name: as_known(getattr(known, name), protocol)})
     return known  # type: ignore[no-any-return]
 
 
@@ -92,21 +71,20 @@ class EarlierDigests:
     """The SHA-256 of published values, computed when a protocol-2 site first needs it. Any thread may call."""
 
     def __init__(self, num_fragments: int) -> None:
-        self._known: list[deque[tuple[int, str]]] = [deque(maxlen=VERSIONS_KEPT) for _ in range(num_fragments)]
+        self._known: list[deque[tuple[int, str]]] = [deque(maxlen=DIGESTS_KEPT) for _ in range(num_fragments)]
         self._locks = [threading.Lock() for _ in range(num_fragments)]
 
-    def of(self, fragment: int, held: FragmentValues) -> str:
-        """Return the SHA-256 of ``held``; the first call for a version reads all its values."""
+    def compute(self, fragment: int, held: FragmentValues) -> None:
+        """Make the SHA-256 of ``held`` known; the first call for a version reads all its values."""
         with self._locks[fragment]:
-            found = self.known(fragment, held.version)
-            if found is None:
-                found = held.digest if is_sha256(held.digest) else digest_of(held.published, like="0" * 64)
-                self._known[fragment].append((held.version, found))
-            return found
+            if self.known(fragment, held.version, held.digest) is None:
+                self._known[fragment].append((held.version, digest_of(held.published, like="0" * 64)))
 
-    def known(self, fragment: int, version: int) -> str | None:
-        """Return a version's SHA-256; None if it has not been computed."""
-        return next((found for number, found in tuple(self._known[fragment]) if number == version), None)
+    def known(self, fragment: int, version: int, digest: str) -> str | None:
+        """Return the SHA-256 of a version with this ``digest``; None if it has not been computed."""
+        if is_sha256(digest):
+            return digest
+        return dict(tuple(self._known[fragment])).get(version)
 
 
 EVENTS_MAX = 4096
@@ -229,10 +207,6 @@ class Feeds:
             feed.put(Dropped(reason))
 
 
-DIGESTS_KEPT = 256
-"""Versions of each fragment whose digest is remembered, to compare with the digests that sites report."""
-
-
 @dataclass(frozen=True, slots=True)
 class Downlink:
     """The encoded step from the version before to ``version``; ``digest`` is that of the values it leads to."""
@@ -281,26 +255,23 @@ class Holdings:
             return self._newer.wait_for(lambda: self.values[fragment].version > version, timeout_s)
 
     def differing(
-        self,
-        versions: Sequence[int],
-        echoed: Sequence[int],
-        earlier: EarlierDigests | None = None,
-    ) -> dict[int, int]:
-        """Return the fragments, with the version, for which a site holds other values than were published.
+        self, versions: Sequence[int], echoed: Sequence[int], earlier: EarlierDigests | None
+    ) -> tuple[int, ...]:
+        """Return the fragments for which a site holds other values than were published.
 
         ``echoed`` are the short digests of its values for ``versions``. A digest that is 0, or of a version not
         remembered here, is skipped. A site of protocol 2 has computed the ``earlier`` digests.
         """
-        found: dict[int, int] = {}
+        found: list[int] = []
         for fragment, (version, short) in enumerate(zip(versions, echoed, strict=False)):
             if not short or fragment >= len(self.values):
                 continue
             digest = dict(self._digests[fragment]).get(version)
-            if digest is not None and earlier is not None and not is_sha256(digest):
-                digest = earlier.known(fragment, version)
+            if digest is not None and earlier is not None:
+                digest = earlier.known(fragment, version, digest)
             if digest is not None and short_digest(digest) != short:
-                found[fragment] = version
-        return found
+                found.append(fragment)
+        return tuple(found)
 
     def begin_again(self, values: Sequence[FragmentValues]) -> None:
         """Set a new lineage's first ``values``: no chain leads to them from what was published before."""

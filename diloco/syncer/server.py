@@ -71,7 +71,7 @@ from diloco.syncer.outer_step import (
     run_outer_step,
     start_facts,
 )
-from diloco.syncer.publish import Feeds, published
+from diloco.syncer.publish import published
 from diloco.syncer.replicator import Replicator
 from diloco.syncer.snapshots import MemoryCheck, export
 from diloco.syncer.status import Tally, describe, resident_bytes
@@ -125,7 +125,6 @@ class Syncer:
         self._buffers = Buffers(3 + len(TENSORS_KEPT[self.plan.rule.optimizer.kind]))
         self._ended = threading.Event()
         self.ending: Ending | None = None
-        self.feeds = Feeds()
         self.tally = Tally()
         self.readiness = Readiness()
         self._taken = ExitStack()  # A stop releases these, the last first.
@@ -161,7 +160,7 @@ class Syncer:
             # The process before did not linger for the sites that have left: they may rejoin for fates.
             for name, site in was.sites.items():
                 if site.status is SiteStatus.LEFT:
-                    self.feeds.says(name, lacks=True)
+                    self.api.feeds.says(name, lacks=True)
         had_finished = is_region and was.phase is Phase.ENDED and was.ending is Ending.FINISHED
         if had_finished:
             self.core.post(UpstreamAsked())
@@ -235,7 +234,6 @@ class Syncer:
             self.network,
             self.core,
             self.holdings,
-            self.feeds,
             self.tally,
             self.room,
             self.replicator,
@@ -383,7 +381,7 @@ class Syncer:
             self.region.above.finish()  # The region's own last update, after those of its sites.
 
         def wanted(machine: OuterSync) -> bool:
-            streams, unheard = self.feeds.standing()
+            streams, unheard = self.api.feeds.standing()
             return streams > 0 or any(
                 site.status is SiteStatus.LIVE or (site.status is SiteStatus.LEFT and name in unheard)
                 for name, site in machine.state.sites.items()
@@ -447,16 +445,16 @@ class Syncer:
             case TellFate():
                 self.store.carried_out([effect])
                 self.disk.reached(Step.FATE)
-                self.feeds.tell(FateTold(effect.fate), effect.site)
+                self.api.feeds.tell(FateTold(effect.fate), effect.site)
                 if (reason := effect.fate.reason) is not None:
                     update = {"fragment": effect.fate.fragment, "sequence": effect.fate.sequence}
                     self.emit("refused", {"site": effect.site, **update, "reason": reason.value})
             case AnnounceFinal():
                 self.readiness.change(begins=[Unready.DRAINING])
-                self.feeds.tell(FinalAnnounced(effect.ending))
+                self.api.feeds.tell(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self.ending = effect.ending
-                self.feeds.tell(FinalAnnounced(effect.ending, effect.versions))
+                self.api.feeds.tell(FinalAnnounced(effect.ending, effect.versions))
                 self.emit("final", {"ending": effect.ending.value, "versions": list(effect.versions)})
                 if effect.ending is Ending.FINISHED:
                     # A large model takes long to write, and sites still need answers meanwhile.
@@ -464,7 +462,7 @@ class Syncer:
                 else:
                     self._ended.set()
             case DropSite():
-                self.feeds.drop(effect.site, effect.incarnation, effect.reason)
+                self.api.feeds.drop(effect.site, effect.incarnation, effect.reason)
             case Note():
                 if effect.what == "standby_attached":
                     self.replicator.attached()
@@ -505,7 +503,7 @@ class Syncer:
         self.holdings.take(effect.fragment, result)
         self._versions.release()
         machine = self.core.machine
-        self.feeds.tell(published(machine, effect.fragment, effect.version, effect.digest))
+        self.api.feeds.tell(published(machine, effect.fragment, effect.version, effect.digest))
         facts: dict[str, object] = {
             "fragment": effect.fragment,
             "version": effect.version,

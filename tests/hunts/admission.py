@@ -23,7 +23,7 @@ from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.api import Measuring
+from diloco.syncer.api import vitals_of
 from tests.hunts.pseudo_gradients import FRAGMENTS, INNER_STEPS, SITES, Sent, Training
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
@@ -46,9 +46,7 @@ class Run:
 
     def answer(self, machine: OuterSync, sent: Sent, sequence: int, base: int, values: Tensor) -> fx.AnswerPush:
         """Return the syncer's answer to ``values`` as an update of ``sent``'s site."""
-        measuring = Measuring()
-        measuring.add(sums_of(values, sent.momentum))
-        vitals = measuring.vitals()
+        vitals = vitals_of(sums_of(values, sent.momentum))
         event = ev.UpdateArrived(
             *(1, sent.site, 1, sent.fragment, sequence, base, INNER_STEPS, INNER_STEPS, 1, 1),
             *(f"{sent.site}-{sent.fragment}-{sequence}", "payload", "fp32", vitals.finite, False),

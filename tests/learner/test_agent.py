@@ -233,7 +233,7 @@ def test_after_goodbye_a_site_says_what_it_lacks_until_it_lacks_nothing(tmp_path
         site.train(3)
         finishing = threading.Thread(target=site.finish)  # No other site is there: its fates come with the end.
         finishing.start()
-        eventually(lambda: syncer.feeds.standing() == (1, {"a"}), "the word that fates are missing")
+        eventually(lambda: syncer.api.feeds.standing() == (1, {"a"}), "the word that fates are missing")
         assert client.reports[-1].tokens_in_flight > 0
         assert status(syncer) is SiteStatus.LEFT
         if heartbeat_s < 1:
@@ -245,7 +245,7 @@ def test_after_goodbye_a_site_says_what_it_lacks_until_it_lacks_nothing(tmp_path
         finishing.join(10.0)
         assert not finishing.is_alive()
         assert client.reports[-1].tokens_in_flight == 0
-        assert syncer.feeds.standing() == (0, frozenset()), "it is waited for no longer"
+        assert syncer.api.feeds.standing() == (0, frozenset()), "it is waited for no longer"
         assert (client.calls.count("join"), status(syncer)) == (1, SiteStatus.LEFT)
 
 

@@ -70,7 +70,7 @@ def test_lingering_lasts_while_a_version_is_sent_but_not_for_ever(
     monkeypatch.setattr("diloco.syncer.server.LINGERS_MAX", 5)
     syncer.options, began = replace(syncer.options, linger_s=0.4), time.monotonic()
     monkeypatch.setattr(syncer, "_bytes_out", lambda: int(10 * min(6.0, time.monotonic() - began)))
-    syncer.feeds.open("a", 1)
+    syncer.api.feeds.open("a", 1)
     assert 2.0 <= took_s(syncer) < 5.0
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from diloco.durable import DiskFullError
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import PROTOCOL
 from diloco.syncer import api
-from diloco.syncer.api import LARGEST, Measuring, Reception, Vitals
+from diloco.syncer.api import LARGEST, Reception, Vitals, added, vitals_of
 from diloco.syncer.server import Syncer
 from diloco.syncer.spool import PartialUpdate
 from diloco.syncer.store import verify
@@ -280,10 +281,7 @@ def test_the_largest_values_do_not_overflow_larger_ones_say_nothing_and_nothing_
 
     def measured(values: torch.Tensor, *momentum: torch.Tensor | None) -> Vitals:
         """Of a block against each."""
-        measuring = Measuring()
-        for against in momentum:
-            measuring.add(sums_of(values, against))
-        return measuring.vitals()
+        return vitals_of(reduce(added, [sums_of(values, against) for against in momentum]))
 
     largest = measured(torch.full((8,), LARGEST), *[torch.full((8,), -LARGEST)] * 2)
     assert (largest.norm, largest.cosine) == (pytest.approx(LARGEST * 4), pytest.approx(-1.0))
