@@ -58,10 +58,9 @@ from diloco.sync.fates import known_already
 from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
 from diloco.sync.state import Phase
 from diloco.sync.state import Status as SiteStatus
-from diloco.syncer import publish
 from diloco.syncer.core import Core, CoreHeld, NotHandedIn, Room
 from diloco.syncer.options import RunPlan, SyncerOptions
-from diloco.syncer.publish import Feeds, Holdings
+from diloco.syncer.publish import EarlierDigests, Feeds, Holdings, as_known, published
 from diloco.syncer.replicator import Replicator
 from diloco.syncer.spool import opened, read_part
 from diloco.syncer.status import Tally, recorded
@@ -185,7 +184,7 @@ class Api:
         A site wrongly taken for an older one would get digests that do not match its own. One wrongly taken for a newer
         one gets those of its own updates as it made them, and cannot read the others: it asks again once it has joined.
         """
-        self._earlier = publish.EarlierDigests(len(self.plan.layout.fragments))
+        self._earlier = EarlierDigests(len(self.plan.layout.fragments))
         self.checks = threading.BoundedSemaphore(self.network.checks_max)
         """Entered while some values of an update are in memory: admits as many as there is space for."""
         self.buffers = Buffers(self.network.checks_max)  # Memory for the checks: one update's range in each buffer.
@@ -246,7 +245,7 @@ class Api:
             return replace(reply, ticket=answer.ticket)
         self._protocols[request.site_id] = request.protocol
         reply = replace(reply, incarnation=answer.incarnation, standings=answer.standings, ending=answer.ending)
-        return publish.as_known(reply, request.protocol)
+        return as_known(reply, request.protocol)
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         """Return why the syncer would refuse a join, without asking the machine."""
@@ -257,18 +256,12 @@ class Api:
         self._check_fragment(header.fragment)
         self.core.heard(header.site_id)
 
+        declared = (header.site_id, header.incarnation, header.fragment, header.sequence)
+
         def look(machine: OuterSync) -> tuple[Verdict, int, int]:
             state, verdict = machine.state, Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
             if header.lineage in (0, state.lineage):  # Otherwise it belongs to an earlier lineage.
-                verdict = admit(
-                    machine,
-                    header.site_id,
-                    header.incarnation,
-                    header.fragment,
-                    header.sequence,
-                    header.base_version,
-                    header.digest,
-                )
+                verdict = admit(machine, *declared, header.base_version, header.digest)
             return verdict, state.fragments[header.fragment].version, state.epoch
 
         verdict, version, epoch = self.core.ask(look)
@@ -277,7 +270,7 @@ class Api:
             if verdict.reason is not None:
                 self.tally.refused(verdict.reason.value)
             result = PushResult(verdict.outcome, version, verdict.reason, verdict.fate, epoch=epoch)
-            return publish.as_known(result, protocol)
+            return as_known(result, protocol)
         if (wrong := self._misshapen(header)) is not None:
             self.tally.refused(wrong.partition(" ")[0])
             raise Refusal(Status.INVALID_ARGUMENT, wrong)
@@ -322,7 +315,7 @@ class Api:
             feed = self.feeds.open(site, incarnation, self._protocols.get(site, PROTOCOL))
             # Events between the join and this instant reached no stream: send the state (again).
             for index, fragment in enumerate(machine.state.fragments):
-                feed.put(publish.published(machine, index, fragment.version, fragment.digest))
+                feed.put(published(machine, index, fragment.version, fragment.digest))
                 for fate in known.lines[index].fates[-2 * machine.options.updates_in_flight_max :]:
                     feed.put(FateTold(fate))
             if machine.state.ending is not None:
@@ -345,7 +338,7 @@ class Api:
                     raise _refusal(Reason.EVICTED, name)
             site = machine.state.sites.get(ask.site_id)
             told = tuple(site.lines[ask.fragment].fates) if site else ()
-            source = holdings.choose(ask, publish.as_known(told, ask.protocol), machine.state)
+            source = holdings.choose(ask, as_known(told, ask.protocol), machine.state)
             return source, holdings.values[ask.fragment], site is not None
 
         source, held, is_site = self.core.ask(look)
@@ -388,10 +381,8 @@ class Api:
             if known and machine.state.sites[report.site_id].status is SiteStatus.LEFT:
                 self.feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
             state = machine.state
-            retake: tuple[int, ...] = ()
-            if known and protocol is not None:
-                digests = self._earlier if earlier else None
-                retake = self.holdings.differing(report.versions, report.digests, digests)
+            echoed = report.digests if known and protocol is not None else ()
+            retake = self.holdings.differing(report.versions, echoed, self._earlier if earlier else None)
             return ReportReply(state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending, retake)
 
         try:
@@ -468,10 +459,8 @@ class Api:
     def detach(self) -> None:
         """Continue without a standby until one has caught up."""
         core, replicator = self.core, self.replicator
-        if replicator.options.mode != "sync":
-            raise Refusal(
-                Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {replicator.options.mode}"
-            )
+        if (mode := replicator.options.mode) != "sync":
+            raise Refusal(Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {mode}")
         is_new = replicator.detach()
         until = time.monotonic() + DETACH_S
         while core.held is not None and time.monotonic() < until:
@@ -707,7 +696,7 @@ class Reception:
             self._api.emit("note", {"note": "update_corrupt", "why": why, "site": header.site_id})
         self._settle(reference, answer, self._partial)
         result = PushResult(answer.outcome, answer.version, answer.reason, answer.fate, epoch=self._epoch)
-        return publish.as_known(result, self._protocol)
+        return as_known(result, self._protocol)
 
     def _settle(self, reference: str, answer: Answer, partial: PartialUpdate | None = None) -> None:
         """Release or keep the payload, as the answer requires; without ``partial`` no attempt can resume it."""

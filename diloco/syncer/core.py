@@ -164,11 +164,10 @@ class Room:
 
     def free_bytes(self) -> int | None:
         """Return the free space on the folder's disk; None where it cannot be read."""
-        try:
+        with contextlib.suppress(OSError):
             found = os.statvfs(self._folder)
-        except OSError:
-            return None
-        return found.f_bavail * found.f_frsize
+            return found.f_bavail * found.f_frsize
+        return None
 
     def _low(self, more_bytes: int) -> str | None:
         free = self.free_bytes() if self._reserve_bytes else None

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from diloco.codec.base import Buffers, Codec
     from diloco.codec.merging import Payload, Ranges
     from diloco.outer.optimizer import OuterRule
+    from diloco.sync.effects import UpdateRef
     from diloco.sync.events import Ending
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
@@ -141,12 +142,11 @@ def _opened(
     With ``latest_only`` a site's last update replaces those before it.
     """
     sites = [(part.weight, part.updates[-1:] if latest_only else part.updates) for part in command.contributions]
-    opened: list[tuple[Codec, Mapped]] = list(
-        parallel(
-            lambda each: spool.opened(each.payload, each.digest, make_codec(each.encoding), numel),
-            [update for _, updates in sites for update in updates],
-        )
-    )
+
+    def verified(update: UpdateRef) -> tuple[Codec, Mapped]:
+        return spool.opened(update.payload, update.digest, make_codec(update.encoding), numel)
+
+    opened: list[tuple[Codec, Mapped]] = list(parallel(verified, [each for _, updates in sites for each in updates]))
     payloads: Iterator[Payload] = ((codec, mapped.payload) for codec, mapped in opened)
     contributions = [(weight, list(islice(payloads, len(updates)))) for weight, updates in sites]
     return contributions, [mapped for _, mapped in opened]
@@ -227,14 +227,13 @@ class RoundCosts:
         """Record that the latest version was published; return this stage."""
         with self._lock:
             stage = {"publish_s": round(time.monotonic() - self._made_s[fragment], 6)}
-            self._latest[fragment] |= stage
+            self._latest[fragment] = {**self._latest[fragment], **stage}
             return stage
 
     def latest(self, fragment: int) -> dict[str, float] | None:
         """Return all stages of the latest round; None before the first of this process."""
         with self._lock:
-            found = self._latest.get(fragment)
-            return dict(found) if found is not None else None
+            return self._latest.get(fragment)
 
 
 def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:

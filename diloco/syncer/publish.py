@@ -24,7 +24,16 @@ from diloco.sync.events import Fate, FateTold, FragmentStanding
 from diloco.sync.options import PROTOCOL
 from diloco.syncer.outer_step import merged_into
 from diloco.wire.handlers import PullSource
-from diloco.wire.messages import Dropped, Published, PullAsk, PullHeader, Refusal, Status, WatchEvent, short_digest
+from diloco.wire.messages import (
+    Dropped,
+    Published,
+    PullAsk,
+    PullHeader,
+    Refusal,
+    Status,
+    WatchEvent,
+    short_digest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +52,7 @@ DIGESTS_KEPT = 256
 
 def published(machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
     """Return the event that announces a version, with the run's present state."""
-    told = machine.announced(fragment, version)
-    return Published(**asdict(told), digest=digest)
+    return Published(**asdict(machine.announced(fragment, version)), digest=digest)
 
 
 def as_known(told: T, protocol: int) -> T:

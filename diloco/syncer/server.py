@@ -191,13 +191,8 @@ class Syncer:
             self.ending = ended
             self._ended.set()
             self.readiness.change(begins=[Unready.DRAINING])
-        self._server = RunningServer(
-            self.api,
-            self.network,
-            self.security,
-            lambda what, why: self.emit("note", {"note": what, "why": why}),
-            self.replicator.follow if self.options.replication.mode != "off" else None,
-        )
+        follow = self.replicator.follow if self.options.replication.mode != "off" else None
+        self._server = RunningServer(self.api, self.network, self.security, self.note, follow)
         self._server.start(ready=False)
         self._in_thread("room", self.room.run)
         self._in_thread("standstill", self._say_standstill)
@@ -297,7 +292,7 @@ class Syncer:
                 if not self.core.ask(lambda machine: has_joined(machine.state)):
                     why = f"the syncer above gave no answer in {START_WAIT_S:g} s"
                     why += ": if the run above goes on, start its syncer, then this one again"
-                    self.emit("note", {"note": "stays_finished", "why": why})
+                    self.note("stays_finished", why)
                     self.core.post(FinalAnnounced(Ending.FINISHED))
                 return
 
@@ -329,9 +324,13 @@ class Syncer:
             self.emit("note", {"note": "goes_on" if held else "disk_has_room"})
         elif want.kind is Unready.DISK_FULL:
             self.store.let_go_of_the_past()
-            self.emit("note", {"note": "disk_full", "why": want.text})
+            self.note("disk_full", want.text)
         else:
-            self.emit("note", {"note": "held", "why": want.text})
+            self.note("held", want.text)
+
+    def note(self, what: str, why: str) -> None:
+        """Emit the note ``what``."""
+        self.emit("note", {"note": what, "why": why})
 
     def wait(self, timeout_s: float) -> Ending | None:
         """Wait at most ``timeout_s`` for the last version; return the ending, or None when the run still goes on.
@@ -402,11 +401,10 @@ class Syncer:
 
     def drain(self) -> bool:
         """Begin the last round of this part of the run; return False if the loop is held and cannot begin it."""
-        try:
+        with suppress(CoreHeld):
             self.api.drain()
-        except CoreHeld:
-            return False
-        return True
+            return True
+        return False
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Stop serving, write a last snapshot, release the folder. After a failure: the same without the snapshot."""
@@ -539,7 +537,7 @@ class Syncer:
 
         def put_off(full: OSError | None) -> None:
             if full is not None:
-                self.emit("note", {"note": "export_put_off", "why": f"disk full: {full.strerror}"})
+                self.note("export_put_off", f"disk full: {full.strerror}")
 
         values = self.holdings.values
         when_there_is_room(
@@ -600,7 +598,7 @@ class Keeper:
     def _later(self, error: DiskFullError) -> str:
         why = f"disk full: {error.strerror}"
         if self._put_off is None:
-            self.syncer.emit("note", {"note": "snapshot_put_off", "why": why})
+            self.syncer.note("snapshot_put_off", why)
         self._put_off = why
         self._steps = max(self._steps, self.syncer.options.snapshot_every)  # The next version retries.
         return why
@@ -680,10 +678,9 @@ class Region:
 
     def standing(self) -> Standing | None:
         """Return the region's state; None while the loop gives no answer."""
-        try:
+        with suppress(Refusal):
             return self.syncer.core.ask(lambda machine: standing(machine.state), early=True)
-        except Refusal:
-            return None
+        return None
 
     def give_up(self, why: str) -> None:
         """End the process with ``why``."""
