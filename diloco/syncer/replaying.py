@@ -169,11 +169,11 @@ class ReplayerWithout(Replayer):
 
         Raises ``LeaveOutError`` when that has no finite result.
         """
-        if isinstance(record.event, OuterStepDone):
-            fragment, version = record.event.fragment, record.event.version
+        event = record.event
+        if isinstance(event, OuterStepDone) and (self.last is None or event.version <= self.last):
+            fragment, version = event.fragment, event.version
             gone: set[tuple[str, int]] = set()
-            counts = self.last is None or version <= self.last
-            for site, pending in self.machine.attendance.merging(fragment) if counts else ():
+            for site, pending in self.machine.attendance.merging(fragment):
                 on_old_base = pending.base_version >= self._first.get(fragment, pending.base_version + 1)
                 chosen = any(each.takes(site, fragment, pending.sequence, version) for each in self.selections)
                 if chosen or (on_old_base and self.and_later):

@@ -166,11 +166,12 @@ class Syncer:
             self.core.post(UpstreamAsked())
         # Before the loop starts: it would otherwise act on a passed deadline first, and issue its step twice.
         self.core.post(SyncerStarted(epoch, self.plan.health, away_ns, self.plan.outer.sites_max))
+        updates_above = 0
         if self.make_above is None:
             check_site(machine.state, "")
         else:
             self.region = Region(self.make_above(), self)
-            self.region.begin(machine)
+            updates_above = self.region.begin(machine)
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
         if self.options.backup.url:
@@ -183,7 +184,6 @@ class Syncer:
         if self.region is not None:
             self._taken.callback(self.region.above.close)
         facts, ended = self._first_answer()
-        updates_above = self.region.updates_max if self.region is not None else 0
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
         facts |= {"recovered": records, "kernels": kernel_library.description()}
         self.emit("syncer_started", {**facts, "memory_bytes_max": self.memory_bytes_max})
@@ -497,24 +497,23 @@ class Syncer:
 
     def _publish(self, effect: PublishVersion) -> None:
         result = self._candidates.pop((effect.fragment, effect.version))
-        self.disk.reached(Step.PUBLISH)
-        self.holdings.take(effect.fragment, result)
-        self._versions.release()
         machine = self.core.machine
-        self.api.feeds.tell(published(machine, effect.fragment, effect.version, effect.digest))
-        facts: dict[str, object] = {
-            "fragment": effect.fragment,
-            "version": effect.version,
-            "digest": effect.digest,
-            "lineage": machine.state.lineage,
-            "merged": merged_into(machine.state, effect.fragment, effect.version),
-            "run_tokens": machine.state.run_tokens(),
-            "progress_ppm": machine.progress_ppm(),
-            **self.tally.costs.published(effect.fragment),
-            "bytes": len(result.downlink),
-        }
-        self.emit("published", facts)
-        self.disk.reached(Step.PUBLISH)
+        with self.disk.passing(Step.PUBLISH):
+            self.holdings.take(effect.fragment, result)
+            self._versions.release()
+            self.api.feeds.tell(published(machine, effect.fragment, effect.version, effect.digest))
+            facts: dict[str, object] = {
+                "fragment": effect.fragment,
+                "version": effect.version,
+                "digest": effect.digest,
+                "lineage": machine.state.lineage,
+                "merged": merged_into(machine.state, effect.fragment, effect.version),
+                "run_tokens": machine.state.run_tokens(),
+                "progress_ppm": machine.progress_ppm(),
+                **self.tally.costs.published(effect.fragment),
+                "bytes": len(result.downlink),
+            }
+            self.emit("published", facts)
         self.keeper.published()
 
     def _say_standstill(self, stopping: threading.Event) -> None:
@@ -630,25 +629,26 @@ class UpstreamRefusedError(Exception):
 
 @dataclass(eq=False)
 class Region:
-    """Connects the decision loop with ``above``, where up to ``updates_max`` of its updates may be in flight."""
+    """Connects the decision loop with ``above``."""
 
     above: Above[Tensor]
     syncer: Syncer
-    updates_max: int = 0
-    """Set by ``begin``."""
     _published: dict[int, VersionPublished] = field(default_factory=dict)
     _published_lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, machine: OuterSync) -> None:
-        """Begin before the loop does; ``StoreError`` if the state is that of another site, or of no region."""
+    def begin(self, machine: OuterSync) -> int:
+        """Begin before the loop does; return how many updates may be in flight to the syncer above.
+
+        ``StoreError`` if the state is that of another site, or of no region.
+        """
         state = machine.state
         known = [Part() for _ in state.fragments] if state.upstream is None else state.upstream.parts
         found = self.above.begin(self, known)
         check_site(state, found.site)
-        self.updates_max = found.in_flight_max
         self.syncer.core.post(found)
         # Once that is durable, also at a standby: a syncer that was replaced must not act for the region above.
         self.syncer.core.do_soon(lambda machine: self.above.start())
+        return found.in_flight_max
 
     # --- called by the client to the syncer above; any thread --------------------------------------------------------
 
