@@ -52,8 +52,8 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -61,13 +61,11 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from diloco.durable import LOCK, PLAIN_DISK, Disk, Step, lock
-from diloco.sync.journal import parse_json
+from diloco.sync.journal import PlainError, from_plain, parse_json
 from diloco.sync.leadership import RETRY_SHARE, Claim, Leadership, Standing, next_standing, refusal
 from diloco.wire.options import check_private, is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from diloco.sync.state import OuterState
     from diloco.syncer.store import Store
 
@@ -127,11 +125,12 @@ def standing_of(plain: object, place: object) -> Standing:
     """Parse a ``Standing`` from the JSON value found at ``place``; raise ``LeaseError`` if it is invalid."""
     if not isinstance(plain, dict):
         raise not_trusted(place, "it is no object")
-    for name, kind in (("epoch", int), ("lineage", int), ("holder", str), ("heir", str), ("released", bool)):
-        if type(plain.get(name)) is not kind:
-            raise not_trusted(place, f"{name} is {plain.get(name)!r}")
-    found: dict[str, Any] = plain
-    standing = Standing(found["epoch"], found["lineage"], found["holder"], found["heir"], found["released"])
+    try:  # Of its own fields alone: a later release may write more.
+        standing: Standing = from_plain(
+            Standing, {each.name: plain.get(each.name) for each in fields(Standing)}, "lease"
+        )
+    except PlainError as error:
+        raise not_trusted(place, str(error)) from error
     for name, number in (("epoch", standing.epoch), ("lineage", standing.lineage)):
         if not 1 <= number < NUMBER_MAX:
             raise not_trusted(place, f"{name} is {number}")
@@ -363,7 +362,6 @@ class _Content:
     standing: Standing
     count: int
     ttl_s: float
-    run_id: str
 
 
 @dataclass(eq=False, repr=False)
@@ -404,7 +402,7 @@ class FileLease:
             lock(other)  # Some file systems grant it to every caller.
             raise LeaseError(f"{self.path} is on a file system without locks (flock): use another, or kind=etcd")
         own, count = next_standing(standing, claim), content.count if content else 0
-        taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self.run_id))
+        taken = self._replace(content, _Content(own, count + 1, self.ttl_s))
         return own if taken else None
 
     def _watched(self) -> tuple[_Content | None, bool]:
@@ -435,7 +433,7 @@ class FileLease:
 
         The slow steps are done without the lock: a process may be frozen at any time.
         """
-        body = asdict(content)
+        body = {**asdict(content), "run_id": self.run_id}
         text = json.dumps({"format": FILE_FORMAT, "lease": body, "sha256": _body_digest(body)}, indent=1)
         beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.tmp")
         with self._errors():
@@ -473,13 +471,12 @@ class FileLease:
             yield file
 
     def _read(self) -> _Content | None:
-        try:
-            with self.path.open("rb") as file:
-                data = file.read(FILE_BYTES_MAX + 1)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise LeaseError(f"{self.path}: {error.strerror or error}") from error
+        with self._errors():
+            try:
+                with self.path.open("rb") as file:
+                    data = file.read(FILE_BYTES_MAX + 1)
+            except FileNotFoundError:
+                return None
         plain = _plain(data) if len(data) <= FILE_BYTES_MAX else None
         if not isinstance(plain, dict) or not isinstance(body := plain.get("lease"), dict):
             raise not_trusted(self.path, "it is not whole")
@@ -493,7 +490,7 @@ class FileLease:
             raise not_trusted(self.path, f"count is {count!r}, ttl_s is {ttl_s!r}")
         if run_id != self.run_id:
             raise LeaseRefusedError(f"{self.path} is the lease of run {run_id!r}, and this is run {self.run_id!r}")
-        return _Content(standing, count, float(ttl_s), self.run_id)
+        return _Content(standing, count, float(ttl_s))
 
 
 def _body_digest(body: dict[str, object]) -> str:
@@ -530,6 +527,8 @@ class EtcdAccess:
 
     def check(self, endpoints: Sequence[str]) -> None:
         """Raise ``ValueError`` or ``OSError`` with a clear text if these settings cannot work."""
+        if not endpoints:
+            raise ValueError("endpoints is []: at least one, like http://host:2379")
         for one, other in (("tls_cert", "tls_key"), ("user", "password_file")):
             if bool(getattr(self, one)) != bool(getattr(self, other)):
                 raise ValueError(
@@ -537,6 +536,10 @@ class EtcdAccess:
                 )
         for endpoint in endpoints:
             parts = urlsplit(endpoint)
+            if "@" in parts.netloc:
+                raise ValueError("endpoints has one with a name or password, which etcd never gets: http://host:2379")
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+                raise ValueError(f"endpoints has {endpoint!r}: like http://host:2379")
             if parts.scheme == "http" and (self.tls_ca or self.tls_cert):
                 raise ValueError(f"endpoints has {endpoint!r}, and tls_ca or tls_cert is given: https://host:2379")
             if parts.scheme == "http" and self.user and not is_loopback(f"{parts.hostname}:0"):
@@ -579,19 +582,11 @@ class EtcdLease:
     """A lease in etcd; satisfies ``lease.Lease``."""
 
     def __init__(self, endpoints: Sequence[str], run_id: str, ttl_s: float, access: EtcdAccess = UNKNOWN) -> None:
-        for endpoint in endpoints:
-            parts = urlsplit(endpoint)
-            if "@" in parts.netloc:
-                raise ValueError("endpoints has one with a name or password, which etcd never gets: http://host:2379")
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-                raise ValueError(f"endpoints has {endpoint!r}: like http://host:2379")
-        if not endpoints:
-            raise ValueError("endpoints is []: at least one, like http://host:2379")
         if ttl_s < TTL_MIN_S or ttl_s != int(ttl_s):
             raise ValueError(f"ttl_s is {ttl_s!r}: whole seconds, at least {TTL_MIN_S}")
+        access.check(endpoints)
         self.endpoints = [endpoint.rstrip("/") for endpoint in endpoints]
         self.ttl_s = float(ttl_s)
-        access.check(endpoints)
         self._access, self._token = access, ""
         self._number = ""
         """The ID of the etcd lease under which the holder's key exists."""
