@@ -36,19 +36,17 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from diloco.codec.base import Hasher
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.sync.events import LineageBegan, SyncerStarted
 from diloco.sync.journal import PlainError, from_plain, parse_json, shown
-from diloco.syncer.restoring import Kept
+from diloco.syncer.restoring import Kept, Point
 from diloco.syncer.snapshots import IMAGE_MANIFEST, MANIFEST, digest_of, digests_in
 from diloco.syncer.store import payloads_in, payloads_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from diloco.durable import Disk
     from diloco.syncer.journal_files import SegmentRead
-    from diloco.syncer.restoring import Point
     from diloco.syncer.store import Store
 
 FORMAT = 1
@@ -345,33 +343,22 @@ def _copied(
     kept: Kept, point: Point, segments: Sequence[SegmentRead], vault: Vault, name: str, lineage: int, epoch: int
 ) -> BackupFacts:
     """Copy a snapshot and the journal after it, at whose end the run is in this ``lineage`` and ``epoch``."""
-    folder = kept.folder
+    folder, state = kept.folder, point.state
     files: dict[str, Path | bytes] = {"run.json": (folder / "run.json").read_bytes()}
     digests: dict[str, str] = {}
-
-    def add(path: Path, known: Mapping[str, str]) -> None:
-        relative = path.relative_to(folder).as_posix()
-        files[relative] = path
-        if path.name in known:
-            digests[relative] = known[path.name]
-
-    def add_folder(above: Path, manifest: str) -> None:
-        written = digests_in(above / manifest)
-        for path in sorted(above.iterdir()):
-            add(path, written)
-
-    add_folder(kept.snapshots.path(point.number), MANIFEST)
+    images = [kept.lineages.folder / str(began) for began in kept.lineages.numbers() if began > state.lineage]
+    manifests = [kept.snapshots.path(point.number) / MANIFEST, *(image / IMAGE_MANIFEST for image in images)]
+    for manifest in manifests:
+        within = manifest.parent.relative_to(folder).as_posix()
+        files |= {f"{within}/{path.name}": path for path in sorted(manifest.parent.iterdir())}
+        digests |= {f"{within}/{name}": digest for name, digest in digests_in(manifest).items()}
     payloads = payloads_in(kept.snapshots.peek(point.number)[0])
     for read in segments:
-        path = folder / "journal" / f"journal-{read.index:06d}.log"
-        files[path.relative_to(folder).as_posix()] = path.read_bytes()[: read.end]
+        name_there = f"journal/journal-{read.index:06d}.log"
+        files[name_there] = (folder / name_there).read_bytes()[: read.end]
         payloads |= payloads_named(read.records)
     for reference, digest in sorted(payloads.items()):
-        add(kept.spool.folder / reference, {Path(reference).name: digest})
-    for began in kept.lineages.numbers():
-        if began > point.state.lineage:
-            add_folder(kept.lineages.folder / str(began), IMAGE_MANIFEST)
-    state = point.state
+        files[f"spool/{reference}"], digests[f"spool/{reference}"] = kept.spool.folder / reference, digest
     facts = BackupFacts(
         format=FORMAT,
         run_id=kept.card.run_id,
