@@ -22,9 +22,9 @@ from diloco.sync.journal import FRAME, HEADER, MARK, JournalError, chain_after, 
 from diloco.sync.leadership import MODES, Place, Replication
 from diloco.sync.region import OUTBOX, outbox_file
 from diloco.syncer.snapshots import SnapshotError
-from diloco.syncer.store import Pin, payloads_in
+from diloco.syncer.store import Store, payloads_in
 from diloco.wire.chunks import cut
-from diloco.wire.messages import Alive, Chunk, FollowAck, Follows, Item, Refusal, Status
+from diloco.wire.messages import Alive, Chunk, FollowAck, FollowPart, Follows, FollowStart, Item, Refusal, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from diloco.syncer.core import Core
     from diloco.syncer.lease import LeaseHolder
-    from diloco.syncer.store import Store
-    from diloco.wire.messages import FollowPart, FollowStart
 
 CHUNK_BYTES = 512 * 1024
 
@@ -65,7 +63,7 @@ class Replicator:
     def __init__(self, options: ReplicationOptions, store: Store, leadership: LeaseHolder | None = None) -> None:
         self.options = options
         self.store = store
-        self._leadership = leadership
+        self.leadership = leadership
         self.changed = threading.Condition()
 
     def begin(self, core: Core, *, detached: bool) -> None:
@@ -88,8 +86,8 @@ class Replicator:
                 self.changed.notify_all()
             if self.machine.slow and not slow:
                 self.store.emit("standby_slow", {"standby": self.machine.standby})
-            if why is None and self._leadership is not None:
-                why = self._leadership.heir_is(heir)
+            if why is None and self.leadership is not None:
+                why = self.leadership.heir_is(heir)
             return why
 
     def detach(self) -> bool:
@@ -123,7 +121,7 @@ class Replicator:
         """Return the journal's durable end, even if the loop has made no turn since a segment began."""
         return max(self.machine.durable, self.store.journal.begun)
 
-    def _pinned(self) -> Pin | None:
+    def _pinned(self) -> tuple[int, int] | None:
         follower = self.machine.follower
         return follower.pin() if isinstance(follower, Follower) else None
 
@@ -140,24 +138,6 @@ class Replicator:
             self.machine.followed(follower, follower.name, follower.place, time.monotonic_ns())
         self.store.emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
         return follower
-
-    def heard(self, follower: Follower, place: Place) -> None:
-        """Note that ``follower`` has everything up to ``place``."""
-        with self.changed:
-            attach, heir = self.machine.heard(follower, place, time.monotonic_ns())
-            if heir and self._leadership is not None:
-                self._leadership.name_heir(follower.name)
-        if attach:
-            self.core.post(StandbyAttached(follower.name))
-        self.core.nudge()
-
-    def gone(self, follower: Follower) -> None:
-        """Note that the stream of ``follower`` has ended."""
-        with self.changed:
-            was_served = self.machine.gone(follower)
-        if was_served:
-            self.store.emit("standby_away", {"standby": follower.name})
-            self.core.nudge()
 
 
 class Follower:
@@ -215,28 +195,38 @@ class Follower:
         if self._wrong is not None:
             raise Refusal(Status.INVALID_ARGUMENT, self._wrong)
 
-    def pin(self) -> Pin:
-        """Return what is still to be sent."""
-        return Pin(int(self._snapshot.name) if self._copying else 0, self._segment)
+    def pin(self) -> tuple[int, int]:
+        """Return what is still to be sent: a snapshot (0: none), and the journal from a segment on."""
+        return int(self._snapshot.name) if self._copying else 0, self._segment
 
     def acknowledged(self, ack: FollowAck) -> None:
         """Note that the standby has everything up to there. A claim beyond the journal's end ends the stream."""
-        place, end = (ack.segment, ack.offset), self._replicator.end()
-        if place > end:
+        replicator, place = self._replicator, (ack.segment, ack.offset)
+        if place > (end := replicator.end()):
             self._wrong = (
                 f"standby {self.name} acknowledged byte {ack.offset} of segment {ack.segment}, and the journal ends at "
                 f"byte {end[1]} of segment {end[0]}"
             )
             self.close()
-        else:
-            self._replicator.heard(self, place)
+            return
+        with replicator.changed:
+            attach, heir = replicator.machine.heard(self, place, time.monotonic_ns())
+            if heir and replicator.leadership is not None:
+                replicator.leadership.name_heir(self.name)
+        if attach:
+            replicator.core.post(StandbyAttached(self.name))
+        replicator.core.nudge()
 
     def close(self) -> None:
         """End serving the standby."""
         self._closed = True
-        with self._replicator.changed:
-            self._replicator.changed.notify_all()
-        self._replicator.gone(self)
+        replicator = self._replicator
+        with replicator.changed:
+            replicator.changed.notify_all()
+            was_served = replicator.machine.gone(self)
+        if was_served:
+            self._store.emit("standby_away", {"standby": self.name})
+            replicator.core.nudge()
 
     # --- what is sent ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,9 @@ from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk, ReadingDisk, Step
 from diloco.outer.optimizer import NOTHING
 from diloco.outer.pseudo_gradient import is_finite
-from diloco.sync.effects import LetGo, TellFate
+from diloco.sync.effects import LetGo, OuterEffect, TellFate
 from diloco.sync.events import UpdateArrived, UpstreamFetched
-from diloco.sync.journal import JournalError, PlainError, parse_json, shown
+from diloco.sync.journal import JournalError, PlainError, Record, parse_json, shown
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.journal_files import JournalEnd, JournalFiles, Position
 from diloco.syncer.replaying import Replayer, Rules
@@ -50,12 +50,8 @@ from diloco.syncer.snapshots import (
 from diloco.syncer.spool import Spool, SpoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from torch import Tensor
 
-    from diloco.sync.effects import OuterEffect
-    from diloco.sync.journal import Record
     from diloco.syncer.snapshots import Choice
 
 
@@ -128,14 +124,6 @@ class _Decided:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """The files that a standby is being sent: the journal from ``segment`` on, and a snapshot (0: none)."""
-
-    snapshot: int
-    segment: int
-
-
 @dataclass(eq=False, repr=False)
 class Store:
     """The data folder.  The caller holds its lock (``diloco.durable.locked``).
@@ -151,8 +139,9 @@ class Store:
 
     def __post_init__(self) -> None:
         folder, card, disk = self.folder, self.card, self.disk
-        self.pinned: Callable[[], Pin | None] = lambda: None
-        """Returns what to keep for a standby beyond retention, up to retention's bound in bytes."""
+        self.pinned: Callable[[], tuple[int, int] | None] = lambda: None
+        """Returns what to keep for a standby beyond retention, up to retention's bound in bytes: a snapshot (0: none),
+        and the journal from a segment on."""
         self._cut = False
         self._pruning = threading.Lock()
         self._card_file: dict[str, object] = {}
@@ -352,12 +341,12 @@ class Store:
         snapshot without its journal, or a segment without its payloads, would then count as kept.
         """
         with self._pruning:
-            pin = self.pinned()
-            if pin is not None and self._bytes_in(range(pin.segment, self.journal.index)) > retention.bytes_max:
-                pin = None  # The standby is too slow, or the disk is full: its copy starts over.
-            choice = self.snapshots.prune(retention, self._bytes_in, pin.snapshot if pin is not None else 0)
-            first = choice.kept[0].segment if choice.kept else 0
-            first = first if pin is None else min(first, pin.segment)
+            spared, needed = self.pinned() or (0, self.journal.index)
+            if self._bytes_in(range(needed, self.journal.index)) > retention.bytes_max:
+                # The standby is too slow, or the disk is full: its copy starts over.
+                spared, needed = 0, self.journal.index
+            choice = self.snapshots.prune(retention, self._bytes_in, spared)
+            first = min(needed, choice.kept[0].segment) if choice.kept else 0
             self.disk.sync_folder(self.snapshots.folder, Step.SNAPSHOT_PRUNE)
             self.journal.prune(first)
             self.disk.sync_folder(self.journal.folder, Step.JOURNAL_PRUNE)
