@@ -33,15 +33,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words, is_full, locked
 from diloco.sync.events import Ending, Sealed
-from diloco.sync.journal import FRAME, HEADER, JournalError, chain_after, decode_records, units
-from diloco.sync.leadership import may_take_over
+from diloco.sync.journal import FRAME, HEADER, JournalError, Record, chain_after, decode_records, units
+from diloco.sync.leadership import Standing, may_take_over
 from diloco.sync.members import next_lineage, promoted_epoch
 from diloco.sync.region import OUTBOX
-from diloco.sync.state import Phase
+from diloco.sync.state import OuterState, Phase
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import probed
 from diloco.syncer.core import LOOK_EVERY_S, Room
@@ -53,7 +53,7 @@ from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store
 from diloco.wire.chunks import ChunkError, check_next
-from diloco.wire.client import FollowClient
+from diloco.wire.client import FollowClient, FollowStream
 from diloco.wire.messages import (
     STOPS,
     Alive,
@@ -71,13 +71,7 @@ from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
-    from typing import BinaryIO
-
-    from diloco.sync.journal import Record
-    from diloco.sync.leadership import Standing
-    from diloco.sync.state import OuterState
     from diloco.syncer.replaying import Replayer
-    from diloco.wire.client import FollowStream
     from diloco.wire.messages import FollowPart, ProbeAnswer, ProbeAsk
 
 
@@ -93,13 +87,11 @@ class Incoming:
         self._file: BinaryIO | None = None
         if item.name:
             kind, folder, name = item.name.split("/")
-            rooms = {"spool": store.spool.folder, "lineages": store.lineages.folder, "above": store.folder / "above"}
-            above = rooms.get(kind, store.snapshots.folder)
-            target = above / (f".incoming-{folder}" if kind == "snapshots" else folder)
+            target = store.folder / kind / (f".incoming-{folder}" if kind == "snapshots" else folder)
             self._path, self._beside = target / name, target / f".{name}.tmp"
             with full_in_words():
                 disk.make_folder(target, Step.STANDBY_FILE)
-                disk.sync_folder(above.parent, Step.STANDBY_FILE)  # The first lineage creates the lineages folder.
+                disk.sync_folder(store.folder, Step.STANDBY_FILE)  # The first lineage creates the lineages folder.
                 self._file = disk.open(self._beside, "wb", Step.STANDBY_FILE, buffering=0)
         self._offset = 0
 
@@ -365,12 +357,10 @@ class Standby:
         self.store.journal.flush()  # The last mark may have found no space ...
         if self._replayer is None and not self.store.is_new():  # ... or the first one.
             self._replayer = self.store.recover(self._rules)
-        segment, chain = (
-            (0, "") if self._replayer is None else (self.store.journal.index, self.store.journal.chain.hex())
-        )
-        card = self.store.card
+        card, journal = self.store.card, self.store.journal
+        end = (journal.index, journal.chain.hex()) if self._replayer is not None else (0, "")
         shared = card.earlier_digest if self._at_earlier else card.shared_digest
-        start = FollowStart(card.run_id, self.identity, card.layout_fingerprint, shared, segment, chain)
+        start = FollowStart(card.run_id, self.identity, card.layout_fingerprint, shared, *end)
         with self.client.follow(start) as stream:
             self._stream = stream
             for part in stream:
@@ -417,8 +407,7 @@ class Standby:
             self._begin(self._began_at)
             self._began_at = None
         elif unit.kind == HEADER:
-            place = journal.rotate()
-            self._orders.put(place)
+            self._orders.put(journal.rotate())
         elif unit.kind == FRAME and chain_after(journal.chain, unit.body) == unit.chain:
             records = decode_records(unit.body, item.offset)
             journal.append_body(unit.body)
@@ -656,20 +645,6 @@ class StandingBy:
             )
         return None
 
-    def _lease_status(self) -> dict[str, object] | None:
-        """The lease as this standby sees it, for ``diloco status``."""
-        if self.lease is None:
-            return None
-        standing = self._standing
-        return {
-            "place": self.lease.place,
-            "epoch": standing.epoch if standing is not None else 0,
-            "holder": standing.holder if standing is not None else "",
-            "is_heir": standing is not None and standing.heir == self.standby.identity,
-            "vacant": self._vacant,
-            "trouble": self._trouble,
-        }
-
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def elsewhere(self, *asked: object, **named: object) -> NoReturn:
@@ -685,12 +660,24 @@ class StandingBy:
         return replace(probed(self.standby.plan, ask), standby_of=self.primary)
 
     def status(self) -> dict[str, object]:
-        """The standby's status."""
-        server = self._server
+        """The standby's status, with the lease as it sees it."""
+        server, standing = self._server, self._standing or Standing(0, 0, "")
+        lease = (
+            None
+            if self.lease is None
+            else {
+                "place": self.lease.place,
+                "epoch": standing.epoch,
+                "holder": standing.holder,
+                "is_heir": standing.heir == self.standby.identity,
+                "vacant": self._vacant,
+                "trouble": self._trouble,
+            }
+        )
         return {
             **self.standby.status(),
             "primary": self.primary,
-            "lease": self._lease_status(),
+            "lease": lease,
             "identity_complaints": server.complaints() if server is not None else [],
         }
 

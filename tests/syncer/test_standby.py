@@ -135,8 +135,7 @@ NAME = "spool/a/0-1-d.update"
 
 
 def incoming(folder: Path, name: str = NAME, digest: str = "", disk: Disk = PLAIN_DISK) -> Incoming:
-    rooms = ("spool", "snapshots", "lineages")
-    store = SimpleNamespace(folder=folder, disk=disk, **{name: SimpleNamespace(folder=folder / name) for name in rooms})
+    store = SimpleNamespace(folder=folder, disk=disk)
     item = Item(name, 0, 0, len(DATA), digest or hashlib.sha256(DATA).hexdigest())
     return Incoming(store, item)  # type: ignore[arg-type]
 
