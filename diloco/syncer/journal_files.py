@@ -39,9 +39,9 @@ import contextlib
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words
 from diloco.sync.journal import (
     CHAIN_START,
     JournalError,
@@ -60,9 +60,7 @@ from diloco.sync.journal import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
-    from typing import BinaryIO
 
-    from diloco.durable import Disk
     from diloco.sync.leadership import Place
 
 REST = struct.Struct("<QIQ")

@@ -31,7 +31,7 @@ from diloco.sync.effects import TellFate
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError, PlainError, Record, digest_effects, from_plain, parse_json
 from diloco.sync.members import next_lineage
-from diloco.sync.state import FragmentState, OuterState, Part, Site, Status, Upstream
+from diloco.sync.state import FragmentState, Line, OuterState, Part, Site, Status, Upstream
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.journal_files import JournalFiles, SegmentRead
 from diloco.syncer.replaying import LeaveOutError, ReplayerWithout, Rules, held_of
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from diloco.sync.rounds import Selection
-    from diloco.sync.state import Line
 
 ATTEMPTS = 5
 """Attempts at reading a folder that changes meanwhile, before that is an error."""

@@ -51,30 +51,27 @@ import hashlib
 import json
 import os
 import time
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from diloco.codec.base import bytes_of, digest
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words
-from diloco.outer.fragments import BUFFERS, FROZEN
+from diloco.outer.fragments import BUFFERS, FROZEN, Layout
 from diloco.outer.optimizer import OuterState, evaluated
 from diloco.sync.journal import JournalError, canonical, from_plain, parse_json, shown
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from diloco.outer.fragments import Layout
     from diloco.sync.events import LineageBegan
 
 
@@ -170,7 +167,7 @@ class NotAsWritten(ValueError):
     """A file's length or digest differs from what was written."""
 
 
-Facts = dict[str, dict[str, typing.Any]]
+Facts = dict[str, dict[str, Any]]
 """By file name, each file's length in bytes and SHA-256, as a manifest holds them."""
 
 
@@ -196,17 +193,18 @@ def _write_files(
     disk: Disk,
     folder: Path,
     files: Iterable[tuple[str, Iterable[bytes | memoryview]]],
-    manifest: tuple[str, dict[str, object]],
+    manifest: str,
+    content: dict[str, object],
     step: Step,
 ) -> Facts:
-    """Write ``files`` and last the named ``manifest``, with their facts and its own digest; return the facts."""
+    """Write ``files``, and last their ``manifest``: ``content``, their facts, its own digest. Return the facts."""
     facts: Facts = {}
     for name, parts in files:
         found = hashlib.sha256()
         disk.write_parts(folder / name, _hashed(parts, found), step)
         facts[name] = {"bytes": (folder / name).stat().st_size, "sha256": found.hexdigest()}
-    name, content = manifest[0], {**manifest[1], "files": facts}
-    disk.write_file(folder / name, _manifest_text({**content, "sha256": digest_of(content)}), step)
+    content = {**content, "files": facts}
+    disk.write_file(folder / manifest, _manifest_text({**content, "sha256": digest_of(content)}), step)
     return facts
 
 
@@ -220,7 +218,7 @@ def _fragment_file(index: int) -> str:
     return f"fragment-{index}.safetensors"
 
 
-def _manifest_text(manifest: dict[str, typing.Any]) -> bytes:
+def _manifest_text(manifest: dict[str, Any]) -> bytes:
     return json.dumps(manifest, sort_keys=True, indent=1).encode()
 
 
@@ -229,7 +227,7 @@ def digest_of(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(canonical(manifest)).hexdigest()
 
 
-def _read_manifest(path: Path) -> dict[str, typing.Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest; its own digest is verified first, so that a flipped bit is not taken for a future format.
 
     Format 1 has no such digest and is not checked. Raises ``NotAsWritten`` if the digest does not match.
@@ -341,7 +339,7 @@ class Snapshots:
         number = max((int(path.name[:8]) for path in self.folder.glob("[0-9]*")), default=0) + 1
         beside = self.folder / f".{number:08d}.tmp"
         own = enumerate(snapshot.fragments) if fragments is None else fragments
-        fragment_files = ((_fragment_file(index), pack(values)) for index, values in own)
+        packed = ((_fragment_file(index), pack(values)) for index, values in own)
         state = {
             "state": snapshot.state,
             "journal_segment": snapshot.journal_segment,
@@ -351,8 +349,9 @@ class Snapshots:
         try:
             with full_in_words():
                 self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
-                manifest: tuple[str, dict[str, object]] = MANIFEST, {"format": FORMAT}
-                facts = _write_files(self._disk, beside, chain(fragment_files, rest), manifest, Step.SNAPSHOT_FILE)
+                facts = _write_files(
+                    self._disk, beside, chain(packed, rest), MANIFEST, {"format": FORMAT}, Step.SNAPSHOT_FILE
+                )
                 self._disk.rename(beside, self.path(number), Step.SNAPSHOT_RENAME)
                 self._disk.sync_folder(self.folder, Step.SNAPSHOT_FOLDER)
         except DiskFullError:
@@ -462,9 +461,8 @@ def _tensors(values: FragmentValues) -> dict[str, Tensor]:
     return {"theta": values.theta, "published": values.published, **reference, **values.optimizer.tensors}
 
 
-def unpack(data: bytes | Tensor) -> FragmentValues:
-    """Return the fragment that ``pack`` wrote. If ``data`` is a tensor, the values are views of it, not copies."""
-    held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if isinstance(data, bytes) else data
+def unpack(held: Tensor) -> FragmentValues:
+    """Return the fragment that ``pack`` wrote, from a uint8 tensor of the file: its values are views of that."""
     begin = 8 + int.from_bytes(held[:8].numpy().tobytes(), "little")
     if not 8 < begin <= len(held):
         raise ValueError(f"its header claims to end at byte {begin} of {len(held)}")
@@ -542,7 +540,7 @@ def write_image(
         "facts": image.facts,
     }
     files = ((_fragment_file(index), pack(values)) for index, values in enumerate(image.fragments))
-    _write_files(disk, beside, files, (IMAGE_MANIFEST, manifest), step)
+    _write_files(disk, beside, files, IMAGE_MANIFEST, manifest, step)
     disk.rename(beside, folder, step)
     disk.sync_folder(folder.parent, step)
 
@@ -551,7 +549,10 @@ def read_image(folder: Path) -> Image:
     """Read and verify the image in ``folder``; raise ``ImageError``, naming what is missing or damaged."""
     with _damage_is(ImageError, folder):
         try:
-            manifest = _image_manifest(folder)
+            manifest = _read_manifest(folder / IMAGE_MANIFEST)
+            if manifest["format"] != IMAGE_FORMAT:
+                found = shown(manifest["format"])
+                raise ImageError(f"{folder / IMAGE_MANIFEST} has format {found}: {IMAGE_FORMAT} wanted")
             versions, digests = manifest["versions"], manifest["digests"]
             fragments = _read_fragments(folder, manifest["files"], len(versions))
         except FileNotFoundError as error:
@@ -562,13 +563,6 @@ def read_image(folder: Path) -> Image:
                 raise ImageError(f"{path} is not the version {version} that {IMAGE_MANIFEST} names")
         held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}
         return Image(dict(manifest["card"]), tuple(fragments), held, dict(manifest["facts"]))
-
-
-def _image_manifest(folder: Path) -> dict[str, typing.Any]:
-    manifest = _read_manifest(folder / IMAGE_MANIFEST)
-    if manifest["format"] != IMAGE_FORMAT:
-        raise ImageError(f"{folder / IMAGE_MANIFEST} has format {shown(manifest['format'])}: {IMAGE_FORMAT} wanted")
-    return manifest
 
 
 @dataclass(frozen=True, slots=True)

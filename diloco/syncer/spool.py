@@ -18,20 +18,17 @@ import os
 import tempfile
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-from diloco.codec.base import Buffers, Hasher, bytes_of, digits
+from diloco.codec.base import Buffers, Codec, Hasher, PlainCodec, bytes_of, digits
 from diloco.codec.entropy import RAW, EntropyCodec
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import PLAIN_DISK, Disk, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Container, Iterator
     from io import RawIOBase
     from pathlib import Path
-    from typing import IO
 
-    from diloco.codec.base import Codec, PlainCodec
-    from diloco.durable import Disk
     from diloco.wire.messages import PushHeader
 
 
@@ -223,18 +220,14 @@ class Spool:
         if found.text() != digest:
             raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
 
-    def sweep(self, needed: Collection[str]) -> int:
-        """Delete every complete update that is not ``needed``, and unfinished copies; return the number of updates."""
-        wanted = set(needed)
-        gone = 0
+    def sweep(self, needed: Container[str]) -> None:
+        """Delete every complete update that is not ``needed``, and unfinished copies."""
         for leftover in self.folder.glob("*/.*.tmp"):
             self._disk.remove(leftover, Step.SPOOL_DROP)
         for path in sorted(self.folder.glob("*/*.update")):
             reference = path.relative_to(self.folder).as_posix()
-            if path.parent != self.partial and reference not in wanted:
+            if path.parent != self.partial and reference not in needed:
                 self._disk.remove(path, Step.SPOOL_DROP)
-                gone += 1
-        return gone
 
 
 class PartialUpdate:

@@ -67,7 +67,7 @@ def test_a_site_of_any_name_that_the_wire_permits_leaves_at_most_one_update_of_a
             header, payload = update(site, 3, fragment)
             reference, _ = kept(spool, header, payload)
             assert stored(spool, reference, header.digest) == payload
-    assert spool.sweep(set()) == 2 * len(sites)
+    spool.sweep(set())
     assert files(tmp_path) == {}
 
 
@@ -92,7 +92,7 @@ def test_a_sweep_keeps_what_is_needed_and_what_is_on_its_way(tmp_path: Path) -> 
     partial = begun(spool, header, payload[:5])
     half = tmp_path / "a" / ".0-1-0123456789abcdef.update.tmp"  # Of a standby that died while it copied.
     half.write_bytes(b"half")
-    assert spool.sweep({references[1], "", "b/gone.update"}) == 2
+    spool.sweep({references[1], "", "b/gone.update"})
     assert files(tmp_path).keys() == {references[1], str(partial.path.relative_to(tmp_path))}
 
 
