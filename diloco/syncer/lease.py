@@ -99,7 +99,22 @@ class Lease(Protocol):
         """Take it; return its content, or None while another holds it. ``LeaseRefusedError`` when this claim may not
         have it.
 
-        A successful call invalidates the result of earlier calls.
+        Repeated calls succeed once the holder has been silent for long enough. A successful call invalidates the result
+        of earlier calls.
+        """
+        standing, is_free = self.read()
+        if (why := refusal(standing, claim, self.place)) is not None:
+            raise LeaseRefusedError(why)
+        # The holder's name is that of this data folder, whose lock this process has: the earlier holder has ended.
+        if not is_free and (standing is None or standing.holder != claim.name):
+            return None
+        own = next_standing(standing, claim)
+        return own if self.take(own) else None
+
+    def take(self, own: Standing) -> bool:
+        """Write ``own`` as its content, unless that has changed since the last ``read``; return whether it was written.
+
+        For ``acquire`` alone.
         """
         ...
 
@@ -365,8 +380,8 @@ class _Content:
 
 
 @dataclass(eq=False, repr=False)
-class FileLease:
-    """A lease in a file; satisfies ``Lease``."""
+class FileLease(Lease):
+    """A lease in a file."""
 
     path: Path
     run_id: str
@@ -381,18 +396,16 @@ class FileLease:
 
     def read(self) -> tuple[Standing | None, bool]:
         """Read the file; the lease is free once it was released, or has not changed for too long."""
-        content, is_free = self._watched()
-        return content.standing if content is not None else None, is_free
+        content = self._read()
+        if content != self._seen or content is None:
+            self._seen, self._since_s = content, self.clock_s()
+        if content is None:
+            return None, True
+        is_silent = self.clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
+        return content.standing, content.standing.released or is_silent
 
-    def acquire(self, claim: Claim) -> Standing | None:
-        """Take it; repeated calls succeed once the holder has been silent for long enough."""
-        content, is_free = self._watched()
-        standing = content.standing if content is not None else None
-        if (why := refusal(standing, claim, self.place)) is not None:
-            raise LeaseRefusedError(why)
-        # The holder's name is that of this data folder, whose lock this process has: the earlier holder has ended.
-        if not is_free and (standing is None or standing.holder != claim.name):
-            return None
+    def take(self, own: Standing) -> bool:
+        """Write ``own``, if the file still holds what was read, and its file system has locks."""
         with (
             self._errors(),
             self._locked() as file,
@@ -401,18 +414,8 @@ class FileLease:
         ):
             lock(other)  # Some file systems grant it to every caller.
             raise LeaseError(f"{self.path} is on a file system without locks (flock): use another, or kind=etcd")
-        own, count = next_standing(standing, claim), content.count if content else 0
-        taken = self._replace(content, _Content(own, count + 1, self.ttl_s))
-        return own if taken else None
-
-    def _watched(self) -> tuple[_Content | None, bool]:
-        """Read the file, and note since when its content is the same; return it, and whether the lease has expired."""
-        content = self._read()
-        if content != self._seen or content is None:
-            self._seen, self._since_s = content, self.clock_s()
-        if content is None or content.standing.released:
-            return content, True
-        return content, self.clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
+        count = self._seen.count if self._seen is not None else 0
+        return self._replace(self._seen, _Content(own, count + 1, self.ttl_s))
 
     def change(self, own: Standing, **changes: Any) -> bool:
         """Increment the count, which renews the lease, and write the ``changes``."""
@@ -578,8 +581,8 @@ UNKNOWN = EtcdAccess()
 """For an etcd without authentication."""
 
 
-class EtcdLease:
-    """A lease in etcd; satisfies ``lease.Lease``."""
+class EtcdLease(Lease):
+    """A lease in etcd."""
 
     def __init__(self, endpoints: Sequence[str], run_id: str, ttl_s: float, access: EtcdAccess = UNKNOWN) -> None:
         if ttl_s < TTL_MIN_S or ttl_s != int(ttl_s):
@@ -597,29 +600,21 @@ class EtcdLease:
 
     def read(self) -> tuple[Standing | None, bool]:
         """Read both keys; the lease is free while there is no holder's."""
-        found = self._found()
-        return found.standing, found.held_epoch is None
+        self._seen = self._found()
+        return self._seen.standing, self._seen.held_epoch is None
 
-    def acquire(self, claim: Claim) -> Standing | None:
-        """Take it, unless another holder's key exists."""
-        found = self._found()
-        why = refusal(found.standing, claim, self.place)
-        if why is not None:
-            raise LeaseRefusedError(why)
-        own = found.standing is not None and found.standing.holder == claim.name
-        if found.held_epoch is not None and not own:
-            return None
-        standing = next_standing(found.standing, claim)
+    def take(self, own: Standing) -> bool:
+        """Write both keys, the holder's under an etcd lease of ``ttl_s``."""
         granted = self.ask("lease/grant", {"TTL": int(self.ttl_s), "ID": 0})
         number = str(granted.get("ID", ""))
         if not number.isdecimal() or not 0 < _number(granted.get("TTL")) <= 2 * self.ttl_s:
             raise LeaseError(f"{self.place}: etcd granted no lease of {self.ttl_s:g} s: {granted}")
         self._number = number
-        holder = {"key": _text(f"{self._prefix}/holder"), "value": _text(str(standing.epoch)), "lease": number}
-        if not self._put(found, standing, holder):
+        holder = {"key": _text(f"{self._prefix}/holder"), "value": _text(str(own.epoch)), "lease": number}
+        is_taken = self._put(self._seen, own, holder)
+        if not is_taken:
             self.ask("lease/revoke", {"ID": number})
-            return None
-        return standing
+        return is_taken
 
     def change(self, own: Standing, **changes: Any) -> bool:
         """Renew the etcd lease, or write the ``changes``, if the holder's key is still this process's."""
@@ -682,13 +677,11 @@ class EtcdLease:
 
     def _answer(self, endpoint: str, what: str, request: dict[str, Any]) -> object:
         """Send a request, as the user if there is one; get a new token when there is none or etcd rejects it."""
-        if not self._access.user:
-            return self._post(endpoint, what, request)
-        if self._token:
+        if self._token or not self._access.user:
             try:
                 return self._post(endpoint, what, request)
             except HTTPError as error:
-                if error.code not in NO_TOKEN:
+                if error.code not in NO_TOKEN or not self._access.user:
                     raise
         self._token = ""
         known = {"name": self._access.user, "password": self._access.password()}

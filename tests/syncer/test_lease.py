@@ -333,15 +333,15 @@ def test_an_heir_takes_over_when_the_count_has_stood_still_for_the_holders_own_t
     assert held.renew()
     clock.now_s += 0.2
     assert heir.acquire(HEIR) is None, "it was renewed"
-    looked = heir._watched
+    looked = heir.read
 
     def look_and_be_late() -> object:
         content = looked()
         assert held.renew()
-        heir._watched = looked  # type: ignore[method-assign]
+        heir.read = looked  # type: ignore[method-assign]
         return content
 
-    heir._watched = look_and_be_late  # type: ignore[assignment, method-assign]
+    heir.read = look_and_be_late  # type: ignore[assignment, method-assign]
     clock.now_s += TTL_S
     assert heir.acquire(HEIR) is None, "it was renewed between the look and the lock"
     assert heir.acquire(HEIR) is None
