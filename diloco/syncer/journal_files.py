@@ -80,28 +80,27 @@ class JournalEnd:
 
     def read(self) -> tuple[int, int] | None:
         """Return segment and end as last noted; None when there is no intact note."""
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
+        whole = [slot for slot in self._slots().values() if slot is not None]
+        if not whole:
             return None
-        found = [slot for slot in (self._slot(data, at) for at in (0, SLOT_BYTES)) if slot is not None]
-        if not found:
-            return None
-        self._count, segment, end = max(found)
+        self._count, segment, end = max(whole)
         return segment, end
 
     def damage(self) -> list[str]:
         """Return a text for each damaged slot. Nothing relies on a damaged one: the other has the note before it."""
-        data = self.path.read_bytes() if self.path.exists() else b""
-        places = [at for at in (0, SLOT_BYTES) if data[at : at + CHECKSUM.size + REST.size].strip(b"\0")]
-        return [f"the note at byte {at} is not whole" for at in places if self._slot(data, at) is None]
+        return [f"the note at byte {at} is not whole" for at, slot in self._slots().items() if slot is None]
 
-    def _slot(self, data: bytes, at: int) -> tuple[int, int, int] | None:
-        rest = data[at + CHECKSUM.size : at + CHECKSUM.size + REST.size]
-        if len(rest) < REST.size or CHECKSUM.unpack_from(data, at)[0] != zlib.crc32(rest):
-            return None
-        count, segment, end = REST.unpack(rest)
-        return count, segment, end
+    def _slots(self) -> dict[int, tuple[int, int, int] | None]:
+        """Return the slots that were written, by their offsets: count, segment and end; None for one not whole."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        slots: dict[int, tuple[int, int, int] | None] = {}
+        for at in (0, SLOT_BYTES):
+            slot = data[at : at + CHECKSUM.size + REST.size]
+            rest = slot[CHECKSUM.size :]
+            if slot.strip(b"\0"):
+                whole = len(rest) == REST.size and CHECKSUM.unpack_from(slot)[0] == zlib.crc32(rest)
+                slots[at] = REST.unpack(rest) if whole else None
+        return slots
 
     def write(self, segment: int, end: int) -> None:
         """Note that everything up to ``end`` of ``segment`` is durable. Only the first notes need new disk space."""
