@@ -174,15 +174,13 @@ class Vault:
         Raises ``DamagedError`` when a file, as it is copied, does not have its digest in ``digests``.
         """
         told: dict[str, FileFacts] = {}
-        made: set[str] = set()
+        for above in sorted({self._files._parent(self._at(run_id, name, relative)) for relative in files}):
+            if self._is_folder:
+                self._disk.settle(Path(above), Step.BACKUP_FILE)
+            else:
+                self._files.makedirs(above, exist_ok=True)
         for relative, content in files.items():
             path = self._at(run_id, name, relative)
-            above = self._files._parent(path)
-            if above not in made and self._is_folder:
-                self._disk.settle(Path(above), Step.BACKUP_FILE)
-            elif above not in made:
-                self._files.makedirs(above, exist_ok=True)
-            made.add(above)
             known = digests.get(relative, "")
             seen = Hasher(known)  # An update's digest is in the form in which it was sent.
             told[relative] = self._copy(content, path, Step.BACKUP_FILE, seen)

@@ -662,10 +662,9 @@ class StandingBy:
     def status(self) -> dict[str, object]:
         """The standby's status, with the lease as it sees it."""
         server, standing = self._server, self._standing or Standing(0, 0, "")
-        lease = (
-            None
-            if self.lease is None
-            else {
+        lease: dict[str, object] | None = None
+        if self.lease is not None:
+            lease = {
                 "place": self.lease.place,
                 "epoch": standing.epoch,
                 "holder": standing.holder,
@@ -673,7 +672,6 @@ class StandingBy:
                 "vacant": self._vacant,
                 "trouble": self._trouble,
             }
-        )
         return {
             **self.standby.status(),
             "primary": self.primary,

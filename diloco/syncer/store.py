@@ -166,7 +166,6 @@ class Store:
 
     def _check_card(self, card: RunCard) -> None:
         path = self.folder / "run.json"
-        ours = {"format": FORMAT, **card.facts()}
         if not path.exists():
             # It is the first file in a folder: if others exist, it was lost, and the recovery says so.
             if not any(any((self.folder / name).glob("*")) for name in ("snapshots", "journal")):
@@ -184,7 +183,7 @@ class Store:
                 f"{path} has {name} {shown(theirs.get(name))} and this run has {getattr(card, name)!r}: "
                 "use another folder"
             )
-        if {**theirs, **ours} != theirs:  # An earlier release wrote it.
+        if {**theirs, "format": FORMAT, **card.facts()} != theirs:  # An earlier release wrote it.
             self.write_lineage(theirs.get("lineage", 1), Step.CARD)
 
     def _note(self, note: str, why: str) -> None:
