@@ -101,20 +101,15 @@ class Point:
     lineage: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The snapshots that stay, oldest first; ``cut``: the bound took one that retention would have kept."""
+def choose(points: Sequence[Point], retention: Retention, bytes_in: Callable[[range], int]) -> tuple[list[Point], bool]:
+    """Return which ``points`` (oldest first) stay, and whether the bound took one that retention would have kept.
 
-    kept: tuple[Point, ...]
-    cut: bool
-
-
-def choose(points: Sequence[Point], retention: Retention, bytes_in: Callable[[range], int]) -> Choice:
-    """Choose which ``points`` (oldest first) stay; ``bytes_in``: the size of journal segments and their payloads."""
+    ``bytes_in``: the size of journal segments and their payloads.
+    """
     newest = list(points[-NEWEST:])
     past = list(points[:-NEWEST]) if retention.steps else []
     if not past:
-        return Choice(tuple(newest), cut=False)
+        return newest, False
     now = points[-1].steps
     old_enough = [point for point in [*past, *newest] if now - point.steps >= retention.steps]
     anchor = old_enough[-1] if old_enough else past[0]
@@ -130,7 +125,7 @@ def choose(points: Sequence[Point], retention: Retention, bytes_in: Callable[[ra
             break
         kept.pop(0)
         cut = True
-    return Choice((*kept, *newest), cut)
+    return [*kept, *newest], cut
 
 
 PIECE_BYTES = 16 << 20
@@ -393,8 +388,10 @@ class Snapshots:
         self._points[number] = Point(number, steps, segment, size, int(state.get("lineage", 1)))
         return self._points[number]
 
-    def prune(self, retention: Retention, bytes_in: Callable[[range], int], spared: int = 0) -> Choice:
-        """Delete the snapshots that ``retention`` does not keep, except ``spared``; return which stay.
+    def prune(
+        self, retention: Retention, bytes_in: Callable[[range], int], spared: int = 0
+    ) -> tuple[list[Point], bool]:
+        """Delete the snapshots that ``retention`` does not keep, except ``spared``; return what ``choose`` does.
 
         If a snapshot turns out to be damaged, nothing is deleted and the result is empty; a load reports the damage
         when the snapshot is needed.
@@ -402,16 +399,15 @@ class Snapshots:
         try:
             points = [self.point(number) for number in self.numbers()]
         except SnapshotError:
-            return Choice((), cut=False)
-        choice = choose(points, retention, bytes_in)
-        kept = {point.number for point in choice.kept} | {spared}
-        for number in sorted({point.number for point in points} - kept):
+            return [], False
+        kept, cut = choose(points, retention, bytes_in)
+        for number in [point.number for point in points if point not in kept and point.number != spared]:
             # Renamed first: a process that dies here leaves no half-deleted snapshot under that name.
             doomed = self.folder / f".{number:08d}.tmp"
             self._disk.rename(self.path(number), doomed, Step.SNAPSHOT_PRUNE)
             self._disk.remove(doomed, Step.SNAPSHOT_PRUNE)
             del self._points[number]
-        return choice
+        return kept, cut
 
     @contextlib.contextmanager
     def _reading(self, number: int) -> Iterator[Facts]:

@@ -32,16 +32,13 @@ if TYPE_CHECKING:
     from diloco.wire.messages import PushHeader
 
 
-class CutShortError(OSError):
-    """A file ends before bytes that it must contain."""
-
-
 def read_part(
     file: int, codec: PlainCodec, numel: int, start: int, stop: int, begin: int, buffers: Buffers
 ) -> memoryview:
     """Return the payload of the values from ``start`` to ``stop`` alone, in memory from ``buffers``.
 
     ``file`` is open; from byte ``begin`` on it holds a payload of ``numel`` values, which may be incomplete.
+    Raises ``OSError`` when the file ends before bytes that it must contain.
     """
     sections = codec.sections(numel, start, stop)
     room = bytes_of(buffers.raw(sum(length for _, length in sections)))
@@ -51,7 +48,7 @@ def read_part(
         while at < end:
             count = os.preadv(file, [room[at:end]], place)
             if not count:
-                raise CutShortError(f"the file ends at byte {place}")
+                raise OSError(f"the file ends at byte {place}")
             place += count
             at += count
     return room

@@ -42,6 +42,7 @@ from diloco.syncer.snapshots import (
     FragmentValues,
     Lineages,
     NewerSnapshotError,
+    Point,
     Retention,
     Snapshot,
     SnapshotError,
@@ -51,8 +52,6 @@ from diloco.syncer.spool import Spool, SpoolError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from diloco.syncer.snapshots import Choice
 
 
 def payloads_in(state: object) -> dict[str, str]:
@@ -311,16 +310,16 @@ class Store:
 
         def write() -> int:
             size = self.snapshots.write(snapshot, in_turn())
-            choice = self._prune(self.retention)
-            if choice.cut and not self._cut:
+            kept, cut = self._prune(self.retention)
+            if cut and not self._cut:
                 steps, most = self.retention.steps, self.retention.bytes_max
                 self._note(
                     "retention",
                     f"less than the last {steps} outer steps can be replayed: they need more than {most} bytes",
                 )
-            kept = choice.kept  # Noted again only after all that retention asks for could be replayed.
+            # Noted again only after all that retention asks for could be replayed.
             falls_short = bool(kept) and kept[0].steps > 0 and kept[-1].steps - kept[0].steps < self.retention.steps
-            self._cut = choice.cut or (self._cut and falls_short)
+            self._cut = cut or (self._cut and falls_short)
             return size
 
         return write
@@ -333,7 +332,7 @@ class Store:
         if gone:
             self._note("retention", f"{gone} old snapshots and the journal behind them are deleted: the disk is full")
 
-    def _prune(self, retention: Retention) -> Choice:
+    def _prune(self, retention: Retention) -> tuple[list[Point], bool]:
         """Delete what ``retention`` does not keep and no standby is being sent.
 
         Each kind is durably deleted before the files that it needs: a power cut may bring back a removed name, and a
@@ -344,16 +343,16 @@ class Store:
             if self._bytes_in(range(needed, self.journal.index)) > retention.bytes_max:
                 # The standby is too slow, or the disk is full: its copy starts over.
                 spared, needed = 0, self.journal.index
-            choice = self.snapshots.prune(retention, self._bytes_in, spared)
-            first = min(needed, choice.kept[0].segment) if choice.kept else 0
+            kept, cut = self.snapshots.prune(retention, self._bytes_in, spared)
+            first = min(needed, kept[0].segment) if kept else 0
             self.disk.sync_folder(self.snapshots.folder, Step.SNAPSHOT_PRUNE)
             self.journal.prune(first)
             self.disk.sync_folder(self.journal.folder, Step.JOURNAL_PRUNE)
-            if choice.kept:
+            if kept:
                 self.lineages.prune(self.snapshots.point(self.snapshots.numbers()[0]).lineage)
             while self._decided and self._decided[0].segment < first:
                 self.spool.drop(self._decided.popleft().reference)
-            return choice
+            return kept, cut
 
     def _bytes_in(self, segments: range) -> int:
         """Return the bytes of these segments of the journal, and of the payloads that were decided in them."""

@@ -52,7 +52,6 @@ from diloco.syncer.lease import FileLease, LeaseError, LeaseRefusedError
 from diloco.syncer.replaying import Rules
 from diloco.syncer.restoring import Kept, KeptError
 from diloco.syncer.snapshots import (
-    Choice,
     Image,
     ImageError,
     SnapshotError,
@@ -445,7 +444,7 @@ def folders(folder: Path) -> Iterator[tuple[str, Reader]]:
 def told(folder: Path) -> Desk:
     """Make a short run that keeps its snapshots, with records after the last one."""
     desk = Desk(folder)
-    desk.store.snapshots.prune = lambda retention, behind, pinned: Choice((), cut=False)  # type: ignore[method-assign]
+    desk.store.snapshots.prune = lambda retention, behind, pinned: ([], False)  # type: ignore[method-assign]
     desk.begin()
     story = Story(desk, 4)
     for turn in range(24):

@@ -20,7 +20,6 @@ from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError, canonical
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import (
-    Choice,
     FragmentValues,
     Image,
     ImageError,
@@ -193,28 +192,26 @@ def point(number: int, steps: int, size: int = 10) -> Point:
 def test_the_newest_two_stay_without_retention_and_whatever_they_take() -> None:
     points = [point(number, 16 * number) for number in range(1, 8)]
     for count in range(1, 8):
-        choice = choose(points[:count], Retention(), lambda segments: 0)
-        assert choice == Choice(tuple(points[:count][-2:]), cut=False)
-    large = (point(1, 10, 1 << 40), point(2, 20, 1 << 40))
-    assert choose(large, Retention(5, 1), lambda segments: 0).kept == large
+        assert choose(points[:count], Retention(), lambda segments: 0) == (points[:count][-2:], False)
+    large = [point(1, 10, 1 << 40), point(2, 20, 1 << 40)]
+    assert choose(large, Retention(5, 1), lambda segments: 0)[0] == large
 
 
 def test_older_ones_stay_that_are_half_of_the_retention_apart() -> None:
     points = [point(number, 5 * number) for number in range(1, 12)]
-    kept = choose(points, Retention(20, 1 << 40), lambda segments: 0).kept
+    kept, _ = choose(points, Retention(20, 1 << 40), lambda segments: 0)
     assert [each.steps for each in kept] == [35, 45, 50, 55]
 
 
 @pytest.mark.parametrize("every", [1, 16, 300])
 @pytest.mark.parametrize("steps", [1, 64, 256])
 def test_few_snapshots_do_for_a_replay_of_any_step_within_retention(every: int, steps: int) -> None:
-    held: tuple[Point, ...] = ()
+    held: list[Point] = []
     now, draw = 0, random.Random(every)
     for number in range(1, 200):
         now += every + draw.randrange(2)
-        choice = choose([*held, point(number, now)], Retention(steps, 1 << 40), lambda segments: 0)
-        held = choice.kept
-        assert not choice.cut
+        held, cut = choose([*held, point(number, now)], Retention(steps, 1 << 40), lambda segments: 0)
+        assert not cut
         assert held[-1].number == number
         assert len(held) <= 7, held
         if held[0].number > 1:
@@ -247,11 +244,11 @@ def test_the_oldest_goes_first_where_the_bound_is_reached_and_that_is_said() -> 
     behind = {1: 400, 2: 300, 3: 200, 4: 100, 5: 50}
     seen = []
     for bound in (10_000, 400, 200, 70, 0):
-        choice = choose(points, Retention(600, bound), lambda segments: behind[segments.start])
-        assert choice.kept[-2:] == tuple(points[-2:])
-        past = choice.kept[:-2]
+        kept, cut = choose(points, Retention(600, bound), lambda segments: behind[segments.start])
+        assert kept[-2:] == points[-2:]
+        past = kept[:-2]
         assert not past or sum(each.size for each in past) + behind[past[0].number] <= bound
-        seen.append((len(choice.kept), choice.cut))
+        seen.append((len(kept), cut))
     assert seen[0] == (4, False), "every 300 steps one, from 600 steps back"
     assert seen[-1] == (2, True)
     assert [count for count, _ in seen] == sorted((count for count, _ in seen), reverse=True)

@@ -13,7 +13,7 @@ from diloco.sync.rounds import Selection, parse_selection
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.restoring import Kept, KeptError
-from diloco.syncer.snapshots import Choice, Snapshot, same_values
+from diloco.syncer.snapshots import Snapshot, same_values
 from diloco.wire.messages import PullAsk
 from tests.syncer.building import RUN, files
 from tests.syncer.desk import OUTER, RULE, Desk
@@ -26,7 +26,7 @@ def run(folder: Path, seed: int = 4, snapshots: int = 3, keep: int = 100) -> Des
     """A run with ``snapshots`` snapshots behind version 0, and something after the last one."""
     desk = Desk(folder)
     if keep > 2:
-        desk.store.snapshots.prune = lambda *_: Choice((), cut=False)  # type: ignore[method-assign]
+        desk.store.snapshots.prune = lambda *_: ([], False)  # type: ignore[method-assign]
     desk.begin()
     story = Story(desk, seed)
     for _ in range(snapshots):

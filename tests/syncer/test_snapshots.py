@@ -158,8 +158,8 @@ def test_one_that_is_damaged_where_it_lies_lets_nothing_be_dropped_on_its_word(t
     snapshots = three(tmp_path)
     (tmp_path / "00000001" / "state.json").write_bytes(b'{"state": {}, "journal_segment": 99}')
     for one, kept in ((Snapshots(tmp_path), []), (snapshots, [12, 13])):  # Who wrote it knows what it was.
-        found = one.prune(RECOVERY_ONLY, lambda segments: 0)
-        assert [point.segment for point in found.kept] == kept
+        found, _ = one.prune(RECOVERY_ONLY, lambda segments: 0)
+        assert [point.segment for point in found] == kept
         assert snapshots.numbers() == ([2, 3] if kept else [1, 2, 3])
 
 
