@@ -90,7 +90,7 @@ from diloco.codec.kernel_library import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Raw = bytes | bytearray | memoryview
 XXH3 = "xxh3:"
@@ -215,26 +215,6 @@ class NonFinitePayload(DecodeError):
     """The payload is well formed but holds a NaN or an infinity: its sender's values are wrong, not its bytes."""
 
 
-MALFORMED: Mapping[Status, str] = MappingProxyType(
-    {
-        Status.BAD_SCALE: "holds a scale that is negative, subnormal or not finite",
-        Status.BAD_CODE: "holds a code below",
-        Status.BEHIND: "holds something behind its last value",
-        Status.BEYOND: "holds a value beyond fp32",
-        Status.BAD_INDEX: "holds indices that do not rise or lie outside",
-        Status.BAD_LEVELS: "holds levels that are not those of its values",
-        Status.BAD_SIGN: "holds a sign without a value",
-        Status.NOT_FIRST: "holds a value of 0 that is not the first",
-        Status.BEHIND_INDEX: "holds something behind its last index",
-        Status.BAD_TOP: "holds a scale of 255",
-        Status.SIGN_ALONE: "holds a sign without a code",
-        Status.OTHER_TOP: "holds a scale that is not that of its block's largest code",
-        Status.TOO_SMALL: "holds a code below 2**-126",
-        Status.SIGN_OF_ZERO: "holds a sign in a block of scale 0",
-    }
-)
-
-
 def require_finite(finite: bool, name: str) -> None:
     """Raise the ``NonFiniteError`` of the codec ``name`` unless all values to encode were ``finite``."""
     if not finite:
@@ -252,8 +232,8 @@ def refuse(status: Status, name: str, kind: Kind | None = None) -> None:
     if status is Status.DONE:
         return
     if status is Status.NOT_FINITE:
-        raise NonFinitePayload(f"{name} payload holds a NaN or an infinity")
-    what = MALFORMED[status]
+        raise NonFinitePayload(f"{name} payload {status.text}")
+    what = status.text
     if status is Status.BAD_CODE:
         what += " -127" if kind is Kind.INT8 else " -7"
     raise DecodeError(f"{name} payload {what}")

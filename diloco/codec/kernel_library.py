@@ -40,26 +40,34 @@ class Kind(IntEnum):
 
 
 class Status(IntEnum):
-    """The result of a kernel."""
+    """The result of a kernel, and what the error says of it."""
+
+    text: str
+
+    def __new__(cls, value: int, text: str = "") -> Status:
+        """Return the status with its number and its text."""
+        status = int.__new__(cls, value)
+        status._value_, status.text = value, text
+        return status
 
     DONE = 0
-    NOT_FINITE = 1
-    BAD_SCALE = 2
-    BAD_CODE = 3
-    BEHIND = 4
-    BEYOND = 5
-    THETA_NOT_FINITE = 6
-    PUBLISHED_NOT_FINITE = 7
-    BAD_INDEX = 8
-    BAD_LEVELS = 9
-    BAD_SIGN = 10
-    NOT_FIRST = 11
-    BEHIND_INDEX = 12
-    BAD_TOP = 13
-    SIGN_ALONE = 14
-    OTHER_TOP = 15
-    TOO_SMALL = 16
-    SIGN_OF_ZERO = 17
+    NOT_FINITE = 1, "holds a NaN or an infinity"
+    BAD_SCALE = 2, "holds a scale that is negative, subnormal or not finite"
+    BAD_CODE = 3, "holds a code below"
+    BEHIND = 4, "holds something behind its last value"
+    BEYOND = 5, "holds a value beyond fp32"
+    THETA_NOT_FINITE = 6, "theta is not finite after the outer step"
+    PUBLISHED_NOT_FINITE = 7, "the values to publish are not finite"
+    BAD_INDEX = 8, "holds indices that do not rise or lie outside"
+    BAD_LEVELS = 9, "holds levels that are not those of its values"
+    BAD_SIGN = 10, "holds a sign without a value"
+    NOT_FIRST = 11, "holds a value of 0 that is not the first"
+    BEHIND_INDEX = 12, "holds something behind its last index"
+    BAD_TOP = 13, "holds a scale of 255"
+    SIGN_ALONE = 14, "holds a sign without a code"
+    OTHER_TOP = 15, "holds a scale that is not that of its block's largest code"
+    TOO_SMALL = 16, "holds a code below 2**-126"
+    SIGN_OF_ZERO = 17, "holds a sign in a block of scale 0"
 
 
 class Fold(IntEnum):

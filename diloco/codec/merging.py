@@ -322,9 +322,6 @@ def _parts(blocks: Iterable[_Block], bounds: Range) -> list[tuple[_Block, slice]
 
 RANGES_AT_ONCE = 4
 """Ranges per task of a thread with kernels: handing over a single range costs a large share of its computation."""
-THETA = "theta is not finite after the outer step"
-PUBLISHED = "the values to publish are not finite"
-REFUSED = MappingProxyType({Status.THETA_NOT_FINITE: THETA, Status.PUBLISHED_NOT_FINITE: PUBLISHED})
 RULES = MappingProxyType({"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV})
 """The outer optimizers with a kernel for a whole step."""
 
@@ -452,7 +449,7 @@ class _Work:
             optimizer = state.optimizer.part(part)
             theta, following = outer_step(state.theta[part], merged, optimizer, self.optimizer, self.share)
             if not is_finite(theta):
-                raise NonFiniteError(THETA)
+                raise NonFiniteError(Status.THETA_NOT_FINITE.text)
             new.theta[part] = theta
             for name, values in following.tensors.items():
                 new.optimizer.tensors[name][part] = values
@@ -460,7 +457,7 @@ class _Work:
             if not self.codec.lossless:
                 self.codec.encode_into((theta, before), self.payload, published, start=bounds[0], numel=numel)
                 if not is_finite(published.add_(before)):
-                    raise NonFiniteError(PUBLISHED)
+                    raise NonFiniteError(Status.PUBLISHED_NOT_FINITE.text)
             squares.append(sum_of_products(merged, merged))
         return squares
 
@@ -523,8 +520,8 @@ class _Work:
             if job.culprit >= 0:
                 codec = self.codecs[1 + job.culprit]
                 refuse(status, codec.name, codec.kind)
-            if status in REFUSED:
-                raise NonFiniteError(REFUSED[status])
+            if status in (Status.THETA_NOT_FINITE, Status.PUBLISHED_NOT_FINITE):
+                raise NonFiniteError(status.text)
             require_finite(status is Status.DONE, self.codec.name)
             found.append(float(job.squares))
         return found
