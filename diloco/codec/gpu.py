@@ -8,15 +8,14 @@ compile for one.  ``benchmarks/results/gpu_codec.jsonl`` says on which devices t
 
 A site decodes its own updates here as it encodes them, and the down-link's versions on the host.
 
-topk (:class:`DeviceTopK`) makes the same choice and the same bytes as on the host.  One kernel reads the values and
-chooses; a few device operations after it pack the kept values, a 64th of all by default.
+topk makes the same choice and the same bytes as on the host.  One kernel reads the values and chooses; a few device
+operations after it pack the kept values, a 64th of all by default.
 
 :func:`accelerated` returns the passes of a codec that has kernels for an accelerator.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,7 +50,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePasses(ABC):
+class DevicePasses:
     """The encoding passes of one codec over flat contiguous fp32 tensors of one device.
 
     ``payload`` is a uint8 tensor of exactly the codec's ``payload_bytes(numel)``, on an even address unless it is of
@@ -59,7 +58,7 @@ class DevicePasses(ABC):
     """
 
     codec: BlockCodec | TopKCodec
-    launch: Launch = Launch()
+    launch: Launch
 
     def payload(self, numel: int, device: torch.device) -> Tensor:
         """Return an uninitialised payload of ``numel`` values."""
@@ -97,11 +96,45 @@ class DevicePasses(ABC):
             "enable_fp_fusion": False,
         }
         given = [terms[index] if index < len(terms) else values for index in range(TERMS_MAX)]
-        self._run(given, payload, [values if decoded is None else decoded, fault], chosen)
+        told = [values if decoded is None else decoded, fault]
+        if isinstance(self.codec, TopKCodec):
+            self._encode_sparse(self.codec, given, payload, told, chosen)
+        else:
+            self._encode_blocks(self.codec, given, payload, told, chosen)
 
-    @abstractmethod
-    def _run(self, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]) -> None:
-        """Enqueue the kernel; ``told`` are its outputs for the decoded values and the fault."""
+    def _encode_blocks(
+        self, codec: BlockCodec, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]
+    ) -> None:
+        """Enqueue the kernel of a block codec; ``told`` are its outputs for the decoded values and the fault."""
+        from diloco.codec import gpu_kernels
+
+        numel = terms[0].numel()
+        (_, front), _ = codec.sections(numel, 0, numel)
+        scales, codes = payload[:front].view(codec.scales_type), payload[front:]
+        constants = chosen | block_constants(codec, self.launch)
+        self._launch(gpu_kernels.encode_blocks, [*terms, scales, codes, *told], constants)
+
+    def _encode_sparse(
+        self, codec: TopKCodec, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]
+    ) -> None:
+        """Enqueue the kernel of topk, and the packing of what it kept."""
+        from diloco.codec import gpu_kernels
+
+        numel = terms[0].numel()
+        (at, size), *packed = codec.sections(numel, 0, numel)
+        levels = payload[at : at + size].view(torch.int16)
+        index_bits = INDEX_BITS[codec.block]
+        num_kept = packed[0][1] * 8 // index_bits
+        # A multiple of four, so that the last byte is padded with zero fields.
+        room = num_kept + -num_kept % 4
+        indices = torch.zeros(room, dtype=torch.int16, device=payload.device)
+        fields = torch.zeros(room, dtype=torch.uint8, device=payload.device)
+        rows = max(1, self.launch.program_values // codec.block)
+        constants = chosen | {"k": codec.k, "block": codec.block, "rows": rows}
+        self._launch(gpu_kernels.encode_sparse, [*terms, levels, indices, fields, *told], constants)
+        pieces = (pack_indices(indices, index_bits), pack(fields, FIELD_BITS))
+        for (at, size), piece in zip(packed, pieces, strict=True):
+            payload[at : at + size] = piece[:size]
 
     def _launch(self, kernel: Any, tensors: Sequence[Tensor], constants: Mapping[str, Any]) -> None:
         """Enqueue ``kernel`` over all values of the first of ``tensors``."""
@@ -111,32 +144,17 @@ class DevicePasses(ABC):
                 kernel[(programs,)](*tensors, numel, first, masked=masked, **constants)
 
 
-class DeviceBlocks(DevicePasses):
-    """The passes of a block codec."""
-
-    __slots__ = ()
-
-    def _run(self, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]) -> None:
-        from diloco.codec import gpu_kernels
-
-        codec, numel = self.codec, terms[0].numel()
-        assert isinstance(codec, BlockCodec)
-        (_, front), _ = codec.sections(numel, 0, numel)
-        scales, codes = payload[:front].view(codec.scales_type), payload[front:]
-        self._launch(gpu_kernels.encode_blocks, [*terms, scales, codes, *told], chosen | self._constants())
-
-    def _constants(self) -> dict[str, Any]:
-        codec = self.codec
-        assert isinstance(codec, BlockCodec)
-        width = 1 << (codec.block - 1).bit_length()  # The columns that a kernel gives a block: the next power of two.
-        return {
-            "bits": codec.bits,
-            "code_max": codec.code_max if isinstance(codec, IntCodec) else 0,
-            "held_from": held_from(codec.code_max) if isinstance(codec, IntCodec) else 0,
-            "block": codec.block,
-            "width": width,
-            "rows": max(1, self.launch.program_values // width),
-        }
+def block_constants(codec: BlockCodec, launch: Launch) -> dict[str, Any]:
+    """Return the constants of ``encode_blocks`` for ``codec``."""
+    width = 1 << (codec.block - 1).bit_length()  # The columns that a kernel gives a block: the next power of two.
+    return {
+        "bits": codec.bits,
+        "code_max": codec.code_max if isinstance(codec, IntCodec) else 0,
+        "held_from": held_from(codec.code_max) if isinstance(codec, IntCodec) else 0,
+        "block": codec.block,
+        "width": width,
+        "rows": max(1, launch.program_values // width),
+    }
 
 
 def held_from(code_max: int) -> int:
@@ -169,39 +187,13 @@ CHUNK_MAX = 4096
 """Largest chunk that fits in the registers of one program; larger ones are encoded on the host."""
 
 
-class DeviceTopK(DevicePasses):
-    """The passes of topk with chunks of at most ``CHUNK_MAX``."""
-
-    __slots__ = ()
-
-    def _run(self, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]) -> None:
-        from diloco.codec import gpu_kernels
-
-        codec, numel = self.codec, terms[0].numel()
-        assert isinstance(codec, TopKCodec)
-        (at, size), *packed = codec.sections(numel, 0, numel)
-        levels = payload[at : at + size].view(torch.int16)
-        index_bits = INDEX_BITS[codec.block]
-        num_kept = packed[0][1] * 8 // index_bits
-        # A multiple of four, so that the last byte is padded with zero fields.
-        room = num_kept + -num_kept % 4
-        indices = torch.zeros(room, dtype=torch.int16, device=payload.device)
-        fields = torch.zeros(room, dtype=torch.uint8, device=payload.device)
-        rows = max(1, self.launch.program_values // codec.block)
-        constants = chosen | {"k": codec.k, "block": codec.block, "rows": rows}
-        self._launch(gpu_kernels.encode_sparse, [*terms, levels, indices, fields, *told], constants)
-        pieces = (pack_indices(indices, index_bits), pack(fields, FIELD_BITS))
-        for (at, size), piece in zip(packed, pieces, strict=True):
-            payload[at : at + size] = piece[:size]
-
-
 def accelerated(codec: Codec, launch: Launch | None = None) -> DevicePasses | None:
     """Return the passes of ``codec``, which has no entropy stage, on an accelerator; None where there are none.
 
     Sums of 64 bits take many registers, so without a ``launch`` int2, sign, e3m0 and topk get fewer values a thread.
     """
     if isinstance(codec, BlockCodec) and codec.kind in BLOCK_KERNELS:
-        return DeviceBlocks(codec, launch or (Launch() if isinstance(codec, IntCodec) else Launch(program_values=2048)))
+        return DevicePasses(codec, launch or Launch(4096 if isinstance(codec, IntCodec) else 2048))
     if isinstance(codec, TopKCodec) and codec.kind is Kind.TOPK and codec.block <= CHUNK_MAX:
-        return DeviceTopK(codec, launch or Launch(num_warps=16))
+        return DevicePasses(codec, launch or Launch(num_warps=16))
     return None
