@@ -16,7 +16,6 @@ So after the last byte of a version from a far link little work is left, and not
 from __future__ import annotations
 
 from ctypes import c_int64
-from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
 from typing import TYPE_CHECKING
@@ -51,20 +50,12 @@ if TYPE_CHECKING:
     from diloco.codec.base import Codec, PlainCodec
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The digest and the L2 norm of the decoded values of an encoded update."""
-
-    digest: str
-    norm: float
-
-
 def seal_pieces(
     pieces: Sequence[Tensor], base: Tensor, sent: Sequence[Coded], codec: PlainCodec, payload: Tensor
-) -> Measured:
+) -> tuple[str, float]:
     """Encode ``base - local - sent[0] - ...`` into ``payload``; ``pieces``, concatenated, are ``local``.
 
-    ``NonFiniteError`` when the difference is not finite.
+    Return the digest and the L2 norm of the decoded values.  ``NonFiniteError`` when the difference is not finite.
     """
     numel = _checked(pieces, base, sent)
     assert payload.numel() == codec.payload_bytes(numel), (payload.numel(), numel)
@@ -77,7 +68,7 @@ def seal_pieces(
             codec.encode_into((base[start:stop], local, *in_flight), payload, local, start=start, numel=numel)
             made.update(bytes_of(local))
             squares += sum_of_products(local, local)
-        return Measured(made.text(), sqrt(squares))
+        return made.text(), sqrt(squares)
     job = SealJob(
         codec.format(numel),
         0,
@@ -93,7 +84,7 @@ def seal_pieces(
     status = made.kernels.run(job)
     require_finite(status is not Status.NOT_FINITE, codec.name)
     _check(status, sent)
-    return Measured(made.text(), sqrt(job.squares))
+    return made.text(), sqrt(job.squares)
 
 
 def rebase_pieces(pieces: Sequence[Tensor], old_base: Tensor, new_base: Tensor, merged: Sequence[Coded]) -> None:
@@ -208,7 +199,7 @@ class Following:
         for each in (held, out):
             check_values(each)
             assert each.shape == (self._numel,), (each.shape, self._numel)
-        self._opened: list[tuple[PlainCodec, memoryview]] = []
+        self._opened: list[Coded] = []
         """The payloads without the entropy stage; bytes of ranges not reached yet may still change."""
         self._at = 0
         self._digest = hashing(4 * self._numel, like, codec.plain)
@@ -223,10 +214,10 @@ class Following:
         try:
             if not self._opened:
                 self._open()
-                [(plain, payload)] = self._opened
-                ahead = len(self._payloads[0]) - len(payload)
-                for start, stop in ranges(self._numel, [plain], AT_ONCE):
-                    ends = [offset + length for offset, length in plain.sections(self._numel, start, stop)]
+                [opened] = self._opened
+                ahead = len(self._payloads[0]) - len(opened.payload)
+                for start, stop in ranges(self._numel, [opened.codec], AT_ONCE):
+                    ends = [offset + length for offset, length in opened.codec.sections(self._numel, start, stop)]
                     self._ranges.append((ahead + max(ends), stop))
                 self._ranges.reverse()
             for _ in range(RANGES_MAX):
@@ -253,15 +244,14 @@ class Following:
             self._payloads, self._opened = [], []
 
     def _open(self) -> None:
-        self._opened = [self._codec.opened(payload, self._numel) for payload in self._payloads]
+        self._opened = [Coded(*self._codec.opened(each, self._numel), self._numel) for each in self._payloads]
 
     def go_on(self, stop: int) -> None:
         """Continue up to value ``stop``, a range's border or the end; ``DecodeError`` for a malformed payload."""
         codec, plain, begin, made = self._codec, self._codec.plain, self._at, self._digest
         if isinstance(made, KernelDigest):
             size = tile(SUM_BLOCK, plain.block)
-            parts = updates([Coded(plain, payload, self._numel) for plain, payload in self._opened])
-            places = (self.held.data_ptr(), parts, len(self._opened))
+            places = (self.held.data_ptr(), updates(self._opened), len(self._opened))
             job = FollowJob(begin, stop, size, *places, self.out.data_ptr(), made.address, codec.lossless)
             refuse(made.kernels.run(job), codec.name, plain.kind)
         else:
@@ -270,7 +260,7 @@ class Following:
                 if not (codec.lossless and self._opened):
                     part.copy_(self.held[begin + start : begin + end])
                 fold = Fold.WRITE if codec.lossless else Fold.ADD
-                for each, payload in self._opened:
-                    each.decode_into(payload, self._numel, part, begin + start, fold)
+                for each in self._opened:
+                    each.codec.decode_into(each.payload, self._numel, part, begin + start, fold)
                 made.update(bytes_of(part))
         self._at = stop

@@ -105,9 +105,9 @@ class Encoder:
         if self._place.is_host:  # In one pass.
             plain, numel, sent = self.codec.plain, inputs.reference.numel(), [coded(each) for each in inputs.in_flight]
             payload = self._buffers.raw(plain.payload_bytes(numel))
-            found = seal_pieces(inputs.pieces, inputs.reference, sent, plain, payload)
+            found, norm = seal_pieces(inputs.pieces, inputs.reference, sent, plain, payload)
             kept = Coded(plain, bytes_of(payload), numel)
-            return Encoded(self.codec.closed(payload), kept, found.norm, found.digest)
+            return Encoded(self.codec.closed(payload), kept, norm, found)
         if self._passes is not None:
             return self._encode_there(inputs, self._passes)
         return self._encode_fetched(inputs)
