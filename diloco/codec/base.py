@@ -452,23 +452,16 @@ class PlainCodec(Codec):
         ``fold`` says how they are combined with ``out``; ``share`` is that of ``TOWARDS``.  It refuses what ``decode``
         refuses, but checks only the bytes of the range; after an error the contents of ``out`` are undefined.
         """
-        self.opened(payload, numel)  # Refuses another length.
+        _, view = self.opened(payload, numel)
         check_values(out)
         self.check_place(out.numel(), start, numel)
         fast = kernels(self)
-        if fast is None:
-            self.decode_plain(payload, numel, out, start, fold, share)
-        elif out.numel():
+        if fast is not None and out.numel():
             at = pointer(out)
             job = DecodeJob(self.format(numel), start, out.numel(), address(payload), at, at, fold, share)
             refuse(fast.run(job), self.name, self.kind)
-
-    def decode_plain(
-        self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, fold: Fold, share: float
-    ) -> None:
-        """Compute :meth:`decode_into` in torch: its definition."""
-        view = memoryview(payload)
-        for first, last in self._chunks(out.numel()):
+            return
+        for first, last in self._chunks(out.numel()):  # In torch: the definition.
             sections = self.sections(numel, start + first, start + last)
             pieces = [torch.frombuffer(bytearray(view[at : at + size]), dtype=torch.uint8) for at, size in sections]
             codes = self.unpack(pieces, *self._rows(out[first:last]).shape)
