@@ -27,10 +27,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import inf, isfinite, lcm, sqrt
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ Payload = tuple[Codec, bytes | memoryview]
 """The codec of an update, and the update's payload as received."""
 Range = tuple[int, int]
 Ranges = Sequence[Range]
-Spread = Callable[[Callable[[Ranges], list[float]], Iterable[Ranges]], Iterable[list[float]]]
+Spread = Callable[..., Iterable[Any]]
 """``map``, or a threaded one such as ``ThreadPoolExecutor.map``: it keeps the order and propagates errors."""
 
 
@@ -198,7 +198,7 @@ def merge_into(
     ``cut`` are ranges at which all codecs can be cut; ``momentum``, of the form of ``out``, corrects contributions, and
     is None before the first outer step.  ``NonFiniteError`` where the result is not finite.
     """
-    segments, one_by_one = merging.segments, [(bounds,) for bounds in cut]
+    segments = merging.segments
     assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), out.numel()], "no partition"
     work = _Merge(out, sites, merging, None if merging.correction.is_none else momentum)
     blocks = [
@@ -207,12 +207,11 @@ def merge_into(
         for start, stop in pairwise((segment.start, *segment.cuts, segment.stop))
     ]
     totals = {block: [0.0] * len(work.pairs(block)) for block in blocks}
-    for bounds, found in zip(cut, spread(functools.partial(work.products, blocks), one_by_one), strict=True):
-        each = iter(found)
-        for block, _ in _parts(blocks, bounds):
-            totals[block] = [total + next(each) for total in totals[block]]
+    for found in spread(functools.partial(work.products, blocks), cut):
+        for block, products in found.items():
+            totals[block] = [total + each for total, each in zip(totals[block], products, strict=True)]
     changes, blends = work.decided(totals)
-    for _ in spread(functools.partial(work.write, changes, blends), one_by_one):
+    for _ in spread(functools.partial(work.write, changes, blends), cut):
         pass
 
 
@@ -244,18 +243,15 @@ class _Merge:
             return [*pairs, *((row, count) for row in range(count + 1))]
         return [] if kind == "trimmed_mean" else pairs
 
-    def products(self, blocks: Sequence[_Block], some: Ranges) -> list[float]:
-        """Return the products of the blocks in one range, concatenated."""
-        (bounds,) = some
-        values = self._read(bounds)
+    def products(self, blocks: Sequence[_Block], bounds: Range) -> dict[_Block, list[float]]:
+        """Return the products of each block in one range."""
+        values, found = self._read(bounds), {}
         if self.momentum is not None:
             values.append(self.momentum[slice(*bounds)])
-        found = [
-            sum_of_products(values[row][part], values[column][part])
-            for block, part in _parts(blocks, bounds)
-            for row, column in self.pairs(block)
-        ]
-        if not all(map(isfinite, found)):
+        for block, part in _parts(blocks, bounds):
+            here = [each[part] for each in values]
+            found[block] = [sum_of_products(here[row], here[column]) for row, column in self.pairs(block)]
+        if not all(map(isfinite, chain.from_iterable(found.values()))):
             raise NonFiniteError("the updates of one site add up to values that are not finite")
         return found
 
@@ -280,9 +276,8 @@ class _Merge:
             if segment.options.kind != "trimmed_mean"
         }
 
-    def write(self, changes: Mapping[_Block, Sequence[Change]], blends: Blends, some: Ranges) -> list[float]:
-        """Merge one range into ``out``; return an empty list, because ``spread`` wants one."""
-        (bounds,) = some
+    def write(self, changes: Mapping[_Block, Sequence[Change]], blends: Blends, bounds: Range) -> None:
+        """Merge one range into ``out``."""
         values, out = self._read(bounds), self.out[slice(*bounds)]
         weights, factors = [weight for weight, _ in self.sites], self.merging.factors
         for block, part in _parts(changes, bounds):
@@ -305,7 +300,6 @@ class _Merge:
             here.mul_(scale)
         if not is_finite(out):
             raise NonFiniteError("the merged values are not finite")
-        return []
 
     def _read(self, bounds: Range) -> list[Tensor]:
         return [decoded(updates, self.out.numel(), bounds) for _, updates in self.sites]
@@ -494,10 +488,9 @@ class _Work:
     def native_ranges(self, fast: Kernels, updates: ctypes.Array[Update], some: Ranges) -> list[float]:
         """Compute what ``plain_ranges`` does, with one pass of the kernels for each range."""
         numel, rule, options = self.state.theta.numel(), self.rule, self.optimizer
-        factors = (-options.lr * self.share, options.momentum, 0.0, 0.0)
+        factors: tuple[float, ...] = (-options.lr * self.share, options.momentum, 0.0, 0.0)
         if rule is Rule.PART:
-            part = linear_part(options, self.share)
-            factors = (part.theta_by_g, part.momentum_stays, part.momentum_by_g, part.theta_by_momentum)
+            factors = linear_part(options, self.share)
         job = OuterJob(
             0,
             0,

@@ -57,7 +57,7 @@ from diloco.codec.base import Buffers, digest
 from diloco.codec.registry import Coded, coded, values_of
 from diloco.codec.site_pass import rebase_pieces
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.pseudo_gradient import MEASURE_FROM, OwnPart, blend, eager, overwrite, pseudo_gradient, rebase
+from diloco.outer.pseudo_gradient import MEASURE_FROM, OwnPart, blend, eager, pseudo_gradient, rebase
 from diloco.sync.options import ADOPT_KEEPS_UNSENT, one_of, within
 from diloco.wire.messages import short_digest
 
@@ -356,7 +356,7 @@ class SiteTensors(Versions):
             reference = self._eager(effect, new_base)
         else:
             is_published = self._options.measure_from == "published"
-            values = overwrite(new_base) if self.adopt_rule == "overwrite" else self._blended(fragment, new_base)
+            values = new_base.clone() if self.adopt_rule == "overwrite" else self._blended(fragment, new_base)
             reference = self._write(fragment, values, new_base if is_published else values)
         for sequence in merged:
             del self.sent[fragment, sequence]

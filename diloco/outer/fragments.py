@@ -100,10 +100,6 @@ class Layout:
             if min(shape, default=1) < 1:
                 raise ValueError(f"parameter {name} has shape {shape}: every size must be at least 1")
         for index, fragment in enumerate(self.fragments):
-            if fragment.index != index:
-                raise ValueError(f"fragment {fragment.index} stands at place {index}")
-            if fragment.numel != sum(piece.stop - piece.start for piece in fragment.pieces):
-                raise ValueError(f"fragment {index} says {fragment.numel} values, its pieces hold another number")
             if not fragment.pieces:
                 raise ValueError(f"fragment {index} has no pieces")
             for piece, following in pairwise(fragment.pieces):
@@ -294,8 +290,6 @@ def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...
     and times are broken by index; times are compared as fractions, so that no rounding decides.  ``ValueError`` for
     invalid rates, and where a syncer would get no fragment.
     """
-    if not rates:
-        raise ValueError("rates is empty: one for each syncer")
     for rate in rates:
         if not 0 < rate < inf:
             raise ValueError(f"rates has {rate!r}: positive and finite")

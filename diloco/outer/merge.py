@@ -11,6 +11,7 @@ both from the inner products of the sites' contributions, so the contributions t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from math import cos, exp, isfinite, pi, sqrt
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -255,13 +256,13 @@ def _geometric_median(
     return shares
 
 
-def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Tensor | None = None) -> Tensor:
+def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]]) -> Tensor:
     """Return the weighted mean of the sites' contributions, ``sum(w_i d_i) / sum(w_i)``, flat fp32.
 
     ``contributions`` holds (weight, updates) per site, already in site order; the updates of one site are added in
     sequence order into its d.  A site of weight 0, or without updates, is dropped before its values are read, so that
-    even its NaN has no effect (0 * NaN is NaN).  ``out``, if given, receives the result; it must not be one of the
-    updates.  ``ValueError`` for a negative or non-finite weight, or when no site is left.
+    even its NaN has no effect (0 * NaN is NaN).  ``ValueError`` for a negative or non-finite weight, or when no site is
+    left.
 
     It is a running mean (Welford 1962): with W the sum of the weights so far, ``m += (w_i / W) (d_i - m)``.  So equal d
     give d bit for bit, whatever the weights, and memory holds only m and one temporary.  Each operation rounds by
@@ -269,11 +270,9 @@ def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Ten
     """
     mean: Tensor | None = None
     for share, updates in shares(contributions):
-        contribution = updates[0] if len(updates) == 1 else updates[0].clone()
-        for update in updates[1:]:
-            contribution.add_(update)
+        contribution = reduce(torch.add, updates)
         if mean is None:
-            mean = contribution.clone() if out is None else out.copy_(contribution)
+            mean = contribution.clone()
         else:
             towards = torch.sub(mean, contribution)
             # Subtract rather than add, to keep the sign of a zero too: -0 - 0 is -0, but -0 + 0 is +0.

@@ -171,12 +171,12 @@ def outer_step(
 
 
 class LinearPart(NamedTuple):
-    """The factors of a part of a step: of m and g in the new m, and of m and g in the change of theta."""
+    """The factors of a part of a step, in the kernels' order: of m and g in the new m, of m and g in theta's change."""
 
+    theta_by_g: float
     momentum_stays: float
     momentum_by_g: float
     theta_by_momentum: float
-    theta_by_g: float
 
 
 def linear_part(options: OuterOptimizerOptions, share: float) -> LinearPart:
@@ -197,8 +197,8 @@ def linear_part(options: OuterOptimizerOptions, share: float) -> LinearPart:
     filled = _filled(mu, share)
     carried = (mu if options.kind == "heavy_ball" else mu * mu) * filled
     if options.kind == "nesterov_ema":
-        return LinearPart(stays, 1 - stays, -lr * carried, -lr * ((1 + mu) * share - carried))
-    return LinearPart(stays, filled, -lr * carried, -lr * (share - carried) / (1 - mu))
+        return LinearPart(-lr * ((1 + mu) * share - carried), stays, 1 - stays, -lr * carried)
+    return LinearPart(-lr * (share - carried) / (1 - mu), stays, filled, -lr * carried)
 
 
 def _delayed_nesterov(

@@ -5,7 +5,8 @@ All tensors are flat fp32 of the fragment's size; the results are new tensors.
 :func:`pseudo_gradient` is a site's unsent progress with the sign of a gradient: uphill.
 
 A site adopts a new version of a fragment in one of four ways: it keeps its progress (:func:`rebase`), overwrites it
-(:func:`overwrite`), blends (:func:`blend`), or looks ahead by its own part (:func:`eager`, :class:`OwnPart`).
+with a copy of the version (Decoupled DiLoCo, arXiv 2604.21428), blends (:func:`blend`), or looks ahead by its own part
+(:func:`eager`, :class:`OwnPart`).
 
 :class:`OwnPart` predicts what the outer step will make of a site's own updates: eager updates as in arXiv 2502.12996.
 In the paper each of M replicas steps its own outer optimizer with the last round's mean, in which its own share of that
@@ -77,24 +78,17 @@ def rebase(local: Tensor, old_base: Tensor, new_base: Tensor, merged: Sequence[T
     return new_base.sub(unsent)
 
 
-def overwrite(new_base: Tensor) -> Tensor:
-    """Return a copy of ``new_base``: progress since the last update is discarded (Decoupled DiLoCo, 2604.21428)."""
-    return new_base.clone()
-
-
 def blend(local: Tensor, new_base: Tensor, alpha: float) -> Tensor:
     """Return ``alpha local + (1 - alpha) new_base`` (Streaming DiLoCo, arXiv 2501.18512).
 
     In the paper's algorithm the next update is measured from ``new_base``, so it contains the remaining local progress
     again.  Measured from the result, it contains only progress since then, and the remainder is never sent.
 
-    ``alpha`` 0 is :func:`overwrite`, 1 is no communication; both ends, and equal inputs, are exact.  ``ValueError``
-    outside of 0 to 1.
+    ``alpha`` 0 overwrites, 1 is no communication; both ends, and equal inputs, are exact.
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"adopt_alpha is {alpha!r}: must be from 0 to 1")
+    assert 0 <= alpha <= 1, alpha
     if alpha == 0:
-        return overwrite(new_base)
+        return new_base.clone()
     if alpha == 1:
         return local.clone()
     return new_base.sub(new_base.sub(local).mul_(alpha))

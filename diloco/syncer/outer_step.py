@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from diloco.codec.base import Buffers, Codec
-    from diloco.codec.merging import Payload, Ranges
+    from diloco.codec.merging import Payload
     from diloco.outer.optimizer import OuterRule
     from diloco.sync.effects import UpdateRef
     from diloco.sync.events import Ending
@@ -96,8 +96,8 @@ def run_outer_step(
         contributions, payloads = _opened(command, spool, values.theta.numel(), parallel, latest_only=is_averaged)
         times.append(time.perf_counter())
 
-        def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
-            def some(bounds: Ranges) -> list[float]:
+        def spread(work: Callable[[Any], Any], ranges: Iterable[Any]) -> Iterable[Any]:
+            def some(bounds: Any) -> Any:
                 done = work(bounds)
                 for payload in payloads:
                     payload.let_go()

@@ -277,7 +277,6 @@ def test_a_faster_link_takes_more_and_one_syncer_all() -> None:
     [
         ([10], [1.0, 1.0], "syncer 1 of 2 would hold none of 1 fragments"),
         ([10, 10], [1.0, 0.01], "syncer 1 of 2 would hold none of 2 fragments, with a rate of 0.01 among 1, 0.01"),
-        ([10], [], "rates is empty"),
         ([10], [0.0], "rates has 0.0: positive and finite"),
         ([10], [float("nan")], "rates has nan: positive and finite"),
     ],

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.pseudo_gradient import ADDITIVE, OwnPart, blend, eager, is_finite, overwrite, pseudo_gradient, rebase
+from diloco.outer.pseudo_gradient import ADDITIVE, OwnPart, blend, eager, is_finite, pseudo_gradient, rebase
 
 
 def test_is_finite() -> None:
@@ -61,7 +61,6 @@ def test_the_arguments_stay_as_they_are() -> None:
     arguments = [torch.full((4,), float(i)) for i in range(4)]
     for result in (
         rebase(arguments[0], arguments[1], arguments[2], [arguments[3]]),
-        overwrite(arguments[2]),
         blend(arguments[0], arguments[2], 0.5),
         blend(arguments[0], arguments[2], 0.0),
         blend(arguments[0], arguments[2], 1.0),
@@ -70,17 +69,13 @@ def test_the_arguments_stay_as_they_are() -> None:
     assert [a.tolist() for a in arguments] == [[float(i)] * 4 for i in range(4)]
 
 
-def test_overwrite_is_the_version_and_blend_ends_and_middle() -> None:
+def test_blend_ends_and_middle() -> None:
     local, new_base = wide(2), wide(3)
-    assert torch.equal(bits(overwrite(new_base)), bits(new_base))
     assert torch.equal(bits(blend(local, new_base, 0.0)), bits(new_base))
     assert torch.equal(bits(blend(local, new_base, 1.0)), bits(local))
     assert torch.equal(bits(blend(local, local, 0.3)), bits(local))
     middle = blend(torch.tensor([4.0]), torch.tensor([8.0]), 0.25)
     assert middle.tolist() == [7.0]
-    for alpha in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="adopt_alpha is"):
-            blend(local, new_base, alpha)
 
 
 def test_eager_with_a_share_of_1_is_rebase_to_rounding_and_with_0_it_waits_for_the_version() -> None:
