@@ -2,7 +2,7 @@
 
 A block is ``block`` consecutive values of the fragment, counted from its start; the last may be shorter.
 
-Byte layout, little-endian: first the scales of all blocks, then the fields of all values, packed by ``base.pack``.
+Byte layout, little-endian: first the scales of all blocks, then the fields of all values, packed by ``pack``.
 
 int8 and int4 (:class:`IntCodec`) are symmetric, with one bf16 scale per block.  With ``code_max`` = 127 (int8) or 7
 (int4) and ``peak`` = max |x| of the block::
@@ -50,9 +50,9 @@ Size: 4 bits a value and 8 a block: 4.0625 with blocks of 128.  Error: |x| / 3 f
 the nearest value, not the nearest exponent: for data that is uniform between two powers this keeps the mean.
 
 int2 and sign: a block's values are rounded to two levels or to one, which are means of magnitudes, computed in the
-units of ``base``: whole numbers, whose sum does not depend on the order.
+units below: whole numbers, whose sum does not depend on the order.
 
-int2 (:class:`Int2Codec`) has two levels, as ``base.two_levels`` makes them::
+int2 (:class:`Int2Codec`) has two levels, as ``two_levels`` makes them::
 
     big   = more units than 5/4 of the block's mean, rounded up
 
@@ -74,39 +74,51 @@ corrects that later.
 Size: int2 2 bits a value and 32 a block, 2.125 with blocks of 256; sign 1 bit a value and 16 a block, 1.125 with blocks
 of 128.  Error: ``max(|x|, level)`` for each value; in a block the sum of squares shrinks by ``count mean**2`` or more
 (less the truncation of the levels), so that with feedback and no new input the residual goes to 0.
+
+Fields.  A field has 1, 2, 4 or 8 bits.  Several share a byte, the earlier in the lower bits.
+
+Units.  Magnitudes are counted as whole numbers, so that a mean of them is the same on every machine and in every order
+of summation.  A group of values (a block, or a chunk of top-k) has a ``top``, the largest biased exponent of fp32 in
+it.  Its unit is ``2**(top - 127 - 23)``, and a value of the group is ``u`` units, with its significand as a whole
+number of 24 bits::
+
+    u = significand >> (top - exponent)          which is at most 2**24 - 1; 0 for a subnormal
+
+A sum of such numbers is exact.  The mean of ``count`` of them, times a fraction in some codecs, is rounded up to a
+whole number m, so that it is 0 only if all are.  As a scale it is truncated to bf16::
+
+    scale = 0                                                 if m is 0
+          = max(bf16_down(m units), 2**-126)        otherwise; bf16_down cuts off the low 16 bits of the fp32 number
+
+m is below 2**24, so it is an fp32 number, and never above the largest value of the group, so the scale is finite.  It
+is never subnormal, so a kernel that flushes subnormals to zero reads the same value.
+
+Two levels.  int2 rounds the magnitudes of a block to two levels, and topk those of the values that it keeps.  Each
+codec has its own rule for which values are big; it never makes all values of a group big::
+
+    low   = mean of those that are not big, high = mean of those that are, each as ``mean_scale`` makes it of units
+    x'    = high where big, low otherwise, with the sign of x (that of 0 is plus)
+
+Where none is big, or high is no larger than low once both are bf16, high is 0 and nothing is big.
+
+A field has 2 bits: 1 for big, 2 for a negative x'.  Different (levels, fields) mean different values.  Refused on
+decoding: a level that is neither a normal bf16 nor 0; a high that is neither 0 nor above low; a high of 0 with a big
+value, and another high with no big value or only big ones; a sign on a value of 0.
+
+The mean of a set minimises the sum of squared distances to it, so the sum of squares of a group shrinks by
+``count mean**2`` or more (less the truncation of the levels, at most 2**-14 of it).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from diloco.codec.base import (
-    EXPONENT_MAX,
-    EXPONENT_SHIFT,
-    FIELD_BITS,
-    SCALE_MIN_BITS,
-    DecodeError,
-    PlainCodec,
-    check_levels,
-    check_scales,
-    is_negative,
-    level_values,
-    magnitudes,
-    mean_scale,
-    pack,
-    packed_bytes,
-    refuse,
-    refuse_where,
-    require_finite,
-    scale_values,
-    two_levels,
-    units,
-    unpack,
-)
+from diloco.codec.base import DecodeError, PlainCodec, refuse, refuse_where, require_finite
 from diloco.codec.kernel_library import Kind, Status
 from diloco.outer.pseudo_gradient import is_finite
 
@@ -115,6 +127,131 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+
+# --- Fields, units and levels -----------------------------------------------------------------------------------------
+
+
+def packed_bytes(numel: int, bits: int) -> int:
+    """Return the length of ``numel`` fields."""
+    return (numel * bits + 7) // 8
+
+
+WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""By the number of fields in a byte: the integer type that holds them unpacked, one field in each of its bytes."""
+
+
+def pack(fields: Tensor, bits: int, filling: int = 0) -> Tensor:
+    """Return the packed bytes of flat uint8 ``fields``, each below ``2**bits``; ``filling`` pads the last byte."""
+    per_byte = 8 // bits
+    fields = torch.nn.functional.pad(fields, (0, -fields.numel() % per_byte), value=filling)
+    words = fields.view(WORDS[per_byte])
+    packed = words
+    for place in range(1, per_byte):
+        packed = packed | (words >> (place * (8 - bits)))
+    return packed.to(torch.uint8)
+
+
+def unpack(packed: Tensor, numel: int, bits: int, name: str, filling: int = 0) -> Tensor:
+    """Return the ``numel`` fields of ``packed``; ``DecodeError`` where the last byte has another padding."""
+    per_byte = 8 // bits
+    words = found = packed.to(WORDS[per_byte])
+    for place in range(1, per_byte):
+        found = found | (words << (place * (8 - bits)))
+    fields: Tensor = found.view(torch.uint8) & (2**bits - 1)
+    refuse_where(fields[numel:] != filling, Status.BEHIND, name)
+    return fields[:numel]
+
+
+MAGNITUDE_BITS = 0x7FFFFFFF
+INFINITY_BITS = 0x7F800000
+SIGNIFICAND_BITS = 0x007FFFFF
+HIDDEN_BIT = 0x00800000
+EXPONENT_MAX = 254
+EXPONENT_SHIFT = 23
+SCALE_MIN_BITS = 0x0080  # the smallest normal bf16
+SCALE_MAX_BITS = 0x7F7F
+
+
+def magnitudes(values: Tensor, name: str) -> Tensor:
+    """Return the bits of |x| as int32, which sort like |x|; ``NonFiniteError`` for a NaN or an infinity."""
+    found = values.view(torch.int32) & MAGNITUDE_BITS
+    require_finite(not found.numel() or int(found.max()) < INFINITY_BITS, name)
+    return found
+
+
+def is_negative(values: Tensor) -> Tensor:
+    """Return where x is below 0: not for -0, but for subnormals even on a machine that flushes them."""
+    bits = values.view(torch.int32)
+    return (bits < 0) & ((bits & MAGNITUDE_BITS) != 0)
+
+
+def units(found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of ``magnitudes`` (groups, values) as int32 units, and the groups' ``top``."""
+    exponents = found >> EXPONENT_SHIFT
+    top = exponents.amax(dim=1)
+    significands = torch.where(exponents > 0, (found & SIGNIFICAND_BITS) | HIDDEN_BIT, 0)
+    return significands >> (top[:, None] - exponents).clamp_(max=31), top
+
+
+def mean_scale(sums: Tensor, counts: Tensor | int, top: Tensor) -> Tensor:
+    """Return the scale of each group, the upper 16 bits of its fp32 as int32, for ``sums / counts`` (int64) units."""
+    means = -(-sums // counts)
+    bits = means.to(torch.float32).view(torch.int32)
+    # m as an fp32 number has the exponent 127 for one unit; the unit's own is top - 23.
+    shifted = (bits >> 16) + ((top - 127 - EXPONENT_SHIFT) << 7)
+    return torch.where(means > 0, shifted.clamp(min=SCALE_MIN_BITS), 0)
+
+
+def scale_values(scale_bits: Tensor) -> Tensor:
+    """Return scales (int32, the upper 16 bits) as fp32."""
+    return (scale_bits << 16).view(torch.float32)
+
+
+def check_scales(scale_bits: Tensor, name: str) -> None:
+    """Refuse scales that ``mean_scale`` never makes: NaN, infinity, negatives (with -0) and subnormals."""
+    legal = (scale_bits == 0) | ((scale_bits >= SCALE_MIN_BITS) & (scale_bits <= SCALE_MAX_BITS))
+    refuse_where(~legal, Status.BAD_SCALE, name)
+
+
+FIELD_BITS = 2
+LEVELS_BYTES = 4
+BIG, NEGATIVE = 1, 2
+
+
+def two_levels(found: Tensor, top: Tensor, is_big: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the levels (groups, 2) as int32, the upper 16 bits of fp32, and the fields (groups, values) as uint8.
+
+    ``found`` are units (int64), ``top`` is that of each group; ``is_big`` and ``negative`` are masks of the values.
+    """
+    num_big = is_big.sum(dim=1)
+    sum_big = torch.where(is_big, found, 0).sum(dim=1)
+    low = mean_scale(found.sum(dim=1) - sum_big, found.shape[1] - num_big, top)
+    high = mean_scale(sum_big, num_big.clamp(min=1), top)
+    high = torch.where(high > low, high, 0)
+    is_big = is_big & (high > 0)[:, None]
+    signs = negative & (is_big | (low > 0)[:, None])
+    return torch.stack([low, high], dim=1), is_big.to(torch.uint8) * BIG + signs.to(torch.uint8) * NEGATIVE
+
+
+def check_levels(levels: Tensor, fields: Tensor, name: str) -> None:
+    """Raise ``DecodeError`` for levels and fields that ``two_levels`` never makes."""
+    check_scales(levels, name)
+    low, high = levels[:, 0], levels[:, 1]
+    is_big = (fields & BIG) > 0
+    num_big = is_big.sum(dim=1)
+    two = (high > low) & (num_big > 0) & (num_big < fields.shape[1])
+    refuse_where(~(two | ((high == 0) & (num_big == 0))), Status.BAD_LEVELS, name)
+    refuse_where((fields == NEGATIVE) & (low == 0)[:, None], Status.BAD_SIGN, name)
+
+
+def level_values(levels: Tensor, fields: Tensor) -> Tensor:
+    """Return the fp32 values of checked levels and fields."""
+    both = scale_values(levels)
+    values = torch.where((fields & BIG) > 0, both[:, 1:], both[:, :1])
+    return torch.where((fields & NEGATIVE) > 0, -values, values)
+
+
+# --- Codecs of blocks -------------------------------------------------------------------------------------------------
 
 FP32_MAX = torch.finfo(torch.float32).max
 HALF_STEP = 1 << (EXPONENT_SHIFT - 1)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from diloco.codec.base import FIELD_BITS, pack, require_finite
-from diloco.codec.blocks import BlockCodec, IntCodec
+from diloco.codec.base import require_finite
+from diloco.codec.blocks import FIELD_BITS, BlockCodec, IntCodec, pack
 from diloco.codec.kernel_library import Kind
 from diloco.codec.topk import INDEX_BITS, TopKCodec, pack_indices
 

@@ -128,7 +128,7 @@ def mean_scale(sums: tl.tensor, counts: tl.tensor, top: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def levels_of(found: tl.tensor, is_big: tl.tensor, counts: tl.tensor, top: tl.tensor) -> tl.tensor:
-    """Return low and high (in the upper half) of each group, as ``base.two_levels`` makes them."""
+    """Return low and high (in the upper half) of each group, as ``blocks.two_levels`` makes them."""
     num_big = tl.sum(is_big.to(tl.int64), axis=1)
     sum_big = tl.sum(tl.where(is_big, found, 0), axis=1)
     low = mean_scale(tl.sum(found, axis=1) - sum_big, counts - num_big, top)

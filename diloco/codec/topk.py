@@ -2,21 +2,21 @@
 
 A chunk is ``chunk`` consecutive values of the fragment (256, 4096 or 65536), counted from its start; the last may be
 shorter.  A whole chunk keeps ``k`` values, a last one of n values ``min(n, 4 ceil(n k / (4 chunk)))``.  With the units
-of ``base``, whole numbers relative to the chunk's largest value::
+of ``blocks``, whole numbers relative to the chunk's largest value::
 
     kept  = the values with most units; of equal ones those with the lowest index
     big   = more units than the mean of the kept, rounded up
 
-The kept values are rounded to two levels, as ``base.two_levels`` makes them; the others are 0.
+The kept values are rounded to two levels, as ``blocks.two_levels`` makes them; the others are 0.
 
 Byte layout, little-endian: first low and high of all chunks, bf16 (4 bytes a chunk); then the indices, within their
 chunks, of all kept values, chunk by chunk and ascending, of 8, 12 or 16 bits each; then their fields of 2 bits, packed
-as ``base.pack`` does: 1 for big, 2 for a negative x.  Two indices of 12 bits share three bytes, the earlier in the
+as ``blocks.pack`` does: 1 for big, 2 for a negative x.  Two indices of 12 bits share three bytes, the earlier in the
 lower bits; a single last one has two bytes, of which the upper four bits are 0.
 
-Different payloads mean different values.  Refused on decoding, beside what ``base.check_levels`` refuses: indices that
-do not ascend or are out of range; and a kept value of 0 after a value that is not kept (values of 0 are kept only where
-there are too few others, from the lowest index on).
+Different payloads mean different values.  Refused on decoding, beside what ``blocks.check_levels`` refuses: indices
+that do not ascend or are out of range; and a kept value of 0 after a value that is not kept (values of 0 are kept only
+where there are too few others, from the lowest index on).
 
 Size: 2 bits and an index for each kept value, and 32 bits a chunk: 928 bits for 4096 values with ``k`` 64, or .227 bits
 a value.  Error: |x| for a value not kept, ``max(|x|, level)`` for a kept one: topk is made for error feedback.
@@ -30,18 +30,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.base import (
+from diloco.codec.base import PlainCodec, refuse_where
+from diloco.codec.blocks import (
     BIG,
     FIELD_BITS,
     LEVELS_BYTES,
-    PlainCodec,
     check_levels,
     is_negative,
     level_values,
     magnitudes,
     pack,
     packed_bytes,
-    refuse_where,
     two_levels,
     units,
     unpack,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from diloco.codec import kernel_library
-from diloco.codec.base import Codec, scale_values
-from diloco.codec.blocks import IntCodec
+from diloco.codec.base import Codec
+from diloco.codec.blocks import IntCodec, scale_values
 from diloco.codec.kernel_library import PLAIN, Kind, choice, force
 
 FP32_MAX = torch.finfo(torch.float32).max
