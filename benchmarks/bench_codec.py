@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.codec import kernel_library
-from diloco.codec.base import Buffers, Carry, bytes_of
+from diloco.codec.base import Buffers, bytes_of
 from diloco.codec.kernel_library import Fold
 from diloco.codec.registry import make_codec
 
@@ -55,11 +55,11 @@ class Bench:
         self.base, self.local, self.out = base, local, out
         self.payload = room.raw(self.codec.payload_bytes(base.numel()))
         self.sent = bytes(self.encode())
-        self.carry = Carry(room.values(base.numel()).zero_(), BETA)
+        self.residual = room.values(base.numel()).zero_()
 
-    def encode(self, carry: Carry | None = None) -> memoryview:
+    def encode(self, residual: torch.Tensor | None = None) -> memoryview:
         """Return the payload of the difference, as it is sent."""
-        self.codec.plain.encode_into((self.base, self.local), self.payload, carry=carry)
+        self.codec.plain.encode_into((self.base, self.local), self.payload, residual=residual, beta=BETA)
         return self.codec.closed(self.payload)
 
     def decode(self, fold: Fold = Fold.WRITE) -> None:
@@ -89,7 +89,7 @@ class Bench:
         """Return the operations by name."""
         return {
             "encode": self.encode,
-            "ef_encode": lambda: self.encode(self.carry),
+            "ef_encode": lambda: self.encode(self.residual),
             "decode": self.decode,
             "accumulate": lambda: self.decode(Fold.TOWARDS),
         }

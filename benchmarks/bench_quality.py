@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.record import add_arguments, commit, finish, percentile, record
-from diloco.codec.base import Carry
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
 from diloco.inner.corpus import DataOptions, prepare_corpus
@@ -281,8 +280,10 @@ class Bench:
                     authors_topk(residual, site, decoded, exact=arm.up == AUTHORS_EXACT)
                     residual.sub_(decoded)
                 else:
-                    carry = None if arm.beta is None else Carry(residual, arm.beta)
-                    up.plain.encode_into((published, site.values()), payload, decoded, carry=carry)
+                    carried = None if arm.beta is None else residual
+                    up.plain.encode_into(
+                        (published, site.values()), payload, decoded, residual=carried, beta=arm.beta or 0.0
+                    )
                 sent.append((1.0, [decoded]))
             merged = merge_mean(sent)
             if authors and arm.up != AUTHORS_MEAN:

@@ -31,7 +31,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from ctypes import c_void_p
-from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, ClassVar
 
@@ -205,14 +204,6 @@ def refuse(status: Status, name: str, kind: Kind | None = None) -> None:
     raise DecodeError(f"{name} payload {what}")
 
 
-@dataclass(frozen=True, slots=True)
-class Carry:
-    """Error feedback: encoding adds ``fp32(beta residual)`` to the values; ``residual`` becomes the rounding error."""
-
-    residual: Tensor
-    beta: float
-
-
 class Codec(ABC):
     """A fixed mapping between a flat fp32 CPU tensor and bytes, defined to the bit.
 
@@ -335,22 +326,23 @@ class PlainCodec(Codec):
         payload: Tensor,
         decoded: Tensor | None = None,
         *,
-        carry: Carry | None = None,
+        residual: Tensor | None = None,
+        beta: float = 0.0,
         start: int = 0,
         numel: int | None = None,
     ) -> None:
         """Encode the first of ``terms`` minus the others, without a tensor for the difference, into ``payload``.
 
-        ``payload`` is flat uint8 with room for ``payload_bytes``.  ``carry``: its residual is part of the encoded
-        values, and afterwards holds their rounding error.  ``decoded``, if given, receives the decoded payload,
-        and may be one of the terms.  Where ``numel`` is given, the terms are the values from ``start`` of a tensor of
-        that size, and only their bytes are written.  After a ``NonFiniteError`` the contents of all outputs are
-        undefined.
+        ``payload`` is flat uint8 with room for ``payload_bytes``.  ``residual``, if given, is error feedback:
+        ``fp32(beta residual)`` is part of the encoded values, and afterwards it holds their rounding error.
+        ``decoded``, if given, receives the decoded payload, and may be one of the terms.  Where ``numel`` is given, the
+        terms are the values from ``start`` of a tensor of that size, and only their bytes are written.  After a
+        ``NonFiniteError`` the contents of all outputs are undefined.
         """
         values = terms[0]
         whole = values.numel() if numel is None else numel
         self.check_place(values.numel(), start, whole)
-        for each in (*terms, *([] if decoded is None else [decoded]), *([] if carry is None else [carry.residual])):
+        for each in (*terms, *(held for held in (decoded, residual) if held is not None)):
             check_values(each)
             assert each.shape == values.shape, (each.shape, values.shape)
         length = self.payload_bytes(whole)
@@ -367,10 +359,10 @@ class PlainCodec(Codec):
                 pointer(values),
                 pointers(terms[1:]),
                 len(terms) - 1,
-                None if carry is None else pointer(carry.residual),
+                pointer(residual),
                 pointer(payload),
                 pointer(decoded),
-                0.0 if carry is None else carry.beta,
+                beta,
             )
             require_finite(fast.run(job) is Status.DONE, self.name)
             return
@@ -378,17 +370,17 @@ class PlainCodec(Codec):
             chunk = values[first:last]
             for index, term in enumerate(terms[1:]):
                 chunk = torch.sub(chunk, term[first:last], out=chunk if index else None)
-            if carry is not None:
-                chunk = torch.add(chunk, carry.residual[first:last] * carry.beta)
+            if residual is not None:
+                chunk = torch.add(chunk, residual[first:last] * beta)
             codes = self.encode_rows(self._rows(chunk))
             sections = self.sections(whole, start + first, start + last)
             for (at, size), piece in zip(sections, self.pack(*codes), strict=True):
                 payload[at : at + size] = piece
-            if carry is None and decoded is None:
+            if residual is None and decoded is None:
                 continue
             said = self.decode_rows(*codes).view(-1)
-            if carry is not None:
-                torch.sub(chunk, said, out=carry.residual[first:last])
+            if residual is not None:
+                torch.sub(chunk, said, out=residual[first:last])
             if decoded is not None:
                 decoded[first:last] = said
 

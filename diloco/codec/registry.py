@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from diloco.codec.base import Codec, DecodeError, NonFiniteError, PlainCodec, bytes_of, digest
+from diloco.codec.base import Codec, PlainCodec, bytes_of
 from diloco.codec.blocks import Bf16Codec, BlockCodec, E3m0Codec, Fp32Codec, Int2Codec, Int4Codec, Int8Codec, SignCodec
 from diloco.codec.entropy import EntropyCodec
 from diloco.codec.topk import TopKCodec
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
-
-__all__ = ["CODEC_NAMES", "Codec", "DecodeError", "NonFiniteError", "digest", "make_codec", "usual_feedback"]
 
 LOSSLESS = "fp32"
 CODEC_NAMES = (LOSSLESS, "bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diloco.codec.base import Buffers, Carry, Hasher, bytes_of, digest, digest_of
+from diloco.codec.base import Buffers, Hasher, bytes_of, digest, digest_of
 from diloco.codec.gpu import DevicePasses, accelerated, new_fault
 from diloco.codec.merging import ranges, sum_of_products
 from diloco.codec.registry import Coded, coded, values_of
@@ -125,7 +125,8 @@ class Encoder:
                 (inputs.reference[start:stop], part, *(sent[start:stop] for sent in in_flight)),
                 payload,
                 part,
-                carry=None if residual is None else Carry(residual[start:stop], carried.beta),
+                residual=None if residual is None else residual[start:stop],
+                beta=carried.beta,
                 start=start,
                 numel=numel,
             )

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from diloco.codec.registry import digest, make_codec
+from diloco.codec.base import digest
+from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import follow
 from diloco.config import build, connecting
 from diloco.config.errors import ConfigError, ExitCode, VerbError, failing

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.codec.registry import digest, make_codec
+from diloco.codec.base import digest
+from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
 from diloco.config import build
 from diloco.config.compose import compose
