@@ -16,7 +16,7 @@ operations after it pack the kept values, a 64th of all by default.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +139,8 @@ class DevicePasses:
     def _launch(self, kernel: Any, tensors: Sequence[Tensor], constants: Mapping[str, Any]) -> None:
         """Enqueue ``kernel`` over all values of the first of ``tensors``."""
         numel, block, rows = tensors[0].numel(), constants["block"], constants["rows"]
-        with on_device(tensors[0].device):
+        device = tensors[0].device  # Triton launches on the current device, not on its arguments'.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for programs, first, masked in launches(numel, block, constants.get("width", block), rows):
                 kernel[(programs,)](*tensors, numel, first, masked=masked, **constants)
 
@@ -176,11 +177,6 @@ def launches(numel: int, block: int, width: int, rows: int) -> list[tuple[int, i
 def new_fault(device: torch.device) -> Tensor:
     """Return a ``fault`` of 0: no fault yet."""
     return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which ``device`` is current: Triton launches on the current device, not on its arguments'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 CHUNK_MAX = 4096

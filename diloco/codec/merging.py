@@ -130,25 +130,9 @@ def sum_of_products(a: Tensor, b: Tensor) -> float:
     check_values(b)
     assert a.shape == b.shape, (a.shape, b.shape)
     fast = kernels()
-    if fast is None:
-        return sum_plain(a, b)
-    return float(fast.library.diloco_sum_products(fast.level, a.data_ptr(), b.data_ptr(), a.numel(), 0.0))
-
-
-def sums_of(values: Tensor, against: Tensor | None) -> Sums:
-    """Return the sums of ``values`` and ``against``, flat fp32 of one size."""
-    largest = float(values.abs().max()) if values.numel() else 0.0
-    if not isfinite(largest):
-        return Sums(largest=inf)
-    squares = sum_of_products(values, values)
-    if against is None:
-        return Sums(largest, squares)
-    return Sums(largest, squares, sum_of_products(values, against), sum_of_products(against, against))
-
-
-def sum_plain(a: Tensor, b: Tensor) -> float:
-    """Compute :func:`sum_of_products` in torch: its definition."""
-    total = 0.0
+    if fast is not None:
+        return float(fast.library.diloco_sum_products(fast.level, a.data_ptr(), b.data_ptr(), a.numel(), 0.0))
+    total = 0.0  # In torch: the definition.
     for start in range(0, a.numel(), CHUNK_VALUES):
         products = a[start : start + CHUNK_VALUES].double().mul_(b[start : start + CHUNK_VALUES])
         products = torch.nn.functional.pad(products, (0, -products.numel() % SUM_BLOCK))
@@ -163,6 +147,17 @@ def sum_plain(a: Tensor, b: Tensor) -> float:
         for block in lanes[:, 0].tolist():
             total += block
     return total
+
+
+def sums_of(values: Tensor, against: Tensor | None) -> Sums:
+    """Return the sums of ``values`` and ``against``, flat fp32 of one size."""
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    if not isfinite(largest):
+        return Sums(largest=inf)
+    squares = sum_of_products(values, values)
+    if against is None:
+        return Sums(largest, squares)
+    return Sums(largest, squares, sum_of_products(values, against), sum_of_products(against, against))
 
 
 def decoded(updates: Sequence[tuple[PlainCodec, bytes | memoryview]], numel: int, bounds: Range) -> Tensor:

@@ -24,7 +24,6 @@ from diloco.codec.merging import (
     outer_pass,
     ranges,
     sum_of_products,
-    sum_plain,
     sums_of,
     torch_fuses,
 )
@@ -389,8 +388,7 @@ def test_against_the_order_written_slowly(numel: int) -> None:
         for _ in range(2)
     )
     for x, y in ((a, a), (a, b)):
-        found = sum_plain(x, y)
-        assert found.hex() == slow_sum(x, y).hex(), f"seed {numel}"
+        found = slow_sum(x, y)
         for level in ALL:
             with running(level):
                 assert sum_of_products(x, y).hex() == found.hex(), f"seed {numel}, {level}"
