@@ -74,31 +74,6 @@ def _remainder(
     return found
 
 
-@triton.jit
-def _store_codes(
-    codes: tl.tensor,
-    code: tl.tensor,
-    start: tl.tensor,
-    numel: tl.tensor,
-    offsets: tl.tensor,
-    inside: tl.tensor,
-    bits: tl.constexpr,
-    block: tl.constexpr,
-    width: tl.constexpr,
-    rows: tl.constexpr,
-    masked: tl.constexpr,
-) -> None:
-    """Store the codes as bytes, or for int4 two to a byte."""
-    if bits == 8:
-        _store(codes + start, offsets, code.to(tl.int8), inside, masked)
-    else:
-        low, high = tl.split(tl.reshape(code + 8, [rows, width // 2, 2]))
-        pair = tl.arange(0, width // 2)
-        pairs = tl.arange(0, rows)[:, None] * (block // 2) + pair[None, :]
-        pair_inside = (2 * pairs + start < numel) & (2 * pair[None, :] < block)
-        _store(codes + start // 2, pairs, (low | (high << 4)).to(tl.uint8), pair_inside, masked)
-
-
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 SIGNIFICAND = tl.constexpr(0x007FFFFF)
 HIDDEN_BIT = tl.constexpr(0x00800000)
@@ -265,7 +240,10 @@ def encode_blocks(
     exists = first_block + row < tl.cdiv(numel, block)
     if code_max > 0:
         code, sent = _int_codes(x, peaks, scales + first_block, row, exists, code_max, held_from, width, rows, masked)
-        _store_codes(codes, code, start, numel, offsets, inside, bits, block, width, rows, masked)
+        if bits == 8:
+            _store(codes + start, offsets, code.to(tl.int8), inside, masked)
+        else:
+            store_fields(codes, code + 8, start, numel, bits, block, width, rows, masked)
     else:
         counts = tl.minimum(tl.maximum(numel - start - row.to(tl.int64) * block, 1), block)
         negative = is_negative(x)
