@@ -194,7 +194,7 @@ def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
         row: dict[str, float] = {}
         both = [("ours", by_trainer), ("bare", by_loop)]
         for name, block in both if pair % 2 else both[::-1]:
-            group.barrier()
+            group.all_reduce_sum([0.0])  # All ranks begin together.
             began_s, began_cpu_s = time.perf_counter(), time.thread_time()
             syncer_s, optimizer_s = cpu_s_of(facts.syncer_pid) if facts.syncer else 0.0, loop.optimizer_cpu_s
             block()

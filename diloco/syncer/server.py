@@ -192,7 +192,7 @@ class Syncer:
             self._ended.set()
             self.readiness.change(begins=[Unready.DRAINING])
         follow = self.replicator.follow if self.options.replication.mode != "off" else None
-        self._server = RunningServer(self.api, self.network, self.security, self.note, follow)
+        self._server = RunningServer(self.api, self.network, self.security, self.emit_note, follow)
         self._server.start(ready=False)
         self._in_thread("room", self.room.run)
         self._in_thread("standstill", self._say_standstill)
@@ -292,7 +292,7 @@ class Syncer:
                 if not self.core.ask(lambda machine: has_joined(machine.state)):
                     why = f"the syncer above gave no answer in {START_WAIT_S:g} s"
                     why += ": if the run above goes on, start its syncer, then this one again"
-                    self.note("stays_finished", why)
+                    self.emit_note("stays_finished", why)
                     self.core.post(FinalAnnounced(Ending.FINISHED))
                 return
 
@@ -324,11 +324,11 @@ class Syncer:
             self.emit("note", {"note": "goes_on" if held else "disk_has_room"})
         elif want.kind is Unready.DISK_FULL:
             self.store.let_go_of_the_past()
-            self.note("disk_full", want.text)
+            self.emit_note("disk_full", want.text)
         else:
-            self.note("held", want.text)
+            self.emit_note("held", want.text)
 
-    def note(self, what: str, why: str) -> None:
+    def emit_note(self, what: str, why: str) -> None:
         """Emit the note ``what``."""
         self.emit("note", {"note": what, "why": why})
 
@@ -536,7 +536,7 @@ class Syncer:
 
         def put_off(full: OSError | None) -> None:
             if full is not None:
-                self.note("export_put_off", f"disk full: {full.strerror}")
+                self.emit_note("export_put_off", f"disk full: {full.strerror}")
 
         values = self.holdings.values
         when_there_is_room(
@@ -597,7 +597,7 @@ class Keeper:
     def _later(self, error: DiskFullError) -> str:
         why = f"disk full: {error.strerror}"
         if self._put_off is None:
-            self.syncer.note("snapshot_put_off", why)
+            self.syncer.emit_note("snapshot_put_off", why)
         self._put_off = why
         self._steps = max(self._steps, self.syncer.options.snapshot_every)  # The next version retries.
         return why

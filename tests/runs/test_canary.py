@@ -215,6 +215,6 @@ def test_what_a_rank_owns_is_of_the_syncer_that_has_it_also_where_it_owns_nothin
 def test_ranks_that_own_fragments_share_what_the_link_has(tmp_path: Path) -> None:
     config = compose([*SMALL, "site.up_mbps=90", "site.down_mbps=0.2"])
     alone, third = _client(config, Dealt((0, 0), {})), _client(config, Dealt((0, 2, 1, 2), {}))
-    assert (alone._options.up_mbps, alone._options.down_mbps) == (90, 0.2)
-    assert (third._options.up_mbps, third._options.down_mbps) == (30, MBPS_MIN)
-    assert _client(compose(SMALL), Dealt((0, 1), {}))._options.up_mbps == 0, "what is learned is each one's own"
+    assert (alone.options.up_mbps, alone.options.down_mbps) == (90, 0.2)
+    assert (third.options.up_mbps, third.options.down_mbps) == (30, MBPS_MIN)
+    assert _client(compose(SMALL), Dealt((0, 1), {})).options.up_mbps == 0, "what is learned is each one's own"
