@@ -327,7 +327,7 @@ class PlainCodec(Codec):
         decoded: Tensor | None = None,
         *,
         residual: Tensor | None = None,
-        beta: float = 0.0,
+        beta: float = 1.0,
         start: int = 0,
         numel: int | None = None,
     ) -> None:

@@ -96,26 +96,26 @@ class DevicePasses:
             "enable_fp_fusion": False,
         }
         given = [terms[index] if index < len(terms) else values for index in range(TERMS_MAX)]
-        told = [values if decoded is None else decoded, fault]
+        outputs = [values if decoded is None else decoded, fault]
         if isinstance(self.codec, TopKCodec):
-            self._encode_sparse(self.codec, given, payload, told, chosen)
+            self._encode_sparse(self.codec, given, payload, outputs, chosen)
         else:
-            self._encode_blocks(self.codec, given, payload, told, chosen)
+            self._encode_blocks(self.codec, given, payload, outputs, chosen)
 
     def _encode_blocks(
-        self, codec: BlockCodec, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]
+        self, codec: BlockCodec, terms: list[Tensor], payload: Tensor, outputs: list[Tensor], chosen: dict[str, Any]
     ) -> None:
-        """Enqueue the kernel of a block codec; ``told`` are its outputs for the decoded values and the fault."""
+        """Enqueue the kernel of a block codec; ``outputs`` are for the decoded values and the fault."""
         from diloco.codec import gpu_kernels
 
         numel = terms[0].numel()
         (_, front), _ = codec.sections(numel, 0, numel)
         scales, codes = payload[:front].view(codec.scales_type), payload[front:]
         constants = chosen | block_constants(codec, self.launch)
-        self._launch(gpu_kernels.encode_blocks, [*terms, scales, codes, *told], constants)
+        self._launch(gpu_kernels.encode_blocks, [*terms, scales, codes, *outputs], constants)
 
     def _encode_sparse(
-        self, codec: TopKCodec, terms: list[Tensor], payload: Tensor, told: list[Tensor], chosen: dict[str, Any]
+        self, codec: TopKCodec, terms: list[Tensor], payload: Tensor, outputs: list[Tensor], chosen: dict[str, Any]
     ) -> None:
         """Enqueue the kernel of topk, and the packing of what it kept."""
         from diloco.codec import gpu_kernels
@@ -131,7 +131,7 @@ class DevicePasses:
         fields = torch.zeros(room, dtype=torch.uint8, device=payload.device)
         rows = max(1, self.launch.program_values // codec.block)
         constants = chosen | {"k": codec.k, "block": codec.block, "rows": rows}
-        self._launch(gpu_kernels.encode_sparse, [*terms, levels, indices, fields, *told], constants)
+        self._launch(gpu_kernels.encode_sparse, [*terms, levels, indices, fields, *outputs], constants)
         pieces = (pack_indices(indices, index_bits), pack(fields, FIELD_BITS))
         for (at, size), piece in zip(packed, pieces, strict=True):
             payload[at : at + size] = piece[:size]

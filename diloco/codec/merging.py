@@ -202,7 +202,7 @@ def merge_into(
         for start, stop in pairwise((segment.start, *segment.cuts, segment.stop))
     ]
     totals = {block: [0.0] * len(work.pairs(block)) for block in blocks}
-    for found in spread(functools.partial(work.products, blocks), cut):
+    for _, found in zip(cut, spread(functools.partial(work.products, blocks), cut), strict=True):
         for block, products in found.items():
             totals[block] = [total + each for total, each in zip(totals[block], products, strict=True)]
     changes, blends = work.decided(totals)

@@ -463,7 +463,7 @@ class Agent(Exchange):
         return self.machine.state.incarnation > 0
 
     def is_redone(self, info: StepInfo) -> bool:
-        """Return whether it is the step of the checkpoint (``redo``), which an earlier process has made."""
+        """Return whether ``info`` is the step of the checkpoint (``redo``), which an earlier process has made."""
         return self._redo is not None and info.step == self._redo.step
 
     def after_step(self, info: StepInfo) -> Verdict:

@@ -228,7 +228,7 @@ class Owner(Exchange):
         self._lost = ""
         self.known = LearnerState([])  # As last sent by rank 0.
         self._numbers = itertools.count()
-        self._asked: dict[int, tuple[queue.SimpleQueue[object], Callable[[], None]]] = {}
+        self._asked: dict[int, tuple[queue.SimpleQueue[object], Callable[[], None] | None]] = {}
         self._due: queue.SimpleQueue[tuple[Change, str] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._states: queue.SimpleQueue[dict[str, Tensor] | None] = queue.SimpleQueue()
@@ -302,9 +302,9 @@ class Owner(Exchange):
             case "answer":
                 number, answer = rest
                 asked = self._asked.get(number)
-                if asked is not None:  # Otherwise this rank is ending, and waits for nothing.
+                if asked is not None:  # Otherwise this rank is ending: nothing reads its tensors any more.
                     answers, do = asked
-                    if answer:
+                    if answer and do is not None:
                         with self.changed:
                             do()
                     answers.put(answer)
@@ -325,10 +325,10 @@ class Owner(Exchange):
     def _post(self, what: str, *rest: object) -> None:
         self._channel.send(what, (self.client.bytes_up, self.client.bytes_down), *rest)
 
-    def _ask(self, what: str, *rest: object, do: Callable[[], None] = lambda: None) -> object:
+    def _ask(self, what: str, *rest: object, do: Callable[[], None] | None = None) -> object:
         """Send a request to rank 0 and return its answer; None when rank 0 is gone.
 
-        ``do`` is called before that, when rank 0 has agreed.
+        When rank 0 has agreed, the reading thread first calls ``do``, under ``changed``.
         """
         number, answers = next(self._numbers), queue.SimpleQueue[object]()
         self._asked[number] = answers, do
@@ -514,6 +514,7 @@ class Follower:
                 continue
             part, fragment, owner = which
             if owner == group.rank:
+                assert part in self._owned, f"rank 0 sent an order for agent {part}, of which this rank owns nothing"
                 self._owned[part].do()
             else:
                 lend_a_hand(self._holding, self._layouts[part], fragment, what, self._adopt, owner)

@@ -295,7 +295,8 @@ class SiteTensors(Versions):
     ) -> None:
         """``adopt`` is the run's rule.  ``place`` is the model's device, the host by default; ``owned`` are the
         fragments whose tensors this rank has, all by default."""
-        assert not (options.feedback and adopt in ADOPT_KEEPS_UNSENT), "a rule that keeps what is unsent needs none"
+        needless = options.feedback and adopt in ADOPT_KEEPS_UNSENT
+        assert not needless, "a rule that keeps unsent progress needs no feedback"
         super().__init__(layout, place if place is not None else Place(HOST))
         self.holding, self.adopt_rule, self._options = holding, adopt, options
         count = len(layout.fragments)

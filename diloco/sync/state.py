@@ -314,7 +314,7 @@ class Attendance:
         return [(name, each) for name in names for each in sites[name].lines[index].undecided if each.merging]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Machine:
     """What the rules of the outer machine read: ``OuterSync`` between two events, or a ``Turn``."""
 

@@ -136,7 +136,14 @@ class Gate:
             yield
         finally:
             with self._lock:
-                self._inside -= Counter([site])  # Drops a count of 0.
+                _one_less(self._inside, site)
+
+
+def _one_less(counts: Counter[str], key: str) -> None:
+    """Decrement ``counts[key]``; delete the key when it reaches 0."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 @dataclass(eq=False)
@@ -273,7 +280,7 @@ class Connections:
             yield
         finally:
             with self._lock:
-                self._under_way -= Counter([peer])  # Drops a count of 0.
+                _one_less(self._under_way, peer)
                 self._used_s[peer] = time.monotonic()
 
     def watch(self, port: int) -> None:
@@ -548,7 +555,7 @@ class Door:
     def check_push(self, header: PushHeader, identity: Identity) -> None:
         """Refuse an update that its sender may not send, or not yet.  Called before its payload is read."""
         identity.grant.check_push(header)
-        # ``moves`` charges the bytes as they arrive; this only checks that the caller has no debt.
+        # ``charge_bytes`` charges the bytes as they arrive; this only checks that the caller has no debt.
         self.spend("bytes_per_s", 0.0, identity)
         self.spend("pushes_per_s", 1.0, identity)
 
@@ -563,7 +570,7 @@ class Door:
         if bytes_up or bytes_down:
             self._charge("probes", identity.name, 1.0, PROBES_PER_S)
 
-    def moves(self, counter: str, rate: str, count: int, identity: Identity) -> None:
+    def charge_bytes(self, counter: str, rate: str, count: int, identity: Identity) -> None:
         """Count ``count`` bytes, received or about to be sent, and charge them to ``rate``; never refuses."""
         self.counters.add(counter, count)
         self.spend(rate, count, identity, math.inf)

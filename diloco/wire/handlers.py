@@ -579,7 +579,7 @@ class SyncHandlers:
             yield part
 
     def _taken(self, receiving: Receiving, part: Chunk | Frame, identity: Identity) -> Iterator[bytes]:
-        self._door.moves("payload_bytes_in", "bytes_per_s", len(part.data), identity)
+        self._door.charge_bytes("payload_bytes_in", "bytes_per_s", len(part.data), identity)
         if isinstance(part, Chunk):
             receiving.chunk(part)
             return
@@ -664,7 +664,7 @@ class SyncHandlers:
                 if name is not None and not ask.offset:
                     self._repeats.asked(name, asker, ask.deal)
                 for offset, data in pieces:
-                    self._door.moves("payload_bytes_out", "pull_bytes_per_s", len(data), call.identity)
+                    self._door.charge_bytes("payload_bytes_out", "pull_bytes_per_s", len(data), call.identity)
                     deal.pacer.wait(len(data), guard)
                     began_s = time.monotonic()
                     if not frames:
@@ -691,7 +691,7 @@ class SyncHandlers:
                 if ask.bytes_up:
                     yield convert.pack_probe_reply(self._filler_taken(ask, call, guard))
                 for count, raw in filler(ask.bytes_down, ask.limit_ns, convert.pack_probe_reply):
-                    self._door.moves("probe_bytes_out", "pull_bytes_per_s", count, call.identity)
+                    self._door.charge_bytes("probe_bytes_out", "pull_bytes_per_s", count, call.identity)
                     yield raw
                     guard.touch()
 
@@ -709,7 +709,7 @@ class SyncHandlers:
                     f"filler wanted, {ask.bytes_up} bytes at most, in {messages_max} messages at most"
                 )
             guard.touch()
-            self._door.moves("probe_bytes_in", "bytes_per_s", len(part.data), call.identity)
+            self._door.charge_bytes("probe_bytes_in", "bytes_per_s", len(part.data), call.identity)
             arrival.more(len(part.data))
             left -= len(part.data)
             until_ns = until_ns or time.monotonic_ns() + ask.limit_ns

@@ -1,4 +1,4 @@
-"""What a pull keeps: ``PullSink`` has the bytes of an interrupted one, so that the next attempt resumes from there."""
+"""What one pull keeps between its attempts (``client.Pulling``): its bytes (``PullSink``) and how long it may wait."""
 
 from __future__ import annotations
 

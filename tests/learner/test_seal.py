@@ -315,7 +315,8 @@ def test_each_update_is_encoded_as_its_job_says_and_what_became_of_the_entropy_s
     site = sealed_in(outbox, *orders, codecs="int8 int4+zstd fp32+auto")
     assert [each.header.encoding for each in site.sealed] == codecs
     assert [event["codec"] for event in site.events.all] == codecs
-    assert [outbox.get(0, sequence)[0].encoding for sequence in (1, 2, 3, 4)] == codecs
+    stored = Outbox(outbox.folder, settled=True)
+    assert [stored.get(0, sequence)[0].encoding for sequence in (1, 2, 3, 4)] == codecs
     assert [event.get("stage") for event in site.events.all] == [None, "raw", "zstd", None]
 
 

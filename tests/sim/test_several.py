@@ -114,7 +114,10 @@ def end_with_the_first_syncer_that_ends(right: Any, site: SiteProcess, effect: A
 
 @instead_of((updates, "write_off"))
 def lose_what_is_in_flight_at_a_restore(right: Any, part: Any, sent: Any, *reason: Any) -> None:
+    if reason:  # The syncer discarded it.
+        return right(part, sent, *reason)
     part.in_flight.remove(sent)
+    return None
 
 
 @instead_of((swarm, "_outer"))

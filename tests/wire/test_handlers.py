@@ -274,6 +274,8 @@ def test_a_pull_goes_on_from_an_offset_and_what_is_not_there_is_refused(wired: W
         header, *chunks = pull(wired, PullAsk(RUN, "site-a", 0, 1, offset=offset))
         assert header == wired.syncer.version
         assert b"".join(part.data for part in chunks) == (PAYLOAD + b"xyz")[offset:]
+    _, *rest = pull(wired, PullAsk(RUN, "site-a", 0, 1, offset=9_999, length=20_000))
+    assert b"".join(part.data for part in rest) == (PAYLOAD + b"xyz")[9_999:], "no more than there is"
     before = wired.server.counters()["payload_bytes_out"]
     for ask in (
         PullAsk(RUN, "site-a", 5, 1),

@@ -1,4 +1,4 @@
-// The units of base.py: the magnitudes of a group as whole numbers, and the levels, which are means of them.
+// The units of blocks.py: the magnitudes of a group as whole numbers, and the levels, which are means of them.
 
 struct Levels {
     int32_t low, high;  // the upper halves of fp32 numbers; for e3m0 `low` is the exponent of the largest level
