@@ -591,7 +591,7 @@ class Inspection:
 
     def _look(self, payload: memoryview, numel: int, start: int) -> None:
         """Check the values of the next range, which begin at ``start`` of a ``payload`` of ``numel``."""
-        bounds = self._left.popleft()
+        bounds = self._left[0]
         momentum = self._api.holdings.values[self._header.fragment].optimizer.momentum
         against = momentum[slice(*bounds)] if momentum is not None else None
         try:
@@ -603,6 +603,8 @@ class Inspection:
         except DecodeError as error:
             self._malformed = error
             self._left.clear()
+            return
+        self._left.popleft()
 
 
 HEARD_EVERY_S = 0.05

@@ -356,7 +356,8 @@ def _copied(
         files[name_there] = (folder / name_there).read_bytes()[: read.end]
         payloads |= payloads_named(read.records)
     for reference, digest in sorted(payloads.items()):
-        files[f"spool/{reference}"], digests[f"spool/{reference}"] = kept.spool.folder / reference, digest
+        files[f"spool/{reference}"] = kept.spool.folder / reference
+        digests[f"spool/{reference}"] = digest
     facts = BackupFacts(
         format=FORMAT,
         run_id=kept.card.run_id,

@@ -227,6 +227,7 @@ class RoundCosts:
         """Record that the latest version was published; return this stage."""
         with self._lock:
             stage = {"publish_s": round(time.monotonic() - self._made_s[fragment], 6)}
+            # A new one, because ``latest`` has given the other away.
             self._latest[fragment] = {**self._latest[fragment], **stage}
             return stage
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DIGESTS_KEPT = 256
-"""Versions of each fragment whose digest is remembered, to compare with the digests that sites report."""
+"""Versions of each fragment whose digest is remembered: for sites that report theirs, and for pulls of protocol 2."""
 
 
 def published(machine: OuterSync, fragment: int, version: int, digest: str) -> Published:

@@ -637,7 +637,9 @@ class Region:
     _published_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, machine: OuterSync) -> int:
-        """Begin before the loop does; return how many updates may be in flight to the syncer above.
+        """Before the loop begins: queue the region's first event, after ``SyncerStarted``, and the client's start.
+
+        Returns how many updates may be in flight to the syncer above.
 
         ``StoreError`` if the state is that of another site, or of no region.
         """

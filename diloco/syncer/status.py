@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SiteTally:
-    """Counts of one site since this process began. ``heard_s`` is the monotonic instant of its last heartbeat."""
+    """Counts of one site since this process began, and its last heartbeat, at the monotonic instant ``heard_s``."""
 
     payload_bytes_up: int = 0
     payload_bytes_down: int = 0

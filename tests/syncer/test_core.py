@@ -366,8 +366,14 @@ def test_a_start_is_decided_before_what_came_due_while_nobody_was_there() -> Non
         desk.join("a")
         desk.join("b")
         assert desk.push("a", 1).outcome is Outcome.ACCEPTED
-    journal, effects = Journal(), list[OuterEffect]()
-    core = Core(desk.core.machine, journal, effects.append, clock_ns=lambda: clock_ns[0])  # type: ignore[arg-type]
+    journal, effects, failures = Journal(), list[OuterEffect](), list[BaseException]()
+    core = Core(
+        desk.core.machine,
+        journal,  # type: ignore[arg-type]
+        effects.append,
+        on_failure=failures.append,
+        clock_ns=lambda: clock_ns[0],
+    )
     clock_ns[0] = 5000
     core.post(SyncerStarted(2))
     core.start()
@@ -375,6 +381,7 @@ def test_a_start_is_decided_before_what_came_due_while_nobody_was_there() -> Non
         eventually(lambda: any(isinstance(effect, StartOuterStep) for effect in effects), "the round is closed")
     finally:
         core.stop()
+    assert failures == []
     assert isinstance(journal.events[0], SyncerStarted)
     assert sum(isinstance(effect, StartOuterStep) for effect in effects) == 1
 
