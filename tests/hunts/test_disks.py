@@ -84,10 +84,10 @@ def test_every_forgotten_sync_is_found(folder: Path, record: Record, steps: int)
 @pytest.mark.parametrize(
     ("record", "step"),
     [
-        *((record_in_place, step) for step in IN_PLACE[:2]),
-        *((record_backup, step) for step in OF_A_BACKUP[:2]),
-        *(pytest.param(record_in_place, step, marks=hunt) for step in IN_PLACE[2:]),
-        *(pytest.param(record_backup, step, marks=hunt) for step in OF_A_BACKUP[2:]),
+        (record_in_place, IN_PLACE[0]),
+        (record_backup, OF_A_BACKUP[0]),
+        *(pytest.param(record_in_place, step, marks=hunt) for step in IN_PLACE[1:]),
+        *(pytest.param(record_backup, step, marks=hunt) for step in OF_A_BACKUP[1:]),
     ],
 )
 def test_a_forgotten_sync_of_a_restore_is_found(folder: Path, record: Record, step: Step) -> None:

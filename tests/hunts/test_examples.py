@@ -23,13 +23,8 @@ def loss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], f
         yield cache(lambda example: run_of(place, example, TOKENS))
 
 
-IN_CI = "lightning_trainer"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "example", [each if each == IN_CI else pytest.param(each, marks=pytest.mark.hunt) for each in sorted(LIKE)]
-)
+@pytest.mark.hunt
+@pytest.mark.parametrize("example", sorted(LIKE))
 def test_an_example_reaches_the_loss_of_what_trains_the_same(loss: Callable[[str], float], example: str) -> None:
     wanted = loss(LIKE[example])
     assert wanted < 4.0, "untrained: 5.6"

@@ -135,7 +135,7 @@ def test_a_run_that_went_wrong_is_seen(part: str, changed: dict[str, Any], words
         judge(summary, FETCHED)
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_a_row_trains_and_says_true_figures(tmp_path: Path) -> None:
     run_of(tmp_path, ROW)
 
