@@ -26,7 +26,7 @@ from diloco.learner.agent import Agent
 from diloco.learner.ranks import Dealt
 from diloco.learner.several_syncers import Agents
 from diloco.outer.fragments import Layout, named_parameters_once
-from diloco.runs import site_agent
+from diloco.runs import canary, site_agent
 from diloco.runs.canary import canaries, command, digest_after, recorded, repeatable
 from diloco.runs.site_agent import _client, agent_of, follower_of, owning_follower_of
 from diloco.wire.options import MBPS_MIN
@@ -143,7 +143,11 @@ def test_a_site_that_ends_does_not_wait_for_its_canary_and_0_means_none() -> Non
 
 
 @pytest.mark.slow
-def test_a_site_that_runs_a_canary_beside_training_says_how_it_ended(site: Path) -> None:
+def test_a_site_that_runs_a_canary_beside_training_says_how_it_ended(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Beside other tests on two cores, a process of the canary's niceness gets no second of a core in a minute.
+    monkeypatch.setattr(canary, "NICE", 0)
     events = Events()
     with canaries(command(site, 2), 0.05, events.emit):
         (told, *_) = events.wait_for("canary", bound_s=BOUND_S)
