@@ -362,7 +362,7 @@ def _parse_header(body: bytes) -> Header:
 
 FRAME_1 = struct.Struct("<II")
 RECORD_BYTES_MAX = 1 << 20
-BODY_START = b'{"at_ns":'
+BODY_START = re.compile(rb'\{"at_ns":')
 """Start of a body.  Inside a body no frame precedes it: four printable characters, as a length, exceed the bound."""
 EVENT_KINDS = records_in(events, OuterEvent)
 
@@ -423,12 +423,10 @@ def read_records(data: bytes) -> tuple[list[Record], int]:
     while (end := _end_of_record(data, at)) is not None:
         records.append(_parse(data[at + FRAME_1.size : end], at))
         at = end
-    later = data.find(BODY_START, at + FRAME_1.size + 1)
-    while later >= 0:
-        begin = later - FRAME_1.size
+    for place in BODY_START.finditer(data, at + FRAME_1.size + 1):
+        begin = place.start() - FRAME_1.size
         if _end_of_record(data, begin) is not None:
             raise JournalError(f"journal record at byte {at} is damaged: the one at byte {begin} after it is whole")
-        later = data.find(BODY_START, later + 1)
     if len(data) - at > FRAME_1.size + RECORD_BYTES_MAX:
         raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that hold no whole record")
     return records, at

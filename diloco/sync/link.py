@@ -374,19 +374,17 @@ class Adapter:
 
 @dataclass(slots=True)
 class _Agreement:
-    """The number of samples in a row that wanted a change in the same direction."""
+    """The samples in a row that wanted a change in the same direction: ``count`` is below 0 where they wanted less."""
 
-    sign: int = 0
     count: int = 0
 
     def reached(self, change: int) -> bool:
         """Count a sample that wants ``change`` (0: none); return whether ``AGREEING`` in a row wanted its direction."""
         sign = (change > 0) - (change < 0)
-        self.count = self.count + 1 if sign and sign == self.sign else abs(sign)
-        self.sign = sign
-        if self.count < AGREEING:
+        self.count = self.count + sign if self.count * sign > 0 else sign
+        if abs(self.count) < AGREEING:
             return False
-        self.sign = self.count = 0
+        self.count = 0
         return True
 
 
