@@ -409,8 +409,7 @@ class Site(Member):
         else:
             self.account.away_s += (self.heap.now_ns - self._since_ns) / SECOND_NS
             outbox = {key: digest for key, (_, digest) in self._disk.items()}
-            plain, processed = self.machine.snapshot(), self.machine.state.tokens_processed
-            self.machine = LearnerSync.restore(self.fleet.plan.learner, plain, outbox, processed)
+            self.machine = LearnerSync.restore(self.fleet.plan.learner, self.machine.snapshot(), outbox, 0)
         self.lives += 1
         self._is_there, self._since_ns = True, self.heap.now_ns
         self._ahead = None

@@ -52,7 +52,8 @@ class LearnerSync:
         """Return the machine of a checkpoint, for a new process.
 
         ``outbox`` maps each (fragment, sequence) that is durable in the outbox to its digest.  ``tokens_processed`` is
-        the persisted token counter, which may be ahead of the checkpoint: tokens that the syncer lacks count as lost.
+        the persisted token counter, which may be ahead of the checkpoint (0: there is none): tokens that the syncer
+        lacks count as lost.
         """
         machine = cls(options, from_plain(LearnerState, plain, "state"))
         machine.state.tokens_processed = max(machine.state.tokens_processed, tokens_processed)

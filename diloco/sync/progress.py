@@ -166,6 +166,20 @@ class FragmentProgress:
     sealed_step: int = 0
     unsent_spans: list[Span] = field(default_factory=list)
 
+    def overwrite_unsent(self) -> None:
+        """Give up the unsent progress for a version; its data counts as consumed and is in the next update's spans."""
+        self.tokens_overwritten += self.unsent_tokens
+        self.unsent_tokens = self.unsent_steps = 0
+
+    def take(self, version: int) -> tuple[int, ...]:
+        """Make ``version`` the base; return the updates that it contains, which leave the list."""
+        left = [sent for sent in self.in_flight if sent.merged_version is None or sent.merged_version > version]
+        merged = tuple([sent.sequence for sent in self.in_flight if sent not in left])
+        self.base_version, self.in_flight = version, left
+        for sent in left:
+            sent.since_adopt = False
+        return merged
+
     def undecided(self) -> list[Sent]:
         """Return the updates without a known fate, in sequence order."""
         return [sent for sent in self.in_flight if sent.merged_version is None]

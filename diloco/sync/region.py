@@ -154,8 +154,7 @@ def started(turn: Turn, event: ev.UpstreamStarted) -> None:
     for index, part in enumerate(parts):
         before = _listed(part)
         here = {(0, sequence): digest for fragment, sequence, digest in event.outbox if fragment == index}
-        processed = part.learner.tokens_processed
-        part.learner = LearnerSync.restore(_options(upstream), to_plain(part.learner), here, processed).state
+        part.learner = LearnerSync.restore(_options(upstream), to_plain(part.learner), here, tokens_processed=0).state
         progress = part.progress
         if any(sent.since_adopt and (0, sent.sequence) not in here for sent in progress.in_flight):
             why = "the bytes of an update that is in flight are gone: what is not sent yet cannot be told from it"
@@ -195,7 +194,7 @@ def stepped(turn: Turn, index: int, merged: list[Pending]) -> None:
         part.learner.tokens_processed += tokens
         progress.tokens_overwritten += tokens
         return
-    site_ns = [turn.state.sites[name].step_ns for name in turn.attendance.live]
+    site_ns = [turn.state.sites[name].step_ns for name in sorted(turn.attendance.live)]
     done = ev.StepDone(
         part.learner.step + len(merged),
         tokens,
@@ -228,8 +227,7 @@ def end(turn: Turn) -> None:
             continue
         progress, before, part.arrived = part.progress, part.arrived, None
         if progress.retaking is not None:  # Unsent progress is void, and so is its base.
-            progress.tokens_overwritten += progress.unsent_tokens
-            progress.unsent_tokens = progress.unsent_steps = 0
+            progress.overwrite_unsent()
             progress.base_version = -1  # If the region resumes one day, it first takes the version of that time.
         _let_go(turn, part, before)
         progress.fetched = progress.base_version

@@ -134,32 +134,21 @@ def would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
 def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     version, adopt = part.fetched, turn.options.adopt
     fresh = tuple([sent.sequence for sent in part.in_flight if sent.since_adopt]) if adopt == "eager" else ()
-    under_way = [sent for sent in part.in_flight if sent.merged_version is None or sent.merged_version > version]
-    merged = tuple([sent.sequence for sent in part.in_flight if sent not in under_way])
-    part.in_flight = under_way
-    for sent in under_way:
-        sent.since_adopt = False
+    merged = part.take(version)
     if adopt not in ADOPT_KEEPS_UNSENT:
-        # Unsent progress is given up.  The share of it that blend keeps is not counted as kept.
-        part.tokens_overwritten += part.unsent_tokens
-        part.unsent_tokens = part.unsent_steps = 0
-    part.base_version = version
+        part.overwrite_unsent()  # The share of it that blend keeps is not counted as kept.
     if turn.options.from_adopt:
         part.sealed_step, part.due = turn.state.step, False
-    lacking = tuple([sent.sequence for sent in under_way]) if adopt == "eager" else ()
+    lacking = tuple([sent.sequence for sent in part.in_flight]) if adopt == "eager" else ()
     turn.effects.append(fx.Adopt(index, version, merged, fresh, lacking))
 
 
 def _retake(turn: SiteTurn, index: int, part: FragmentProgress, why: str) -> None:
     version = max(part.fetched, part.base_version)
-    part.in_flight = [s for s in part.in_flight if s.merged_version is None or s.merged_version > version]
-    for sent in part.in_flight:
-        sent.since_adopt = False
-    part.tokens_overwritten += part.unsent_tokens
-    part.unsent_tokens = part.unsent_steps = 0
+    part.take(version)
+    part.overwrite_unsent()
     part.unsent_spans = []
-    part.base_version, part.retaking, part.due = version, None, False
-    part.sealed_step = turn.state.step
+    part.retaking, part.due, part.sealed_step = None, False, turn.state.step
     turn.effects.append(fx.Retake(index, version, tuple(s.sequence for s in part.in_flight), why))
 
 
@@ -377,7 +366,6 @@ def send_again(turn: SiteTurn, standing: ev.FragmentStanding) -> bool:
     """
     index, part, epoch = standing.fragment, turn.state.fragments[standing.fragment], turn.state.epoch
     behind = [sent for sent in part.in_flight if sent.sequence > standing.watermark and not (sent.void or sent.outrun)]
-    behind.sort(key=lambda sent: sent.sequence)
     lost = [sent for sent in behind if sent.state is SentState.ACCEPTED]
     gone = [orphan for orphan in part.orphans if orphan.sequence > standing.watermark]
     if standing.version < part.base_version or (gone and not turn.state.keep):

@@ -351,6 +351,18 @@ def test_what_a_refused_update_has_consumed(reason: Reason, floor: int, spans: t
     assert only(fx.Seal, effects + site.train(3)).spans == spans
 
 
+@pytest.mark.parametrize(("adopt", "tokens"), [("rebase", 50), ("overwrite", 30), ("blend", 30)])
+def test_what_overwritten_progress_has_consumed_counts_as_consumed(adopt: str, tokens: int) -> None:
+    site = reading(adopt=adopt)
+    tell(site, 0, (7, 3))
+    site.send(1, steps=5)
+    site.train(2)
+    site.handle(ev.VersionFetched(0, 1, (ev.Fate(0, 1, 1, 50, "u1"),)))
+    assert only(fx.Adopt, site.boundary()).merged == (1,)
+    seal = only(fx.Seal, site.train(3))
+    assert (seal.spans, seal.tokens) == (((5, 10),), tokens)
+
+
 def test_a_site_that_runs_out_draws_its_own_over_again_and_does_not_name_it() -> None:
     site = reading(inner_steps=11)
     tell(site, 0, (7, 2))
