@@ -63,7 +63,12 @@ class UnitList:
 
     def units(self, places: Iterable[Span]) -> list[Span]:
         """Return the units at ``places``."""
-        return units_at(self.first, self.pieces, places)
+        wanted, found, at = list(places), list[Span](), self.first
+        for start, count in self.pieces:
+            if start != SKIPPED:
+                found += [(start + begin - at, start + end - at) for begin, end in common([(at, at + count)], wanted)]
+            at += count
+        return added(found, ())
 
 
 @dataclass(slots=True)
@@ -160,16 +165,6 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
                 continue
         found.append((start, count))
     return found
-
-
-def units_at(first: int, pieces: Sequence[Piece], places: Iterable[Span]) -> list[Span]:
-    """Return the units at ``places`` of a list that begins at place ``first``."""
-    wanted, found, at = list(places), list[Span](), first
-    for start, count in pieces:
-        if start != SKIPPED:
-            found += [(start + begin - at, start + end - at) for begin, end in common([(at, at + count)], wanted)]
-        at += count
-    return added(found, ())
 
 
 Span = tuple[int, int]

@@ -23,6 +23,7 @@ from diloco.sync.data_units import (
     Columns,
     Holder,
     Span,
+    UnitList,
     Units,
     added,
     common,
@@ -31,7 +32,6 @@ from diloco.sync.data_units import (
     joined,
     pieces_at,
     size,
-    units_at,
     without,
 )
 from diloco.sync.effects import AnnounceFinal, AnswerUnits, MarkFinal, TellFate
@@ -58,7 +58,7 @@ def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, re
             line.tokens_discarded += pending.tokens
         else:
             line.final = False  # The site keeps the progress and sends it again.
-    holder = _known_holder(turn.state, name)
+    holder = holders_of(turn.state).get(name)
     if holder is not None and holder.gone:  # Of a gone site only the undecided updates keep units in hand.
         _release(turn, holder.units(holder.open()))
     return TellFate(name, fate)
@@ -93,7 +93,6 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
     """
     state, unit = turn.state, turn.options.unit_sequences
     units, holder = _units(state), _holder(state, event.site)
-    before = units.reissued
     floor = _floor(state, unit, event.site, event.floor // unit)
     if floor > holder.first:  # Cut the list there: places before it that are not merged by now never will be.
         dropped = holder.units(common(holder.open(), [(0, floor)]))
@@ -115,8 +114,8 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
     holder.pieces = joined([*holder.pieces, *((start, stop - start) for start, stop in again), (units.fresh, fresh)])
     units.fresh += fresh
     turn.effects.append(_told(holder, event.call, event.known))
-    if units.reissued > before:
-        turn.note("units_reissued", f"{units.reissued - before} units that were given back", site=event.site)
+    if again:
+        turn.note("units_reissued", f"{size(again)} units that were given back", site=event.site)
 
 
 def known_already(machine: Machine, event: UnitsAsked) -> AnswerUnits | None:
@@ -125,7 +124,7 @@ def known_already(machine: Machine, event: UnitsAsked) -> AnswerUnits | None:
     reason = refusal(state, event)
     if reason is not None:
         return AnswerUnits(event.call, 0, (), reason)
-    holder = _known_holder(state, event.site)
+    holder = holders_of(state).get(event.site)
     if holder is None or holder.gone or max(event.begin, min(event.upto, holder.first + HELD_MAX)) > holder.end:
         return None
     if _floor(state, unit, event.site, event.floor // unit) > holder.first:
@@ -162,7 +161,7 @@ def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
 
 def gone(turn: Turn, name: str, why: str) -> None:
     """Give back the units of ``name``, which is gone, except those that its undecided updates have consumed."""
-    holder = _known_holder(turn.state, name)
+    holder = holders_of(turn.state).get(name)
     if holder is None or holder.gone:
         return
     units = _units(turn.state)
@@ -174,7 +173,7 @@ def gone(turn: Turn, name: str, why: str) -> None:
 
 def returned(turn: Turn, name: str) -> None:
     """Give ``name``, which is back, the units of its list that are still free."""
-    holder = _known_holder(turn.state, name)
+    holder = holders_of(turn.state).get(name)
     if holder is not None:
         units = _units(turn.state)
         holder.gone, holder.silent_ns = False, None
@@ -183,12 +182,14 @@ def returned(turn: Turn, name: str) -> None:
 
 def expire(turn: Turn) -> None:
     """End the unit leases of sites that have been silent for ``lease_ns``."""
-    if turn.state.units is None:
-        return
-    for name in sorted(turn.state.units.holders):
-        since_ns = turn.state.units.holders[name].silent_ns
-        if since_ns is not None and turn.state.now_ns >= since_ns + turn.options.lease_ns:
+    for name, since_ns in sorted(silent_since(turn.state).items()):
+        if turn.state.now_ns >= since_ns + turn.options.lease_ns:
             gone(turn, name, f"silent for {turn.options.lease_ns / 1e9:g} s")
+
+
+def silent_since(state: OuterState) -> dict[str, int]:
+    """Return the instants at which the silent sites whose unit leases still run became silent."""
+    return {name: holder.silent_ns for name, holder in holders_of(state).items() if holder.silent_ns is not None}
 
 
 def columns_of(machine: Machine) -> Columns:
@@ -239,9 +240,9 @@ def _units(state: OuterState) -> Units:
     return state.units
 
 
-def _known_holder(state: OuterState, name: str) -> Holder | None:
-    """Return the list of ``name``; None where it has none, or no unit is leased in this run."""
-    return state.units.holders.get(name) if state.units is not None else None
+def holders_of(state: OuterState) -> dict[str, Holder]:
+    """Return the lists of all sites; empty where no unit is leased in this run."""
+    return state.units.holders if state.units is not None else {}
 
 
 def _holder(state: OuterState, name: str) -> Holder:
@@ -264,7 +265,8 @@ def _late(units: Units, holder: Holder, index: int, spans: list[Span], unit: int
     Free units among them are partly merged now, so they are never leased again.  Another site has or had the others:
     they are repeats once the site has merged them in every fragment, and whenever the first fragment is merged again.
     """
-    late = units_at(holder.begin, holder.past, in_units(spans, unit))
+    past = UnitList(holder.begin, holder.past)
+    late = past.units(in_units(spans, unit))
     begun = common(late, units.free)
     units.free, units.over = without(units.free, begun), added(units.over, begun)
     units.partly += size(begun)
@@ -272,7 +274,7 @@ def _late(units: Units, holder: Holder, index: int, spans: list[Span], unit: int
     before, again = holder.whole(unit), common(spans, holder.merged[0]) if index == 0 else []
     holder.merged[index] = added(holder.merged[index], spans)
     places = added(without(holder.whole(unit), before), in_units(again, unit))
-    units.repeated += size(without(units_at(holder.begin, holder.past, places), begun))
+    units.repeated += size(without(past.units(places), begun))
 
 
 def _release(turn: Turn, dropped: list[Span]) -> None:

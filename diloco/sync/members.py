@@ -117,7 +117,7 @@ def silent(turn: Turn, event: ev.SiteSilent) -> None:
     site = turn.state.sites[event.site]
     if site.status is Status.LIVE:
         turn.attendance.set_status(event.site, Status.SILENT)
-        holder = turn.state.units.holders.get(event.site) if turn.state.units is not None else None
+        holder = fates.holders_of(turn.state).get(event.site)
         if holder is not None and not holder.gone:
             holder.silent_ns = turn.state.now_ns  # After ``lease_ns`` its units are given back.
         turn.note("site_silent", f"nothing heard for {turn.options.site_timeout_ns / 1e9:g} s", site=event.site)

@@ -81,9 +81,7 @@ class OuterSync(Machine):
         state, now_ns = self.state, self.state.now_ns
         wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
         wanted += [expires_ns for *_, expires_ns in admission.held_updates(self)]
-        if state.units is not None:
-            silent = [holder.silent_ns for holder in state.units.holders.values()]
-            wanted += [since_ns + self.options.lease_ns for since_ns in silent if since_ns is not None]
+        wanted += [since_ns + self.options.lease_ns for since_ns in fates.silent_since(state).values()]
         if state.phase is Phase.ENDING:
             wanted.append(state.final_deadline_ns)
         elif state.phase is Phase.RUNNING and self.options.run_ns and state.started_ns is not None:
