@@ -464,7 +464,7 @@ class Grace(Checker):
                 self.met_ns.pop(index, None)
                 continue
             if self.met_ns.get(index, (-1, 0, 0))[0] != fragment.round.opened_ns:
-                self.met_ns[index] = (fragment.round.opened_ns, now_ns, self._bound_ns(state, index))
+                self.met_ns[index] = (fragment.round.opened_ns, now_ns, self._bound_ns(state, present, index))
             waited_ns, grace_ns = now_ns - self.met_ns[index][1], self.met_ns[index][2]
             if fragment.merging_since_ns is None:
                 self.require(waited_ns < grace_ns, f"fragment {index} has waited {waited_ns} ns with", sorted(arrived))
@@ -479,10 +479,10 @@ class Grace(Checker):
         wanted = max(options.quorum_min, options.quorum if isinstance(options.quorum, int) else 0)
         return len(arrived) >= wanted and (options.quorum != "all" or arrived >= set(members))
 
-    def _bound_ns(self, state: OuterState, index: int) -> int:
+    def _bound_ns(self, state: OuterState, present: Attendance, index: int) -> int:
         """Return the longest grace that may begin now: the configured one or a share of the fastest site's period."""
         options, periods_ns = self.plan.options, []
-        for site in (state.sites[name] for name in state.live()):
+        for site in (state.sites[name] for name in sorted(present.live)):
             line = site.lines[index]
             steps = line.usual_steps or sum([first.steps for first in line.undecided[:1]])
             periods_ns.append(steps * site.step_ns)

@@ -56,7 +56,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from statistics import median, median_low
+from statistics import median, median_high, median_low
 from typing import TYPE_CHECKING
 
 from diloco.sync.effects import AnswerDone
@@ -114,44 +114,36 @@ def believed_steps(machine: Machine, event: UpdateArrived) -> int:
     line = state.sites[event.site].lines[event.fragment]
     if event.steps <= line.usual_steps:
         return event.steps
-    elsewhere = _upper_median([each.usual_steps for each in _others(state, event) if each.usual_steps])
+    elsewhere = median_high([each.usual_steps for each in _others(state, event) if each.usual_steps] or [0])
     usual_steps = min(line.usual_steps or elsewhere, UNEQUAL_MAX * (elsewhere or line.usual_steps)) or STEPS_MIN
-    usual_ns = _upper_median([site.step_ns for site in state.sites.values() if site.step_ns])
+    usual_ns = median_high([site.step_ns for site in state.sites.values() if site.step_ns] or [0])
     step_ns = max(state.sites[event.site].step_ns, usual_ns // UNEQUAL_MAX) or STEP_NS_MIN
     since_ns = line.arrivals_ns[-machine.options.updates_in_flight_max - 1 :] or [0]
     elapsed_ns = state.now_ns + state.away_ns - since_ns[0]
     return min(event.steps, usual_steps + 2 * elapsed_ns // step_ns)
 
 
-def fastest_step_ns(state: OuterState, live: list[str]) -> int:
-    """Return the inner step time of the fastest of the ``live`` sites; 0 before any is known.
+def fastest_step_ns(state: OuterState) -> int:
+    """Return the inner step time of the fastest live site; 0 before any is known.
 
     It is at least 1/``UNEQUAL_MAX`` of the median.
     """
-    known = [step_ns for name in live if (step_ns := state.sites[name].step_ns)]
-    return max(min(known), _upper_median(known) // UNEQUAL_MAX) if known else 0
+    known = [site.step_ns for site in state.sites.values() if site.status is Status.LIVE and site.step_ns]
+    return max(min(known), median_high(known) // UNEQUAL_MAX) if known else 0
 
 
 def period_ns(site: Site, index: int) -> int:
-    """Return the usual time between two updates of ``site``: its steps times its claimed step time, at most what the
-    syncer has seen; 0 before any update came.  Before any was merged the first update gives the usual steps."""
-    line = site.lines[index]
+    """Return the usual time between two updates of ``site``: its steps times its claimed step time, at most the mean
+    time between its last arrivals, its join included; 0 before any update came.  Before any was merged the first update
+    gives the usual steps."""
+    line, arrivals = site.lines[index], site.lines[index].arrivals_ns
     steps = line.usual_steps or next((pending.steps for pending in line.undecided), 0)
-    return min(steps * site.step_ns, seen_ns(site, index))
-
-
-def seen_ns(site: Site, index: int) -> int:
-    """Return the mean time between the last arrivals of ``site``, its join included; 0 before any update came."""
-    arrivals = site.lines[index].arrivals_ns
-    return (arrivals[-1] - arrivals[0]) // (len(arrivals) - 1) if len(arrivals) > 1 else 0
+    seen_ns = (arrivals[-1] - arrivals[0]) // (len(arrivals) - 1) if len(arrivals) > 1 else 0
+    return min(steps * site.step_ns, seen_ns)
 
 
 def _others(state: OuterState, event: UpdateArrived) -> list[Line]:
     return [site.lines[event.fragment] for name, site in state.sites.items() if name != event.site]
-
-
-def _upper_median(values: list[int]) -> int:
-    return sorted(values)[len(values) // 2] if values else 0
 
 
 COSINE_SPREAD_MIN = 0.05

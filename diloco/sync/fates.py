@@ -74,10 +74,9 @@ def refuse(turn: Turn, name: str, index: int, pending: Pending, reason: Reason) 
 def refuse_stale(turn: Turn, index: int) -> None:
     """Refuse unmerged updates that are too stale for the next outer step, which begins from the present version."""
     version = turn.state.fragments[index].version
-    for name in sorted(turn.attendance.undecided[index]):
-        for pending in turn.state.sites[name].lines[index].unmerged():
-            if version - pending.base_version > turn.options.staleness_max:
-                refuse(turn, name, index, pending, Reason.STALE)
+    for name, pending in turn.attendance.updates(index):
+        if not pending.merging and version - pending.base_version > turn.options.staleness_max:
+            refuse(turn, name, index, pending, Reason.STALE)
 
 
 HELD_MAX = 1 << 16

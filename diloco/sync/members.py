@@ -92,10 +92,8 @@ def _refusal(turn: Turn, event: ev.JoinRequested, site: Site | None) -> ev.Reaso
         return ev.Reason.SUPERSEDED
     if site is not None and not is_gone(site):
         return None
-    sites, sites_max = turn.state.sites, turn.state.sites_max or turn.options.sites_max
-    if len(sites) < sites_max:
-        return None
-    too_many = site is None and len(sites) >= REMEMBERED_TIMES * sites_max
+    sites_max = turn.state.sites_max or turn.options.sites_max
+    too_many = site is None and len(turn.state.sites) >= REMEMBERED_TIMES * sites_max
     return ev.Reason.FULL if too_many or places_taken(turn.state) >= sites_max else None
 
 
@@ -253,9 +251,8 @@ def lineage_began(turn: Turn, event: ev.LineageBegan) -> None:
         turn.note("resumed", "a new lineage has begun")
     for index, fragment in enumerate(state.fragments):
         fragment.round, fragment.merging_since_ns, fragment.full_round = None, None, {}
-        for name in sorted(state.sites):
-            for pending in list(state.sites[name].lines[index].undecided):
-                fates.refuse(turn, name, index, pending, ev.Reason.RESTORED)
+        for name, pending in turn.attendance.updates(index):
+            fates.refuse(turn, name, index, pending, ev.Reason.RESTORED)
         fragment.version += 1
         fragment.digest = event.digests[index]
         turn.effects.append(fx.PublishVersion(index, fragment.version, fragment.digest))

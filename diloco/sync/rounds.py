@@ -58,18 +58,16 @@ def standing(
     complete = live <= arrived
     if here < options.quorum_min:
         return QuorumStanding(False, False, lambda: f"{here} of at least quorum_min={options.quorum_min} sites arrived")
-    if options.quorum == "all":
+    if isinstance(options.quorum, str):  # "all"
         if len(members) > here or not arrived >= set(members):
             all_of = f"of all {len(members)} members"
             return QuorumStanding(
                 False, False, lambda: f"waiting for {', '.join(sorted(set(members) - arrived))} {all_of}"
             )
         return QuorumStanding(True, complete, lambda: f"all {len(members)} members arrived")
-    quorum = options.quorum
-    assert isinstance(quorum, int)
-    if here < quorum:
-        return QuorumStanding(False, False, lambda: f"{here} of quorum={quorum} sites arrived")
-    return QuorumStanding(True, complete, lambda: f"quorum={quorum} met by {', '.join(sorted(arrived))}")
+    if here < options.quorum:
+        return QuorumStanding(False, False, lambda: f"{here} of quorum={options.quorum} sites arrived")
+    return QuorumStanding(True, complete, lambda: f"quorum={options.quorum} met by {', '.join(sorted(arrived))}")
 
 
 def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, period_ns: int) -> int:
@@ -188,12 +186,8 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     if finding.why:
         what, why = "update_held" if pending.held else "outlier_admitted", f"sequence {event.sequence}: {finding.why}"
         turn.note(what, why, site=event.site, fragment=event.fragment)
-    if pending.held:
-        return
-    if event.norm > 0:  # 0: not measured.
+    if event.norm > 0 and pending.held is None:  # 0: not measured.
         line.vitals = [*line.vitals, vital][-state.health.history :]
-    if fragment.round is None:
-        open_round(turn, event.fragment)
 
 
 def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
@@ -225,17 +219,8 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     return verdict, finding
 
 
-def open_round(turn: Turn, index: int) -> Round:
-    """Open the fragment's round and return it; its members are the live sites without a held update."""
-    attendance = turn.attendance
-    members = [name for name in attendance.live if name not in attendance.holding[index]]
-    opened = turn.state.fragments[index].round = Round(members=members, opened_ns=turn.state.now_ns)
-    attendance.missed[index] = False
-    return opened
-
-
 def consider(turn: Turn, index: int) -> None:
-    """Close the fragment's round if it may close; start its grace when the quorum is met.
+    """Open the fragment's round where updates wait, close it if it may close; start its grace when the quorum is met.
 
     A merge under way keeps the round open, but quorum and grace do not wait for that merge.
     """
@@ -244,7 +229,10 @@ def consider(turn: Turn, index: int) -> None:
     if not arrived:
         fragment.round = None  # Every update of the round was refused: there is nothing to merge.
         return
-    collecting = fragment.round or open_round(turn, index)
+    if fragment.round is None:  # Its members are the live sites without a held update.
+        fragment.round = Round(sorted(turn.attendance.awaited(index)), state.now_ns)
+        turn.attendance.missed[index] = False
+    collecting = fragment.round
     shrunk = _shrink(turn, index, collecting)
     # The rounds of a fragment stay open until its region has a base: progress merged before could never go up.
     upstream = state.upstream if state.phase is Phase.RUNNING else None
@@ -263,7 +251,7 @@ def consider(turn: Turn, index: int) -> None:
     now_ns = state.now_ns
     if collecting.met_ns is None:
         collecting.met_ns = now_ns
-        live = [state.sites[name] for name in turn.attendance.live]
+        live = [state.sites[name] for name in sorted(turn.attendance.live)]
         step_ns = max([site.step_ns for site in live], default=0)
         fastest_ns = min([each for site in live if (each := admission.period_ns(site, index))], default=0)
         wait_ns = grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)
@@ -313,11 +301,7 @@ def standstill(machine: Machine, now_ns: int) -> dict[str, object] | None:
     if not rounds or state.phase is not Phase.RUNNING:
         return None
     since_ns, index = min(rounds)
-    periods_ns = []
-    for site in (state.sites[name] for name in attendance.live):
-        line = site.lines[index]
-        steps = max([line.usual_steps, *(pending.steps for pending in line.undecided)])
-        periods_ns.append(min(steps * site.step_ns, admission.seen_ns(site, index)))
+    periods_ns = [admission.period_ns(state.sites[name], index) for name in sorted(attendance.live)]
     bound_ns = max(options.site_timeout_ns, STANDSTILL_PERIODS * max(periods_ns, default=0))
     if now_ns - since_ns < bound_ns:
         return None
@@ -375,17 +359,14 @@ def outer_step(machine: Machine, index: int, leave_out: Collection[tuple[str, in
     omitted ones had never come, and there may be no contribution left.
     """
     options, fragment = machine.options, machine.state.fragments[index]
-    merging: list[tuple[str, list[Pending]]] = []
+    merging: dict[tuple[str, int], list[Pending]] = {}
     for name, pending in machine.attendance.merging(index):
-        if (name, pending.sequence) in leave_out:
-            continue
-        if options.merge_by == "site" and merging and merging[-1][0] == name:
-            merging[-1][1].append(pending)
-        else:
-            merging.append((name, [pending]))
+        if (name, pending.sequence) not in leave_out:
+            key = (name, pending.sequence if options.merge_by == "update" else 0)
+            merging.setdefault(key, []).append(pending)
     version, full_round = fragment.version, fragment.full_round
     bases, raw, updates_of = [], [], []
-    for name, updates in merging:
+    for (name, _), updates in merging.items():
         base = min([update.base_version for update in updates])
         tokens, steps = sum([update.tokens for update in updates]), sum([update.steps for update in updates])
         weight = full_round[name] if full_round else raw_weight(options.weights, tokens, steps)
@@ -394,7 +375,7 @@ def outer_step(machine: Machine, index: int, leave_out: Collection[tuple[str, in
         updates_of.append(tuple([UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates]))
     names = [name for name, _ in merging]
     contributions = tuple(map(Contribution, names, normalised(raw), bases, updates_of))
-    part = share(dict(merging), full_round) if merging else 1.0
+    part = share(set(names), full_round) if merging else 1.0
     return StartOuterStep(index, version + 1, contributions, part)
 
 

@@ -11,7 +11,6 @@ stored: rules change a site's status through it and notify it of a changed line.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
@@ -236,10 +235,6 @@ class OuterState:
     upstream: Upstream | None = None
     """A region's state towards the syncer above."""
 
-    def live(self) -> list[str]:
-        """Return the live sites, in site order."""
-        return sorted(name for name, site in self.sites.items() if site.status is Status.LIVE)
-
     def run_tokens(self) -> int:
         """Return the tokens merged, averaged over the fragments: each fragment counts every token once."""
         merged = sum(line.tokens_merged for site in self.sites.values() for line in site.lines)
@@ -252,9 +247,7 @@ class Attendance:
     def __init__(self, state: OuterState) -> None:
         fragments = range(len(state.fragments))
         self._state = state
-        self.live = state.live()
-        """In site order."""
-        self._live = set(self.live)
+        self.live = {name for name, site in state.sites.items() if site.status is Status.LIVE}
         self.arrived: list[set[str]] = [set() for _ in fragments]
         """For each fragment the sites with an update that waits for its round."""
         self.undecided: list[set[str]] = [set() for _ in fragments]
@@ -272,13 +265,10 @@ class Attendance:
     def set_status(self, name: str, status: Status) -> None:
         """Give a site, which may be new, its status and account for it."""
         self._state.sites[name].status = status
-        live = status is Status.LIVE
-        if live and name not in self._live:
-            self._live.add(name)
-            insort(self.live, name)
-        elif not live and name in self._live:
-            self._live.remove(name)
-            del self.live[bisect_left(self.live, name)]
+        if status is Status.LIVE:
+            self.live.add(name)
+        elif name in self.live:
+            self.live.remove(name)
             self.missed = [True for _ in self.missed]
 
     def line_changed(self, name: str, index: int) -> None:
@@ -295,7 +285,7 @@ class Attendance:
 
     def awaited(self, index: int) -> AbstractSet[str]:
         """Return the live sites for which the fragment's round waits: not those with a held update."""
-        return self._live - self.holding[index] if self.holding[index] else self._live
+        return self.live - self.holding[index] if self.holding[index] else self.live
 
     def run_tokens(self) -> int:
         """Like ``OuterState.run_tokens``."""
@@ -307,11 +297,14 @@ class Attendance:
         found = [(name, each) for name in self.arrived[index] for each in sites[name].lines[index].waiting()]
         return sorted(found, key=lambda pair: (pair[1].arrival, pair[0]))
 
+    def updates(self, index: int) -> list[tuple[str, Pending]]:
+        """Return the fragment's updates that have no fate, each with its site, by site and sequence."""
+        sites, names = self._state.sites, sorted(self.undecided[index])
+        return [(name, each) for name in names for each in sites[name].lines[index].undecided]
+
     def merging(self, index: int) -> list[tuple[str, Pending]]:
         """Return the updates of the outer step that is under way, each with its site, in the order of the merge."""
-        sites = self._state.sites
-        names = sorted(self.undecided[index])
-        return [(name, each) for name in names for each in sites[name].lines[index].undecided if each.merging]
+        return [(name, each) for name, each in self.updates(index) if each.merging]
 
 
 @dataclass(slots=True, eq=False, repr=False)

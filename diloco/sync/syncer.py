@@ -101,10 +101,9 @@ class OuterSync(Machine):
 
     def announced(self, fragment: int, version: int) -> ev.VersionPublished:
         """Return the event that announces a version to the sites, with the run's present state."""
-        state, attendance = self.state, self.attendance
-        run = (attendance.run_tokens(), self.progress_ppm(), state.lineage)
-        fastest_ns = admission.fastest_step_ns(state, attendance.live)
-        return ev.VersionPublished(state.epoch, fragment, version, *run, fastest_ns)
+        state = self.state
+        run = (self.attendance.run_tokens(), self.progress_ppm(), state.lineage)
+        return ev.VersionPublished(state.epoch, fragment, version, *run, admission.fastest_step_ns(state))
 
     def under_way(self, index: int, leave_out: Collection[tuple[str, int]] = ()) -> fx.StartOuterStep | fx.TakeVersion:
         """Return the effect under way that makes the next version of fragment ``index``, as if the updates of

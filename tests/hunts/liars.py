@@ -178,7 +178,7 @@ def play(seed: int, hunt: Hunt, counts: Counter[str]) -> tuple[float, float]:
         away = round(draw.expovariate(1 / 20)) if draw.random() < 0.02 else 0
         due[site.name] = now_ns + round(period_ns[site.name] * (1 + away) * draw.uniform(0.98, 1.02))
     honest_ns = min(site.step_ns for site in world.sites)
-    told_ns = fastest_step_ns(world.machine.state, world.machine.attendance.live)
+    told_ns = fastest_step_ns(world.machine.state)
     if told_ns < honest_ns // 8:
         hunt.violated(
             f"the sites are told of a step of {told_ns} ns, but the fastest takes {honest_ns}", seed=seed, n=1

@@ -14,7 +14,7 @@ from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import SECOND_NS, OuterOptions
-from diloco.sync.state import OuterState, Phase
+from diloco.sync.state import OuterState, Phase, Status
 from diloco.sync.syncer import OuterSync, Replay
 
 if TYPE_CHECKING:
@@ -74,12 +74,13 @@ def check_outer(state: OuterState) -> None:
 def check_attendance(machine: OuterSync) -> None:
     """What is counted along is what the memory says."""
     state, attendance = machine.state, machine.attendance
-    assert attendance.live == state.live()
+    live = [name for name, site in sorted(state.sites.items()) if site.status is Status.LIVE]
+    assert sorted(attendance.live) == live
     assert attendance.run_tokens() == state.run_tokens()
     for index, fragment in enumerate(state.fragments):
         lines = [(name, site.lines[index]) for name, site in sorted(state.sites.items())]
         arrived = [name for name, line in lines if line.waiting()]
-        awaited = [name for name, line in lines if name in state.live() and not line.holding()]
+        awaited = [name for name, line in lines if name in live and not line.holding()]
         assert sorted(attendance.arrived[index]) == arrived
         assert sorted(attendance.awaited(index)) == awaited
         assert sorted(attendance.undecided[index]) == [name for name, line in lines if line.undecided]

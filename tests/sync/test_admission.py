@@ -227,7 +227,7 @@ def test_no_site_makes_the_others_periods_short(step_ns: int, told_ns: int) -> N
         push(syncer, step_ns=step_ns)
         push(syncer, "b", after_s=0.0)
         syncer.done()
-    told = fastest_step_ns(syncer.machine.state, syncer.machine.attendance.live)
+    told = fastest_step_ns(syncer.machine.state)
     assert told == pytest.approx(told_ns, rel=0.01)
 
 

@@ -308,7 +308,8 @@ def heal(book: Book) -> None:
     """With enough live sites that all send something, every version rises: nothing waits for what cannot come."""
     syncer, state, options = book.syncer, book.syncer.machine.state, book.syncer.options
     settle(book)
-    live, needed = state.live(), options.quorum_min if options.quorum == "all" else options.quorum
+    live = sorted(syncer.machine.attendance.live)
+    needed = options.quorum_min if options.quorum == "all" else options.quorum
     before = [fragment.version for fragment in state.fragments]
     for index, version in enumerate(before):
         for name in live:

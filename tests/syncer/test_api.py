@@ -321,7 +321,7 @@ def test_leaving_is_answered_and_an_old_incarnation_cannot(syncer: Syncer) -> No
         with refused(status):
             syncer.api.leave(site, incarnation)
     syncer.api.leave("a", 2)
-    assert syncer.core.ask(lambda machine: machine.state.live()) == []
+    assert syncer.core.ask(lambda machine: machine.attendance.live) == set()
 
 
 def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_nothing_is_answered_or_carried_out_before_it_is_durable() -> None:
         desk.disk.gate.clear()
         joining, joined = background(desk.join)
         eventually(lambda: "append" in desk.disk.log, "the join is written")
-        asking, asked = background(lambda: desk.core.ask(lambda machine: machine.state.live()))
+        asking, asked = background(lambda: desk.core.ask(lambda machine: sorted(machine.attendance.live)))
         time.sleep(0.1)
         assert (joined, asked, desk.effects) == ([], [], [])
         desk.disk.gate.set()
@@ -404,7 +404,7 @@ def test_a_full_disk_holds_everything_back_but_early_questions_fills_no_inbox_an
         for _ in range(20):
             for call in (
                 lambda: desk.join("b"),
-                lambda: desk.core.ask(lambda machine: machine.state.live()),
+                lambda: desk.core.ask(lambda machine: sorted(machine.attendance.live)),
                 lambda: desk.core.do(lambda machine: None),
             ):
                 with pytest.raises(CoreHeld, match="disk full"):
@@ -451,7 +451,7 @@ def test_who_may_not_lead_tells_nobody_anything_not_even_what_it_knew_before() -
         effects = list(desk.effects)
         why[0] = "the lease was not renewed in time"
         with pytest.raises(CoreHeld, match="not renewed"):
-            desk.core.ask(lambda machine: machine.state.live())
+            desk.core.ask(lambda machine: sorted(machine.attendance.live))
         with pytest.raises(CoreHeld) as raised:
             desk.push()
         assert raised.value.kind is Unready.LEASE_LOST
