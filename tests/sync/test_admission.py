@@ -231,6 +231,15 @@ def test_no_site_makes_the_others_periods_short(step_ns: int, told_ns: int) -> N
     assert told == pytest.approx(told_ns, rel=0.01)
 
 
+def test_the_fastest_site_is_one_that_is_live() -> None:
+    syncer = running("a", "b", quorum=2)
+    syncer.push("a", step_ns=400 * MS)
+    syncer.push("b", step_ns=500 * MS)
+    assert fastest_step_ns(syncer.machine.state) == 400 * MS
+    syncer.handle(ev.SiteSilent("a"))
+    assert fastest_step_ns(syncer.machine.state) == 500 * MS
+
+
 # --- What looks like no other update, and what only looks unusual ----------------------------------------------------
 
 
@@ -328,6 +337,7 @@ def test_a_held_update_is_accepted_and_no_round_waits_for_its_site() -> None:
     effects = push(syncer, **FAR)
     assert (refusal(effects), notes(effects)) == (None, ["update_held"])
     assert syncer.machine.state.fragments[0].round is None
+    assert {vital.norm for vital in syncer.machine.state.sites["a"].lines[0].vitals} == {1.0}, "it is not usual yet"
     syncer.handle(ev.SiteLeft(1, "c", 1))
     syncer.machine.options.quorum = 1
     step = only(fx.StartOuterStep, push(syncer, "b"))
@@ -338,6 +348,10 @@ def test_a_held_update_is_accepted_and_no_round_waits_for_its_site() -> None:
     effects = push(syncer, **FAR)
     assert notes(effects) == ["update_held", "round_shrunk", "round_closed"]
     assert "held" in of(fx.Note, effects)[1].why
+    syncer = seasoned("a", "b", policy="hold")
+    syncer.machine.options.quorum = "all"
+    push(syncer, **FAR)
+    assert of(fx.StartOuterStep, push(syncer, "b")), "a round opens without the site"
 
 
 def test_an_operators_word_lets_a_held_update_in_once() -> None:

@@ -245,6 +245,17 @@ def test_what_comes_late_in_its_last_fragment_alone_is_shown_as_repeated() -> No
     assert (counts(syncer).merged, counts(syncer).repeated) == (2, 2)
 
 
+def test_what_comes_late_of_a_unit_that_was_given_back_keeps_it_from_being_leased_again() -> None:
+    syncer = leasing("a", "b")
+    ask(syncer, "a", 4)
+    merge(syncer, "a", 1, (0, 10))
+    ask(syncer, "a", 4, known=4, floor=30)
+    assert (counts(syncer).merged, counts(syncer).given_back) == (1, 2)
+    merge(syncer, "a", 2, (10, 20))
+    assert (counts(syncer).partly, counts(syncer).given_back) == (1, 1)
+    assert ask(syncer, "b", 1) == ((2, 1),)
+
+
 def test_an_ask_for_a_site_by_another_or_where_nothing_is_leased_changes_nothing() -> None:
     syncer = leasing("a")
     before = syncer.machine.snapshot()

@@ -41,6 +41,17 @@ def test_round_opened_in_a_merge_shrinks_when_a_member_is_gone(gone: ev.OuterEve
     assert state.sites["b"].status is not Status.LIVE
 
 
+def test_a_merge_under_way_keeps_an_update_that_is_too_stale_for_the_next_process() -> None:
+    syncer = running("a", staleness_max=2)
+    syncer.push("a")
+    syncer.done()
+    syncer.push("a", 2, base_version=0)
+    effects = syncer.restart(staleness_max=0)
+    assert of(fx.StartOuterStep, effects)
+    assert not of(fx.TellFate, effects)
+    assert only(fx.TellFate, syncer.done()).fate.merged
+
+
 def test_invariant_14_grace_that_ended_during_a_merge_is_not_begun_again() -> None:
     syncer = running("a", "b", grace_ns=SECOND_NS)
     syncer.push("a", at_s=0)
