@@ -231,7 +231,6 @@ def consider(turn: Turn, index: int) -> None:
         return
     if fragment.round is None:  # Its members are the live sites without a held update.
         fragment.round = Round(sorted(turn.attendance.awaited(index)), state.now_ns)
-        turn.attendance.missed[index] = False
     collecting = fragment.round
     shrunk = _shrink(turn, index, collecting)
     # The rounds of a fragment stay open until its region has a base: progress merged before could never go up.
@@ -295,23 +294,21 @@ def standstill(machine: Machine, now_ns: int) -> dict[str, object] | None:
     wait, for how many ``seconds``, the sites that it ``waits_for``, and ``why``; None where no round stands still.
     """
     options, state, attendance = machine.options, machine.state, machine.attendance
-    rounds = [
-        (each.round.opened_ns, at) for at, each in enumerate(state.fragments) if each.round and not each.round.met_ns
-    ]
+    rounds = [(each.round, at) for at, each in enumerate(state.fragments) if each.round and not each.round.met_ns]
     if not rounds or state.phase is not Phase.RUNNING:
         return None
-    since_ns, index = min(rounds)
+    collecting, index = min(rounds, key=lambda pair: pair[0].opened_ns)
+    waited_ns = now_ns - collecting.opened_ns
     periods_ns = [admission.period_ns(state.sites[name], index) for name in sorted(attendance.live)]
     bound_ns = max(options.site_timeout_ns, STANDSTILL_PERIODS * max(periods_ns, default=0))
-    if now_ns - since_ns < bound_ns:
+    if waited_ns < bound_ns:
         return None
-    collecting, here, live = state.fragments[index].round, attendance.arrived[index], attendance.awaited(index)
-    assert collecting is not None
+    here, live = attendance.arrived[index], attendance.awaited(index)
     lacking = [name for name in sorted({*collecting.members, *live}) if name not in here]
     why = standing(options, collecting.members, live, here, len(attendance.waiting(index))).why()
     if options.quorum != "all" or len(here) < options.quorum_min:
         why += f"; waiting for {', '.join(lacking)}" if lacking else "; no other site is live"
-    return {"fragment": index, "seconds": round((now_ns - since_ns) / 1e9, 1), "waits_for": lacking, "why": why}
+    return {"fragment": index, "seconds": round(waited_ns / 1e9, 1), "waits_for": lacking, "why": why}
 
 
 def _close(turn: Turn, index: int, why: str) -> None:

@@ -341,7 +341,7 @@ def fate_told(turn: SiteTurn, fate: ev.Fate) -> None:
     if sent.digest != fate.digest:
         turn.effects.append(fx.Join("another process of this site has used the number of an update of this one"))
         return
-    if sent.state is not SentState.ACCEPTED or sent.kept:
+    if sent.bytes_wanted:
         sent.state, sent.kept = SentState.ACCEPTED, False
         turn.effects.append(fx.Forget(fate.fragment, sent.sequence))
     if fate.merged:
