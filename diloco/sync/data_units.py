@@ -18,6 +18,7 @@ A long run of numbers that were leased and came back in order is one span, whate
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -108,10 +109,7 @@ class Holder(UnitList):
 
     def whole(self, unit: int) -> list[Span]:
         """Return the places that are merged in every fragment."""
-        found = self.merged[0]
-        for spans in self.merged[1:]:
-            found = common(found, spans)
-        return whole_units(found, unit)
+        return whole_units(reduce(common, self.merged), unit)
 
 
 @dataclass(slots=True)

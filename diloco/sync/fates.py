@@ -39,11 +39,12 @@ from diloco.sync.events import DISCARDING, Ending, Fate, Reason, UnitsAsked
 from diloco.sync.state import Machine, OuterState, Pending, Phase, Status, Turn
 
 
-def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, reason: Reason | None) -> TellFate:
-    """Give an accepted update its one fate: merged where ``reason`` is None, else refused."""
+def decide(turn: Turn, name: str, index: int, pending: Pending, reason: Reason | None) -> TellFate:
+    """Give an accepted update its one fate: merged in the present version where ``reason`` is None, else refused."""
     line = turn.state.sites[name].lines[index]
     line.undecided.remove(pending)
     turn.attendance.line_changed(name, index)
+    version = turn.state.fragments[index].version
     fate = Fate(index, pending.sequence, version, pending.tokens, pending.digest, reason)
     line.fates.append(fate)
     del line.fates[: -turn.options.fates_kept_max]
@@ -66,8 +67,7 @@ def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, re
 
 def refuse(turn: Turn, name: str, index: int, pending: Pending, reason: Reason) -> None:
     """Refuse an accepted update, tell its site, and log it."""
-    version = turn.state.fragments[index].version
-    turn.effects.append(decide(turn, name, index, pending, version, reason))
+    turn.effects.append(decide(turn, name, index, pending, reason))
     turn.note("update_refused", f"{reason.value}: sequence {pending.sequence}", site=name, fragment=index)
 
 

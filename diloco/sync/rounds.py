@@ -390,7 +390,7 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
         if line.usual_tokens:  # An update of several periods, or an exaggerated claim, has a bounded effect.
             tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
         line.usual_tokens, line.usual_steps = smoothed(line.usual_tokens, tokens), smoothed(line.usual_steps, steps)
-    decided = [fates.decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
+    decided = [fates.decide(turn, name, event.fragment, pending, None) for name, pending in merged]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *decided]
     fates.refuse_stale(turn, event.fragment)
     region.stepped(turn, event.fragment, [pending for _, pending in merged])
