@@ -171,13 +171,7 @@ def judge(options: HealthOptions, vital: Vital, own: list[Vital], others: list[V
     ratio = min([vital.norm / norm for norm in usual], default=None)
     z, cosines = None, [[each.cosine for each in window if each.cosine is not None] for window in (own, others)]
     if vital.cosine is not None and len(cosines[0]) >= options.history:  # Until its own window is full there is no z.
-        found = []
-        for window in cosines:
-            if len(window) >= options.history:
-                mean = sum(window) / len(window)
-                spread = sqrt(sum((each - mean) * (each - mean) for each in window) / len(window))
-                found.append((vital.cosine - mean) / max(spread, COSINE_SPREAD_MIN))
-        z = max(found)
+        z = max([_z(vital.cosine, window) for window in cosines if len(window) >= options.history])
     why: list[str] = []
     if ratio is not None and ratio > options.norm_ratio_max:
         why.append(f"its norm is {ratio:.3g} times the usual one, more than {options.norm_ratio_max:g}")
@@ -185,6 +179,13 @@ def judge(options: HealthOptions, vital: Vital, own: list[Vital], others: list[V
         below = f"{-z:.1f} spreads below the usual, more than {options.cosine_z_max:g}"
         why.append(f"its cosine {vital.cosine:.2f} is {below}")
     return Finding(ratio, z, "; ".join(why))
+
+
+def _z(cosine: float, window: list[float]) -> float:
+    """Return how many spreads ``cosine`` lies above the mean of the cosines in ``window``."""
+    mean = sum(window) / len(window)
+    spread = sqrt(sum((each - mean) * (each - mean) for each in window) / len(window))
+    return (cosine - mean) / max(spread, COSINE_SPREAD_MIN)
 
 
 def vital_of(machine: Machine, event: UpdateArrived) -> Vital:
