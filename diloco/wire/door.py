@@ -92,13 +92,14 @@ class TurnedAway:
         self._lock = threading.Lock()
         self._count = self._told = 0
         self._why = ""
-        self._told_s, self._due_s = -_TELL_EVERY_S, 0.0
+        self._due_s = 0.0
+        """The next report comes no sooner."""
 
     def add(self, why: str, count: int = 1) -> None:
         """Count ``count`` closed connections; the next report gives the latest ``why``."""
         with self._lock:
             if self._count == self._told:
-                self._due_s = max(time.monotonic() + _GATHER_S, self._told_s + _TELL_EVERY_S)
+                self._due_s = max(time.monotonic() + _GATHER_S, self._due_s)
             self._count += count
             self._why = why
 
@@ -108,7 +109,7 @@ class TurnedAway:
             count, why, now_s = self._count, self._why, time.monotonic()
             if count == self._told or now_s < self._due_s:
                 return
-            self._told, self._told_s = count, now_s
+            self._told, self._due_s = count, now_s + _TELL_EVERY_S
         self._tell(f"connections closed so far: {count}; {why}")
 
 
@@ -156,7 +157,8 @@ class WaitingRoom:
 
     total_max: int
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    _inside: dict[str, dict[object, Callable[[], object]]] = field(init=False, default_factory=dict)
+    _inside: dict[object, tuple[str, Callable[[], object]]] = field(init=False, default_factory=dict)
+    """The caller of each call and how to end it, in the order of arrival."""
 
     @contextmanager
     def enter(self, caller: str, cancel: Callable[[], object]) -> Iterator[None]:
@@ -164,35 +166,22 @@ class WaitingRoom:
         place = object()
         with self._lock:
             sent_away = None
-            if sum(map(len, self._inside.values())) >= self.total_max:
-                # max takes the first of equals, and callers are in the order of their arrival.
-                most = max(self._inside, key=lambda each: len(self._inside[each]))
-                longest, sent_away = next(iter(self._inside[most].items()))
-                self._leave(most, longest)
-            self._inside.setdefault(caller, {})[place] = cancel
+            if len(self._inside) >= self.total_max:
+                # Of callers with equally many calls, the one whose call came first loses one.
+                [(most, _)] = Counter(each for each, _ in self._inside.values()).most_common(1)
+                longest = next(place for place, (each, _) in self._inside.items() if each == most)
+                _, sent_away = self._inside.pop(longest)
+            self._inside[place] = caller, cancel
         if sent_away is not None:
             sent_away()
         try:
             yield
         finally:
             with self._lock:
-                self._leave(caller, place)
-
-    def _leave(self, caller: str, place: object) -> None:
-        mine = self._inside.get(caller, {})
-        mine.pop(place, None)
-        if not mine:
-            self._inside.pop(caller, None)
+                self._inside.pop(place, None)
 
 
 _SUPERSEDE_S = 2.0
-
-
-@dataclass(eq=False, slots=True)
-class _UnderWay:
-    incarnation: int
-    cancel: Callable[[], object]
-    gone: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)
@@ -205,8 +194,9 @@ class OneAtATime:
 
     what: str
     pushback_ms: int
-    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    _streams: dict[tuple[object, ...], _UnderWay] = field(init=False, default_factory=dict)
+    _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
+    _streams: dict[tuple[object, ...], tuple[int, Callable[[], object]]] = field(init=False, default_factory=dict)
+    """By key, the incarnation of the stream under way and how to end it."""
 
     @contextmanager
     def enter(self, key: tuple[object, ...], incarnation: int, cancel: Callable[[], object]) -> Iterator[None]:
@@ -215,29 +205,23 @@ class OneAtATime:
         Raises FAILED_PRECONDITION when a newer incarnation has the stream, and RESOURCE_EXHAUSTED when the older stream
         does not end within ``_SUPERSEDE_S``.
         """
-        mine = _UnderWay(incarnation, cancel)
-        before = self._take(key, mine)
-        if before is not None:
-            before.cancel()
-            if not before.gone.wait(_SUPERSEDE_S) or self._take(key, mine) is not None:
-                text = f"an older {self.what} with the same key has not ended yet: retry later"
-                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
+        with self._changed:
+            if key in self._streams:
+                holder, cancel_holder = self._streams[key]
+                if holder > incarnation:
+                    text = f"fenced: a newer incarnation of this site has this {self.what}"
+                    raise Refusal(Status.FAILED_PRECONDITION, text)
+                cancel_holder()
+                if not self._changed.wait_for(lambda: key not in self._streams, _SUPERSEDE_S):
+                    text = f"an older {self.what} with the same key has not ended yet: retry later"
+                    raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
+            self._streams[key] = incarnation, cancel
         try:
             yield
         finally:
-            with self._lock:
+            with self._changed:
                 del self._streams[key]
-            mine.gone.set()
-
-    def _take(self, key: tuple[object, ...], mine: _UnderWay) -> _UnderWay | None:
-        with self._lock:
-            before = self._streams.get(key)
-            if before is None:
-                self._streams[key] = mine
-            elif before.incarnation > mine.incarnation:
-                text = f"fenced: a newer incarnation of this site has this {self.what}"
-                raise Refusal(Status.FAILED_PRECONDITION, text)
-            return before
+                self._changed.notify_all()
 
 
 FOR_EACH_SITE = 256
@@ -265,15 +249,17 @@ class Connections:
         self._turned_away = TurnedAway(tell)
         self._lock = threading.Lock()
         self._under_way: Counter[str] = Counter()
-        self._used_s: dict[str, float] = {}
-        """By peer, when the last call ended on a connection on which a caller was admitted."""
-        self._seen_s: dict[str, float] = {}
+        self._used: dict[str, None] = {}
+        """The peers that were admitted, in the order in which their last call ended."""
+        self._seen: list[str] = []
+        """The peers that have a connection, in the order in which they were first seen."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def calling(self, peer: str) -> Iterator[None]:
         """Mark the connection of ``peer``, as gRPC names it, as having an admitted call under way."""
+        peer = unquote(peer)
         with self._lock:
             self._under_way[peer] += 1
         try:
@@ -281,7 +267,8 @@ class Connections:
         finally:
             with self._lock:
                 _one_less(self._under_way, peer)
-                self._used_s[peer] = time.monotonic()
+                self._used.pop(peer, None)
+                self._used[peer] = None
 
     def watch(self, port: int) -> None:
         """Start the thread that watches the connections to ``port``."""
@@ -306,18 +293,14 @@ class Connections:
     def look(self, port: int) -> bool:
         """Close idle connections above the threshold; return whether any was closed."""
         descriptors = os.listdir(_DESCRIPTORS)
-        if len(descriptors) <= self._room and len(self._used_s) <= self._places:
+        if len(descriptors) <= self._room and len(self._used) <= self._places:
             return False
-        now_s = time.monotonic()
         found = {peer: fd for fd in map(int, descriptors) if (peer := _peer_at(fd, port))}
-        self._seen_s = {peer: self._seen_s.get(peer, now_s) for peer in found}
+        self._seen = [peer for peer in dict.fromkeys([*self._seen, *found]) if peer in found]
         with self._lock:
-            busy = {unquote(peer) for peer in self._under_way}
-            self._used_s = {peer: used_s for peer, used_s in self._used_s.items() if unquote(peer) in found}
-            used_s = {unquote(peer): used_s for peer, used_s in self._used_s.items()}
-        idle = [peer for peer in found if peer not in busy]
-        strangers = sorted((peer for peer in idle if peer not in used_s), key=self._seen_s.__getitem__)
-        known = sorted((peer for peer in idle if peer in used_s), key=used_s.__getitem__)
+            self._used = {peer: None for peer in self._used if peer in found}
+            known = [peer for peer in self._used if peer not in self._under_way]
+            strangers = [peer for peer in self._seen if peer not in self._used and peer not in self._under_way]
         excess = len(found) - self._room
         chosen = _chosen(strangers, excess)
         chosen += _chosen(known, excess - len(chosen))
@@ -398,8 +381,11 @@ class Call:
     context: Any
     """gRPC's."""
     identity: Identity
-    caller: str
-    """The key by which calls are counted (``Identity.caller``)."""
+
+    @property
+    def caller(self) -> str:
+        """The key by which calls are counted: the identity's name, or the connection of a caller without a name."""
+        return self.identity.name or f"peer {self.context.peer()}"
 
 
 Work = Callable[[Call], Iterator[bytes]]
@@ -498,8 +484,7 @@ class Door:
         as an answer, and a delayed caller does not retry meanwhile.
         """
         if method in _FOR_STRANGERS:
-            stranger = Identity()
-            yield Call(method, requests, context, stranger, stranger.caller(context))
+            yield Call(method, requests, context, Identity())
             return
         try:
             identity = self.authenticator.identify(context)
@@ -508,11 +493,10 @@ class Door:
             with self._places.enter(""):
                 self._wait_for_turn("", self.options.calls_per_s)
             raise
-        caller = identity.caller(context)
-        with self.connections.calling(context.peer()), self._places.enter(caller):
-            self._wait_for_turn(caller, identity.grant.calls_per_s or self.options.calls_per_s)
+        call = Call(method, requests, context, identity)
+        with self.connections.calling(context.peer()), self._places.enter(call.caller):
+            self._wait_for_turn(call.caller, identity.grant.calls_per_s or self.options.calls_per_s)
             identity.check_role(method)
-            call = Call(method, requests, context, identity, caller)
             with self._lock:
                 self._inside.add(call)
             try:

@@ -193,10 +193,6 @@ class Identity:
         """``site/a``, ``admin`` ...; empty where ``anyone``."""
         return f"site/{self.site}" if self.site is not None else "".join(sorted(self.roles)[:1] * (not self.anyone))
 
-    def caller(self, context: Any) -> str:
-        """Return the key by which calls are counted: the name, or the connection of a caller without a name."""
-        return self.name or f"peer {context.peer()}"
-
     def check_role(self, method: str) -> None:
         """Raise PERMISSION_DENIED unless the table lets this caller call ``method``."""
         needs = NEEDS.get(method)
