@@ -137,14 +137,9 @@ class Gate:
             yield
         finally:
             with self._lock:
-                _one_less(self._inside, site)
-
-
-def _one_less(counts: Counter[str], key: str) -> None:
-    """Decrement ``counts[key]``; delete the key when it reaches 0."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+                self._inside[site] -= 1
+                if not self._inside[site]:
+                    del self._inside[site]
 
 
 @dataclass(eq=False)
@@ -240,7 +235,7 @@ def places(options: ServerOptions) -> int:
 
 
 class Connections:
-    """Watches the connections of one server in a thread, and closes idle ones when they are too many."""
+    """Watches the connections of one server, and closes idle ones when they are too many."""
 
     def __init__(self, places: int, counters: Counters, tell: Callable[[str], None]) -> None:
         self._places = places
@@ -248,42 +243,27 @@ class Connections:
         self._counters = counters
         self._turned_away = TurnedAway(tell)
         self._lock = threading.Lock()
-        self._under_way: Counter[str] = Counter()
-        self._used: dict[str, None] = {}
-        """The peers that were admitted, in the order in which their last call ended."""
+        self._calls: dict[str, int] = {}
+        """The number of calls under way of each admitted peer, in the order in which their last call ended."""
         self._seen: list[str] = []
         """The peers that have a connection, in the order in which they were first seen."""
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @contextmanager
     def calling(self, peer: str) -> Iterator[None]:
         """Mark the connection of ``peer``, as gRPC names it, as having an admitted call under way."""
         peer = unquote(peer)
         with self._lock:
-            self._under_way[peer] += 1
+            self._calls[peer] = self._calls.get(peer, 0) + 1
         try:
             yield
         finally:
             with self._lock:
-                _one_less(self._under_way, peer)
-                self._used.pop(peer, None)
-                self._used[peer] = None
+                self._calls[peer] = self._calls.pop(peer) - 1
 
-    def watch(self, port: int) -> None:
-        """Start the thread that watches the connections to ``port``."""
-        self._thread = threading.Thread(target=self._run, args=(port,), name="connections", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
-
-    def _run(self, port: int) -> None:
+    def watch(self, port: int, stopping: threading.Event) -> None:
+        """Watch the connections to ``port`` until ``stopping`` is set."""
         wait_s = _LOOK_S
-        while not self._stopping.wait(wait_s):
+        while not stopping.wait(wait_s):
             began_s = time.monotonic()
             crowded = self.look(port)
             took_s = time.monotonic() - began_s
@@ -293,14 +273,14 @@ class Connections:
     def look(self, port: int) -> bool:
         """Close idle connections above the threshold; return whether any was closed."""
         descriptors = os.listdir(_DESCRIPTORS)
-        if len(descriptors) <= self._room and len(self._used) <= self._places:
+        if len(descriptors) <= self._room and len(self._calls) <= self._places:
             return False
         found = {peer: fd for fd in map(int, descriptors) if (peer := _peer_at(fd, port))}
         self._seen = [peer for peer in dict.fromkeys([*self._seen, *found]) if peer in found]
         with self._lock:
-            self._used = {peer: None for peer in self._used if peer in found}
-            known = [peer for peer in self._used if peer not in self._under_way]
-            strangers = [peer for peer in self._seen if peer not in self._used and peer not in self._under_way]
+            self._calls = {peer: calls for peer, calls in self._calls.items() if calls or peer in found}
+            known = [peer for peer, calls in self._calls.items() if not calls]
+            strangers = [peer for peer in self._seen if peer not in self._calls]
         excess = len(found) - self._room
         chosen = _chosen(strangers, excess)
         chosen += _chosen(known, excess - len(chosen))

@@ -47,28 +47,23 @@ FILE_BYTES_MAX = 4 << 20
 RATE_MAX = 1e15
 
 
-class Needs(Enum):
-    """Which callers may call a method: in words, and the roles that suffice."""
-
-    SITE = "the site itself", frozenset[str]()
-    READER = "the site itself or an observer", ROLES
-    OBSERVER = "an observer or an admin", frozenset({"observer", "admin"})
-    ADMIN = "an admin", frozenset({"admin"})
-    STANDBY = "a standby or an admin", frozenset({"standby", "admin"})
-    KNOWN = "a caller that the syncer knows", ROLES
-
-
 _HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-_METHODS: Mapping[Needs, tuple[str, ...]] = {
-    Needs.SITE: ("Join", "Push", "Watch", "Report", "Leave"),
-    Needs.READER: ("Pull",),
-    Needs.OBSERVER: ("Status",),
-    Needs.ADMIN: ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach"),
-    Needs.STANDBY: ("Follow",),
-    Needs.KNOWN: ("Probe", _HEALTH_WATCH, _REFLECTION),
-}
-NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs in Needs for method in _METHODS[needs]})
+_OF_ADMINS = ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach")
+
+
+class Needs(Enum):
+    """Which callers may call which methods: in words, the roles that suffice, and the methods."""
+
+    SITE = "the site itself", frozenset[str](), ("Join", "Push", "Watch", "Report", "Leave")
+    READER = "the site itself or an observer", ROLES, ("Pull",)
+    OBSERVER = "an observer or an admin", frozenset({"observer", "admin"}), ("Status",)
+    ADMIN = "an admin", frozenset({"admin"}), _OF_ADMINS
+    STANDBY = "a standby or an admin", frozenset({"standby", "admin"}), ("Follow",)
+    KNOWN = "a caller that the syncer knows", ROLES, ("Probe", _HEALTH_WATCH, _REFLECTION)
+
+
+NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs in Needs for method in needs.value[2]})
 """What each method requires."""
 
 
@@ -200,7 +195,7 @@ class Identity:
             raise Refusal(Status.PERMISSION_DENIED, f"no caller may call {method}")
         if (self.anyone or self.site is not None) and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
             return
-        who, roles = needs.value
+        who, roles, _ = needs.value
         if not (self.roles | self.grant.roles) & roles:
             raise Refusal(Status.PERMISSION_DENIED, f"only {who} may do this")
 
@@ -278,8 +273,7 @@ class Authenticator:
         self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, {})
         self._permissions = Watched.where("permissions", options.permissions, read_permissions, EVERYTHING)
         self._revoked = Watched.where("revoked_file", options.revoked_file, read_revoked, Revoked())
-        files: tuple[Watched[Any], ...] = self._tokens, self._permissions, self._revoked
-        self.watched = [each for each in files if each.paths]
+        self.watched = self._tokens, self._permissions, self._revoked
         """The files that it reads."""
 
     def identify(self, context: Any) -> Identity:

@@ -26,7 +26,7 @@ from diloco.wire.door import Call, Door, Gate, places
 from diloco.wire.handlers import SyncHandlers, admin_handler, follow_handler
 from diloco.wire.identity import Authenticator
 from diloco.wire.messages import CONTROL_BYTES_MAX, Refusal, Status
-from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, check_bind, serving_credentials
+from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, Watched, check_bind, serving_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,8 +106,8 @@ def _standard_services(healthy: _Health, door: Door) -> list[Any]:
 class RunningServer:
     """A listening syncer.  ``address`` is ``host:port`` with the port that the system chose.
 
-    A thread reloads the access-control files: a change takes effect, for new calls and for those under way, within a
-    second.
+    One thread reloads the access-control files: a change takes effect, for new calls and for those under way, within a
+    second.  Another one watches the connections.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RunningServer:
         """
         check_bind(options.address, security)
         authenticator = Authenticator(security)
-        self._watched = list(authenticator.watched)
+        self._watched: list[Watched[Any]] = list(authenticator.watched)
         credentials: Any = None
         if security.tls_cert:
             certificate, credentials = serving_credentials(security)
@@ -142,7 +142,6 @@ class RunningServer:
             arguments.append(("grpc.max_connection_age_ms", int(options.connection_age_s * 1000)))
         self._server = grpc.server(self._threads, options=arguments, maximum_concurrent_rpcs=options.calls_max)
         self._health = _Health()
-        self._names = "", SYNC_SERVICE, ADMIN_SERVICE, options.run_id
         handlers = [
             SyncHandlers(api, self._door).generic_handler,
             admin_handler(api, self._door),
@@ -152,16 +151,17 @@ class RunningServer:
             handlers.append(follow_handler(follow, self._door))
         self._server.add_generic_rpc_handlers(handlers)
         self.address = _bind(self._server, options.address, credentials)
-        self._thread = threading.Thread(target=self._look, name="identity-files", daemon=True)
+        self._watchers = [threading.Thread(target=self._look, name="identity-files", daemon=True)]
+        if not self.address.startswith("unix:"):
+            watch = partial(self._door.connections.watch, int(self.address.rpartition(":")[2]), self._door.stopping)
+            self._watchers.append(threading.Thread(target=watch, name="connections", daemon=True))
 
     def start(self, *, ready: bool) -> None:
         """Answer from now on.  The health service reports ``ready`` for the run until method ``ready`` is called."""
         self.ready(ready)
         self._server.start()
-        if self._watched:
-            self._thread.start()
-        if not self.address.startswith("unix:"):
-            self._door.connections.watch(int(self.address.rpartition(":")[2]))
+        for thread in self._watchers:
+            thread.start()
 
     def _look(self) -> None:
         while not self._door.stopping.wait(_LOOK_S):
@@ -181,7 +181,7 @@ class RunningServer:
         SERVING, so that no orchestrator kills a process that is waiting.
         """
         response = health_pb2.HealthCheckResponse
-        for name in self._names:
+        for name in ("", SYNC_SERVICE, ADMIN_SERVICE, self._door.options.run_id):
             serves = ready or name in ("", ADMIN_SERVICE)
             self._health.set(name, response.SERVING if serves else response.NOT_SERVING)
 
@@ -192,9 +192,8 @@ class RunningServer:
         self._server.stop(grace_s).wait(grace_s + 5.0)
         self._threads.shutdown(wait=False)
         self._door.stalls.close()
-        if self._watched:
-            self._thread.join(timeout=5.0)
-        self._door.connections.close()
+        for thread in self._watchers:
+            thread.join(timeout=5.0)
 
 
 def _bind(server: Any, address: str, credentials: Any) -> str:

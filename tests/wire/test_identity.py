@@ -62,7 +62,7 @@ def refusal(call: Callable[[], object]) -> Refusal:
 
 def test_a_token_says_who_calls_and_is_never_shown(authenticator: Authenticator) -> None:
     found, b, next_b, admin = (authenticator.identify(Context(f"Bearer {token}")) for token in (A, B, NEXT_B, ADMIN))
-    assert (found, found.caller(Context())) == (Identity(site="a"), "site/a")
+    assert (found, found.name) == (Identity(site="a"), "site/a")
     assert b == next_b == Identity(site="b")
     assert (admin.name, admin.roles) == ("admin", {"admin"})
     unknown, twice = ["Bearer unknown-token-0123"], [f"Bearer {A}"] * 2
