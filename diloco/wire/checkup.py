@@ -148,18 +148,16 @@ def _certificate(address: str, port: int, limit_s: float) -> bytes:
 
 def _first_word(line: socket.socket) -> Heard:
     """Send the HTTP/2 preface and classify the answer, within the socket's own timeout."""
+    told = b""
     try:
         line.sendall(_PREFACE)
         with line.makefile("rb") as answer:
             told = answer.read(_FRAME_HEAD)
     except TimeoutError:
         return Heard.SILENCE
-    except ssl.SSLEOFError:
-        return Heard.CLOSED
-    except ssl.SSLError:
-        raise
-    except OSError:
-        return Heard.CLOSED
+    except OSError as error:
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            raise
     if not told:
         return Heard.CLOSED
     if told.startswith(b"HTTP/"):
