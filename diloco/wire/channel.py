@@ -12,6 +12,9 @@ Pacing.  A site limits its own bulk traffic so that other traffic gets a part of
 bulk gets all but ``CONTROL_SHARE``, which stays free for heartbeats and events however long a transfer takes.  A
 learned rate (``client.Learned``) leaves them less, and a transfer that probes for a higher rate leaves them nothing.
 
+Deal.  ``Deal`` gives each chunk of one payload, a push's or a pull's, to the stream that can send next.  With parts of
+equal length, the transfer would take as long as the slowest connection needs for its part.
+
 Line.  gRPC reads a client's certificate once, when a channel is made, and a site outlives its certificate.  So when a
 call fails because the syncer is unreachable, and the files have changed since, the line opens a new channel; calls on
 the old one end as on a lost connection.  A site may know several addresses, of the syncer and of the standbys that may
@@ -35,7 +38,7 @@ import grpc
 
 from diloco.sync.events import Reason
 from diloco.sync.link import SPAN_MIN_NS, later_rate
-from diloco.wire.chunks import ChunkError, DamagedChunk
+from diloco.wire.chunks import ChunkError, DamagedChunk, tail_chunk
 from diloco.wire.messages import (
     CHUNK_BYTES_MIN,
     MIB,
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
     from typing import Self
+
+    from diloco.wire.chunks import Span
 
 T = TypeVar("T")
 
@@ -246,6 +251,30 @@ class Pacer:
     def close(self) -> None:
         """Release all waiting threads."""
         self._ended.set()
+
+
+@dataclass(eq=False)
+class Deal:
+    """Distributes a payload from byte ``at`` to ``end`` over any number of streams, each in its own thread."""
+
+    at: int
+    """The first byte not yet given to a stream."""
+    end: int
+    pacer: Pacer
+    """The rate limit of all its streams together, so that one stream can use what another leaves."""
+    streams: int = 0
+    """How many streams have joined; the owner counts them."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def next(self, chunk_bytes: int) -> Span | None:
+        """Return the next span to send, at most ``chunk_bytes`` long; None when everything is distributed."""
+        with self._lock:
+            left = self.end - self.at
+            if not left:
+                return None
+            begin = self.at
+            self.at += min(left, tail_chunk(chunk_bytes, left, self.streams))
+            return begin, self.at
 
 
 BYTES_MIN = 2 * MIB

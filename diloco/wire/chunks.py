@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from diloco.wire.messages import Chunk
+    from diloco.wire.messages import Chunk, Frame
 
 Piece = tuple[int, memoryview]
 Span = tuple[int, int]
@@ -56,7 +56,7 @@ def cut(parts: Sequence[bytes | memoryview], begin: int, end: int, chunk_bytes: 
         start += len(view)
 
 
-def check_next(chunk: Chunk, offset: int, payload_bytes: int) -> None:
+def check_next(chunk: Chunk | Frame, offset: int, payload_bytes: int) -> None:
     """Raise ``ChunkError`` unless ``chunk`` is the next one of a payload of which ``offset`` bytes have arrived, and
     ``DamagedChunk`` if its data changed in transit."""
     if chunk.offset != offset:

@@ -11,7 +11,8 @@ link limited the transfer.  So one transfer in ``LOOK_AGAIN`` has no rate limit,
 starts over.
 
 Push.  One stream opens a push and commits it.  Where one TCP connection cannot fill the path, additional streams carry
-chunks as well.  Each stream takes the next unsent chunk whenever flow control permits, so a slow one takes fewer.
+chunks as well.  Each stream takes the next unsent chunk (``channel.Deal``) whenever flow control permits, so a slow one
+takes fewer.
 gRPC's own threads make the messages (``requests``, ``beside``) while the caller's thread reads the answers.
 
 Pull.  At most one stream on each bulk connection fills a ``PullSink``, which keeps the bytes for the next attempt.
@@ -36,6 +37,7 @@ from diloco.wire.channel import (
     REPLICATION_SERVICE,
     SYNC_SERVICE,
     Arrival,
+    Deal,
     Guard,
     Line,
     Pacer,
@@ -45,7 +47,7 @@ from diloco.wire.channel import (
     check_address,
     split_addresses,
 )
-from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkSize, DamagedChunk, bytes_at_risk, tail_chunk
+from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkSize, DamagedChunk, bytes_at_risk
 from diloco.wire.messages import (
     AGAINS_MAX,
     CHUNK_BYTES_MIN,
@@ -81,12 +83,13 @@ from diloco.wire.messages import (
     WireError,
 )
 from diloco.wire.options import ClientOptions, SecurityOptions
-from diloco.wire.pulling import pieces
+from diloco.wire.pulling import Patience, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from diloco.wire.pulling import Patience, PulledVersion, PullSink
+    from diloco.wire.chunks import Span
+    from diloco.wire.pulling import PulledVersion, PullSink
 
 FAR_S = 0.01
 LOOK_AGAIN = 20
@@ -177,19 +180,17 @@ class Pushing:
         self.header = replace(self.header, frames=True, progress=progress, others=others)
         self._guard = Guard(self.client.stalls, self.client.options.stall_s)
         self._changed = threading.Condition()
-        self._at = 0
-        """The first byte that was never sent."""
+        self.deal = Deal(0, len(self.payload), self.client.pacer, streams=1)
+        """What was never sent, for all streams."""
         self._began = self._held = 0
         self.admitted = False
         """Whether the syncer has admitted the push; an attempt that breaks before that loses no bytes."""
-        self._again: deque[tuple[int, int]] = deque()
+        self._again: deque[Span] = deque()
         self._agains = 0
-        self._stopped = self._committed = False
-        self.streams = 1
-        """The streams that are open, or about to be opened."""
+        self._stopped = False
         self._others: list[tuple[Stream[PushReply], threading.Thread]] = []
-        self._carrying: set[Guard] = set()
-        self._broken: set[Guard] = set()
+        self._carrying: dict[Guard, bool] = {}
+        """Whether a stream was given any chunk; False: it broke before that, and gets none."""
         self._failed: WireError | None = None
 
     def run(self) -> PushResult:
@@ -231,10 +232,10 @@ class Pushing:
 
     def _open_others(self, first: Stream[PushReply], offset: int) -> None:
         worth = (self.header.payload_bytes - offset) // PIECE_BYTES_MIN
-        for bulk in self.bulk[1 : 1 + worth]:
+        others = self.bulk[1 : 1 + worth]
+        self.deal.streams = 1 + len(others)
+        for bulk in others:
             guard = Guard(self.client.stalls, self.client.options.stall_s)
-            with self._changed:
-                self.streams += 1
             stream = Stream(bulk, "Push", self.beside(guard), lambda raw: self._heard(raw, None), guard)
             thread = threading.Thread(target=self._listen, args=(stream, first, guard), name="push-beside", daemon=True)
             thread.start()
@@ -250,9 +251,6 @@ class Pushing:
             if self.carries(guard) or isinstance(error, Nonsense):  # Otherwise the push continues without this stream.
                 self._failed = self._failed or error
                 first.cancel()
-        finally:
-            with self._changed:
-                self.streams -= 1
 
     def admit(self, admitted: PushAdmitted) -> None:
         """Note that the syncer holds ``admitted.offset`` bytes and wants the rest."""
@@ -261,7 +259,7 @@ class Pushing:
         with self._changed:
             self._began = admitted.offset
             self._held = max(self._held, admitted.offset)
-            self._at = max(self._at, admitted.offset)
+            self.deal.at = max(self.deal.at, admitted.offset)
             self.admitted = True
             self._changed.notify_all()
 
@@ -275,14 +273,13 @@ class Pushing:
 
     def again(self, wanted: PushAgain) -> None:
         """Send the ``wanted`` bytes again.  ``MalformedMessage`` if they were never sent, or after ``AGAINS_MAX``."""
-        if wanted.offset + wanted.length > self._at:
+        if wanted.offset + wanted.length > self.deal.at:
             raise MalformedMessage(f"offset is {wanted.offset}: the syncer requests bytes again that were never sent")
         with self._changed:
             self._agains += 1
             if self._agains > AGAINS_MAX:
                 raise MalformedMessage(f"the syncer requests chunks again for the {self._agains}th time")
-            self._again.append((wanted.offset, wanted.length))
-            self._committed = False
+            self._again.append((wanted.offset, wanted.offset + wanted.length))
             self._guard.limit(self.client.options.stall_s)
             self._changed.notify_all()
 
@@ -300,45 +297,39 @@ class Pushing:
             self._changed.wait_for(lambda: self._stopped or self.admitted or self.at_once)
         while not self._stopped:
             yield from self._chunks(self._guard)
-            with self._changed:
-                if self._stopped:
-                    return
-                if self._again:
-                    continue
-                self._committed = True
+            if self._stopped or self._again:
+                continue
             yield self._packed(PushCommit(self.header.payload_bytes, self.header.digest))
             with self._changed:
-                if self._committed:
+                if not self._again:
                     self._guard.limit(self.client.options.answer_s)
                 self._changed.wait_for(lambda: self._stopped or self._again)
 
     def beside(self, guard: Guard) -> Iterator[bytes]:
-        """Yield the messages of an additional stream, which ``streams`` counts already."""
+        """Yield the messages of an additional stream."""
         yield self._packed(replace(self.header, beside=True))
         yield from self._chunks(guard)
 
     def carries(self, guard: Guard) -> bool:
-        """Mark the additional stream of ``guard`` as broken, so that it gets no more chunks.
+        """Note that the additional stream of ``guard`` has broken, so that it gets no first chunk any more.
 
         Returns whether it was given any: those are lost, so the whole push is broken.
         """
         with self._changed:
-            self._broken.add(guard)
-            return guard in self._carrying
+            return self._carrying.setdefault(guard, False)
 
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
         bytes_max = self.client.pacer.chunk_bytes(self.client.options.chunk_bytes)
         size = ChunkSize(CHUNK_BYTES_MIN, bytes_max, careful=self._began > 0)
-        while (place := self._next(size.bytes, guard)) is not None:
-            offset, length = place
-            self.client.pacer.wait(length, guard)
-            data = self.payload[offset : offset + length]
+        while (span := self._next(size.bytes, guard)) is not None:
+            begin, end = span
+            self.client.pacer.wait(end - begin, guard)
             began_s = time.monotonic()
-            yield self._packed(Frame(offset, data))
+            yield self._packed(Frame(begin, self.payload[begin:end]))
             size.took(time.monotonic() - began_s)
             guard.touch()
 
-    def _next(self, chunk_bytes: int, guard: Guard) -> tuple[int, int] | None:
+    def _next(self, chunk_bytes: int, guard: Guard) -> Span | None:
         with self._changed:
             # Bytes requested again go on the stream that commits: on another one, the commit would overtake them.
             again = self._again if guard is self._guard else ()
@@ -349,22 +340,16 @@ class Pushing:
                     self._stopped
                     or again
                     or not self.breaks
-                    or self._at <= self._held
-                    or self._at + chunk_bytes <= self._held + bytes_at_risk(self.breaks, self._held - self._began)
+                    or self.deal.at <= self._held
+                    or self.deal.at + chunk_bytes <= self._held + bytes_at_risk(self.breaks, self._held - self._began)
                 )
             )
-            if self._stopped or guard in self._broken:
+            if self._stopped or self._carrying.get(guard) is False:
                 return None
-            if again:
-                self._carrying.add(guard)
-                return self._again.popleft()
-            left = len(self.payload) - self._at
-            if not left:
-                return None
-            offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, self.streams))
-            self._at += length
-            self._carrying.add(guard)
-            return offset, length
+            span = self._again.popleft() if again else self.deal.next(chunk_bytes)
+            if span is not None:
+                self._carrying[guard] = True
+            return span
 
     def _packed(self, part: PushPart) -> bytes:
         message = convert.pack_push(part)
@@ -383,67 +368,52 @@ CONFIRMATIONS_MAX = 3
 class Pulling:
     """Fills ``sink``, over at most one stream on each of the client's bulk connections.
 
-    When the payload's length is unknown, the first stream asks for it, and the others join once the header shows that
-    it is long; when it is known, all ask at once.
+    A pull begins with as many streams as the last payload of the fragment was worth, at least one; the others join once
+    a header shows that this payload is longer.
     """
 
     def __init__(
-        self, client: SyncClient, ask: PullAsk, sink: PullSink, arrival: Arrival | None, patience: Patience | None
+        self, client: SyncClient, ask: PullAsk, sink: PullSink, arrival: Arrival | None, patience: Patience
     ) -> None:
         """``ask.bytes_per_s`` is the rate limit of all streams together.  ``arrival`` takes the progress; None where
         the link is not measured.  ``patience`` is for a version that may not be published yet."""
         self.client, self.ask, self.sink, self.arrival, self.patience = client, ask, sink, arrival, patience
         self.bulk = client.in_turn()
-        self.at_once = max(1, client.lengths.get(ask.fragment, 0) // PIECE_BYTES_MIN)
-        """How many of ``bulk`` ask without waiting for the first one's header."""
         self._lock = threading.Lock()
         self._streams: list[Stream[bool]] = []
+        self._threads: list[threading.Thread] = []
+        """Of the streams begun beside the first, in the order of ``bulk``."""
         self._failed: WireError | None = None
-        self._spoiled = False
-        self._damaged = self._began = 0
+        self._damaged, self._began = 0, sink.bytes_held
 
     def run(self) -> PulledVersion:
         """Pull until the version is complete.  On ``Refused`` or ``Unreachable`` the sink keeps what was received."""
-        held, self._began = self.sink.header, self.sink.bytes_held
         try:
-            if held is not None and self._began > 0 and held.fragment == self.ask.fragment:
+            if self._began:
                 try:
                     # Even if nothing is missing, ask for the header again: it holds the present fates.
-                    self._ask_for_missing(held)
-                    return self._rest(held)
+                    self._ask_for_missing()
+                    return self._rest()
                 except Refused as refused:
                     if refused.status is not Status.NOT_FOUND:
                         raise
                     self._failed = None
             self.sink.clear()
-            return self._pull_from_start()
+            wait_ns = int(self.patience.seconds * 1e9)
+            deal = 1 + secrets.randbits(61) if len(self.bulk) > 1 else 0
+            ask = replace(self.ask, wait_ns=wait_ns, deal=deal)  # The syncer applies one rate limit to a whole deal.
+            self._ask([ask] * max(1, self.client.lengths.get(ask.fragment, 0) // PIECE_BYTES_MIN))
+            return self._rest()
         except (Refused, Unreachable) as error:
             self.sink.broke_off()
             self.sink.breaks += isinstance(error, Unreachable)
             raise
 
-    def _pull_from_start(self) -> PulledVersion:
-        wait_ns = int(self.patience.seconds * 1e9) if self.patience is not None else 0
-        deal = 1 + secrets.randbits(61) if len(self.bulk) > 1 else 0
-        ask = replace(self.ask, wait_ns=wait_ns, deal=deal)  # The syncer applies one rate limit to a whole deal.
-        first, later = self.bulk[: self.at_once], self.bulk[self.at_once :]
-        others: list[threading.Thread] = []
-
-        def begun(header: PullHeader) -> None:
-            worth = header.payload_bytes // PIECE_BYTES_MIN - len(first)
-            if header.frames and not others:
-                others.extend(self._begin([replace(ask, wait_ns=0)] * max(0, worth), later))
-
-        others_first = self._begin([ask] * (len(first) - 1), first[1:])
-        self._stream(first[0], ask, begun)
-        self._join([*others_first, *others])
-        return self._rest(self.sink.header)
-
-    def _rest(self, header: PullHeader | None) -> PulledVersion:
+    def _rest(self) -> PulledVersion:
         """Ask for the missing bytes until none are missing; ``Unreachable`` when an attempt brings none."""
-        while header is not None and (missing := self.sink.missing()):
+        while missing := self.sink.missing():
             damaged = self._damaged
-            self._ask_for_missing(header)
+            self._ask_for_missing()
             if self.sink.missing() == missing and self._damaged == damaged:
                 break
         try:
@@ -451,55 +421,46 @@ class Pulling:
         except DamagedChunk as error:
             raise Unreachable(f"Pull: {error}") from error
 
-    def _ask_for_missing(self, header: PullHeader) -> None:
+    def _ask_for_missing(self) -> None:
         """Ask once for missing bytes, over several streams, each with its share of the rate limit."""
-        missing = self.sink.missing()
-        if not missing:
-            spans = [(header.payload_bytes, header.payload_bytes)]
-        elif not header.frames:  # A syncer that sends no frames (protocol 2) ignores lengths.
-            spans = [(missing[0][0], 0)]
-        else:
-            breaks, passed = self.sink.breaks, self.sink.bytes_held - self._began
-            most = bytes_at_risk(breaks, passed) // len(self.bulk) if breaks else header.payload_bytes
-            spans = pieces(missing, len(self.bulk), max(CHUNK_BYTES_MIN, most))
+        header, breaks, passed = self.sink.header, self.sink.breaks, self.sink.bytes_held - self._began
+        assert header is not None
+        most = bytes_at_risk(breaks, passed) // len(self.bulk) if breaks else header.payload_bytes
+        spans = pieces(self.sink.missing(), len(self.bulk), max(CHUNK_BYTES_MIN, most))
         rate = self.ask.bytes_per_s
         if rate and len(spans) > 1:
             rate = max(1, rate // len(self.bulk))  # At least 1, because 0 means no limit.
-        ask = replace(self.ask, want_version=header.version, bytes_per_s=rate)
-        asks = [replace(ask, offset=begin, length=max(0, end - begin)) for begin, end in spans]
-        others = self._begin(asks[1:], self.bulk[1:])
+        ask = replace(self.ask, want_version=header.version, bytes_per_s=rate, offset=header.payload_bytes)
+        self._ask([replace(ask, offset=begin, length=end - begin) for begin, end in spans] or [ask])
+
+    def _ask(self, asks: Sequence[PullAsk]) -> None:
+        """Run a stream for each of ``asks``, and those that join meanwhile; raises the error that ended them."""
+        self._begin_others(asks)
         self._stream(self.bulk[0], asks[0])
-        self._join(others)
-
-    def _begin(self, asks: Sequence[PullAsk], bulk: Sequence[Line]) -> list[threading.Thread]:
-        """Open a stream for each of ``asks``, each in its own thread."""
-        threads = [
-            threading.Thread(target=self._stream, args=(line, ask), name="pull-piece", daemon=True)
-            for line, ask in zip(bulk, asks, strict=False)
-        ]
-        for thread in threads:
-            thread.start()
-        return threads
-
-    def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for all threads; raises the error of the first stream that failed."""
-        for thread in threads:
+        for thread in self._threads:
             thread.join()
-        if self._spoiled:
+        self._threads.clear()
+        if isinstance(self._failed, Nonsense):
             self.sink.clear()
         if self._failed is not None:
             raise self._failed
 
-    def _stream(self, bulk: Line, ask: PullAsk, begun: Callable[[PullHeader], None] = lambda header: None) -> None:
+    def _begin_others(self, asks: Sequence[PullAsk]) -> None:
+        """Begin a stream for each of ``asks`` but the first, on its own connection, unless it was begun already."""
+        with self._lock:
+            for line, ask in [*zip(self.bulk, asks, strict=False)][1 + len(self._threads) :]:
+                thread = threading.Thread(target=self._stream, args=(line, ask), name="pull-piece", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _stream(self, bulk: Line, ask: PullAsk) -> None:
         """Run one of several concurrent streams; on failure it sets ``_failed`` and ends the others."""
         stall_s = self.client.options.stall_s
         guard = Guard(self.client.stalls, stall_s)
-        if self.patience is not None and ask.wait_ns:
+        if ask.wait_ns:
             self.patience.begin(guard, stall_s)
         try:
-            with Stream(
-                bulk, "Pull", convert.pack_pull(ask), lambda raw: self._take(raw, ask, guard, begun), guard
-            ) as stream:
+            with Stream(bulk, "Pull", convert.pack_pull(ask), lambda raw: self._take(raw, ask, guard), guard) as stream:
                 with self._lock:
                     self._streams.append(stream)
                     failed = self._failed is not None
@@ -507,20 +468,20 @@ class Pulling:
                     all(stream)  # Reads until ``_take`` returns False.
         except WireError as error:
             with self._lock:
-                self._spoiled = self._spoiled or isinstance(error, Nonsense)
-                self._failed = self._failed or error
+                if self._failed is None or isinstance(error, Nonsense):
+                    self._failed = error
                 running = list(self._streams)
             for stream in running:
                 stream.cancel()
 
-    def _take(self, raw: bytes, ask: PullAsk, guard: Guard, begun: Callable[[PullHeader], None]) -> bool:
+    def _take(self, raw: bytes, ask: PullAsk, guard: Guard) -> bool:
         """Handle one message; return whether to read on."""
         self.client.down.count(len(raw))
         if self.arrival is not None:
             self.arrival.more(len(raw))
         part = convert.unpack_pull_part(raw)
         if isinstance(part, PullHeader):
-            if self.patience is not None and ask.wait_ns:
+            if ask.wait_ns:
                 self.patience.came(guard)
             if part.fragment != ask.fragment or (part.from_version != ask.have_version and not part.whole):
                 raise MalformedMessage(f"fragment {part.fragment} from version {part.from_version} was not asked for")
@@ -530,9 +491,10 @@ class Pulling:
                         return False  # A version was published between two streams' asks: ``_rest`` asks for this span.
                     raise MalformedMessage(f"version {part.version} is not the one that the pull began with")
                 self.sink.begin(part)
-            begun(part)
+            if ask.deal:
+                self._begin_others([replace(ask, wait_ns=0)] * (part.payload_bytes // PIECE_BYTES_MIN))
             return True
-        if isinstance(part, Frame) and not part.intact:
+        if not part.intact:
             with self._lock:
                 self._damaged += 1
                 if self._damaged > AGAINS_MAX:
@@ -718,10 +680,10 @@ class SyncClient(ServiceClient):
         """
         arrival = self.down.begin(self._rtt_s)
         ask = replace(ask, bytes_per_s=arrival.sent_at if arrival is not None else self.down.bytes_per_s)
-        pulled = Pulling(self, ask, sink, arrival, patience).run()
+        pulled = Pulling(self, ask, sink, arrival, patience or Patience(0.0)).run()
         self.down.over(arrival)
         self._check_epoch("Pull", pulled.header.epoch)
-        if pulled.parts and pulled.header.frames:  # A syncer of protocol 2 supports one stream only.
+        if pulled.parts:
             self.lengths[ask.fragment] = pulled.header.payload_bytes
         return pulled
 

@@ -16,8 +16,8 @@ Join, where the shell's refusal names the difference).
 
 Push.  ``Receiving`` takes the bytes of one push, over one stream or several, and writes them in order to a session.
 
-Pull over several streams.  ``Deal`` gives each chunk of one payload to the stream that can send next.  With parts of
-equal length, the pull would take as long as the slowest connection needs for its part.
+Pull over several streams.  The streams of one pull share a ``channel.Deal``, which ``Deals`` finds by the number that
+their asks have in common.
 
 Frame cache.  Sites pull a version at the same time, so the frames made for one site are what the next site needs.
 Making a frame reads its data, hashes it and copies it into newly allocated memory; ``Repeats`` caches the latest frames
@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,8 +43,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 
 from diloco.wire import convert
-from diloco.wire.channel import ADMIN_SERVICE, REPLICATION_SERVICE, SYNC_SERVICE, Arrival, Guard, Pacer, filler
-from diloco.wire.chunks import ChunkError, ChunkSize, DamagedChunk, Window, check_next, cut, tail_chunk
+from diloco.wire.channel import ADMIN_SERVICE, REPLICATION_SERVICE, SYNC_SERVICE, Arrival, Deal, Guard, Pacer, filler
+from diloco.wire.chunks import ChunkError, ChunkSize, DamagedChunk, Window, check_next, cut
 from diloco.wire.door import Call, Gate, OneAtATime
 from diloco.wire.messages import (
     AGAINS_MAX,
@@ -87,7 +87,7 @@ from diloco.wire.options import FRAMES_KEPT
 if TYPE_CHECKING:
     from collections.abc import Generator, Hashable, Iterator
 
-    from diloco.wire.chunks import Piece, Span
+    from diloco.wire.chunks import Piece
     from diloco.wire.convert import M
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
@@ -238,45 +238,43 @@ class Receiving:
         self._streams = 1
         self._over = False
 
-    def chunk(self, chunk: Chunk) -> None:
-        """Take a chunk, which must be the next one.  ``ChunkError`` when it is not, or is damaged."""
-        with self._changed:
-            check_next(chunk, self.window.offset, self.header.payload_bytes)
-            self.window.accept(chunk.offset, memoryview(chunk.data))
+    def take(self, part: Chunk | Frame) -> PushAgain | None:
+        """Take a piece; return the request to send it again when it was damaged or found no room, else None.
 
-    def frame(self, frame: Frame) -> PushAgain | None:
-        """Take a frame; return the request to send it again when it was damaged or found no room, else None.
-
-        Raises ``ChunkError`` past the declared length, ``DamagedChunk`` when the push is over or has too many retries.
+        A sender without frames cannot send again, and sends in order: ``ChunkError`` for a piece that is not the next
+        one, and ``DamagedChunk`` for a damaged one.  For all, ``ChunkError`` past the declared length, and
+        ``DamagedChunk`` when the push is over or has too many retries.
         """
-        end = frame.offset + len(frame.data)
+        if not self.header.frames:
+            check_next(part, self.window.offset, self.header.payload_bytes)
+        end = part.offset + len(part.data)
         if end > self.header.payload_bytes:
-            raise ChunkError(f"frame at offset {frame.offset} ends at {end} of {self.header.payload_bytes} bytes")
+            raise ChunkError(f"frame at offset {part.offset} ends at {end} of {self.header.payload_bytes} bytes")
         until_s = time.monotonic() + ROOM_WAIT_S
         with self._changed:
             while not self._over:
-                if not frame.intact:
-                    return self._ask(frame, "was damaged on the way")
-                if self.window.accept(frame.offset, frame.data):
-                    self._asked.discard(frame.offset)
+                if not part.intact:
+                    return self._ask(part, "was damaged on the way")
+                if self.window.accept(part.offset, memoryview(part.data)):
+                    self._asked.discard(part.offset)
                     self._changed.notify_all()
                     return None
                 # The missing bytes come on another stream, so waiting helps only if there is one.  If a chunk was
-                # requested again, it may come after this frame on this very stream: do not wait then.
+                # requested again, it may come after this one on this very stream: do not wait then.
                 waits = self._streams > 1 and not self._asked
                 if not waits or not self._changed.wait(until_s - time.monotonic()):
-                    return self._ask(frame, "found no room")
+                    return self._ask(part, "found no room")
         raise DamagedChunk("the push that this stream belongs to is over")
 
-    def _ask(self, frame: Frame, why: str) -> PushAgain | None:
-        if frame.offset + len(frame.data) <= self.window.offset:
+    def _ask(self, part: Chunk | Frame, why: str) -> PushAgain | None:
+        if part.offset + len(part.data) <= self.window.offset:
             return None
         self.agains += 1
         if self.agains > AGAINS_MAX:
-            raise DamagedChunk(f"chunk at offset {frame.offset} {why}, after {AGAINS_MAX} retries in this push")
-        self._asked.add(frame.offset)
+            raise DamagedChunk(f"chunk at offset {part.offset} {why}, after {AGAINS_MAX} retries in this push")
+        self._asked.add(part.offset)
         self._changed.notify_all()
-        return PushAgain(frame.offset, len(frame.data))
+        return PushAgain(part.offset, len(part.data))
 
     def await_rest(self, moved: Callable[[], object], active: Callable[[], bool]) -> bool:
         """After the commit, wait until the other streams have brought the rest, or a chunk is requested again.
@@ -324,7 +322,7 @@ class Receivings:
 
     @contextmanager
     def open(self, header: PushHeader, session: PushSession) -> Iterator[Receiving]:
-        """Register an admitted push while the context lasts."""
+        """Register an admitted push while the context lasts; there is one at a time of the same header."""
         receiving = Receiving(header, session)
         with self._changed:
             self._open[header] = receiving
@@ -334,8 +332,7 @@ class Receivings:
         finally:
             receiving.close()
             with self._changed:
-                if self._open.get(header) is receiving:
-                    del self._open[header]
+                del self._open[header]
 
     def of(self, header: PushHeader, timeout_s: float, active: Callable[[], bool]) -> Receiving:
         """Return the push that an additional stream belongs to.
@@ -355,30 +352,6 @@ class Receivings:
 
 DEALS_KEPT = 16
 """Deals remembered per client, so that a stream that starts after the others are done finds nothing left to send."""
-
-
-@dataclass(eq=False)
-class Deal:
-    """Distributes a payload from byte ``at`` to ``end`` over any number of streams, each in its own thread."""
-
-    at: int
-    """The first byte not yet given to a stream."""
-    end: int
-    pacer: Pacer
-    """The rate limit of all its streams together, so that one stream can use what another leaves."""
-    streams: int = 0
-    """How many streams have joined; ``Deals`` counts them."""
-    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-
-    def next(self, chunk_bytes: int) -> Span | None:
-        """Return the next span to send, at most ``chunk_bytes`` long; None when everything is distributed."""
-        with self._lock:
-            left = self.end - self.at
-            if not left:
-                return None
-            begin = self.at
-            self.at += min(left, tail_chunk(chunk_bytes, left, self.streams))
-            return begin, self.at
 
 
 class Deals:
@@ -580,11 +553,8 @@ class SyncHandlers:
 
     def _taken(self, receiving: Receiving, part: Chunk | Frame, identity: Identity) -> Iterator[bytes]:
         self._door.charge_bytes("payload_bytes_in", "bytes_per_s", len(part.data), identity)
-        if isinstance(part, Chunk):
-            receiving.chunk(part)
-            return
         before = receiving.window.offset
-        again = receiving.frame(part)
+        again = receiving.take(part)
         if receiving.header.progress and receiving.window.offset > before:
             yield convert.pack_push_reply(PushAdmitted(receiving.window.offset, frames=True))
         if again is not None:
@@ -604,31 +574,27 @@ class SyncHandlers:
         ):
             yield convert.pack_watch_event(Alive())
             until_s = time.monotonic() + self._options.connection_age_s
+            silent_until_s = time.monotonic() + self._options.alive_s
             while self._door.serves(call.context):
                 if call.identity.certificate and time.monotonic() > until_s:
                     raise Refusal(Status.UNAVAILABLE, "this stream is too old: connect again with a certificate")
-                event = self._next_event(feed, call.context)
+                asked_s = time.monotonic()
+                wait_s = max(0.0, min(_FEED_WAIT_S, silent_until_s - asked_s))
+                event = feed.get(wait_s)
                 guard.touch()
+                if event is None:
+                    # A closed feed returns None at once and must not make this loop spin.
+                    self._door.stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
+                    if time.monotonic() < silent_until_s:
+                        continue
+                    event = Alive()
                 yield convert.pack_watch_event(event)
                 guard.touch()
                 if isinstance(event, Dropped):
                     return
+                silent_until_s = time.monotonic() + self._options.alive_s
             if self._door.stopping.is_set():
                 raise Refusal(Status.UNAVAILABLE, STOPS)
-
-    def _next_event(self, feed: WatchFeed, context: Any) -> WatchEvent:
-        silent_until_s = time.monotonic() + self._options.alive_s
-        while self._door.serves(context):
-            asked_s = time.monotonic()
-            if asked_s >= silent_until_s:
-                break
-            wait_s = min(_FEED_WAIT_S, silent_until_s - asked_s)
-            event = feed.get(wait_s)
-            if event is not None:
-                return event
-            # A closed feed returns None at once and must not make this loop spin.
-            self._door.stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
-        return Alive()
 
     # --- Pull --------------------------------------------------------------------------------------------------
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from diloco.wire.channel import Guard
-from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, Holes, check_next, checksum
-from diloco.wire.messages import (
-    Chunk,
-    Frame,
-    MalformedMessage,
-    PullHeader,
-)
+from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, Holes, checksum
+from diloco.wire.messages import MalformedMessage, PullHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from diloco.wire.chunks import Span
+    from diloco.wire.messages import Chunk, Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +44,6 @@ class PullSink:
         self.breaks: int
         """Interrupted attempts at the payload held."""
         self._hold(bytearray())
-
-    @property
-    def offset(self) -> int:
-        """Bytes held before the first missing one."""
-        with self._lock:
-            return self._holes.first_missing
 
     @property
     def bytes_held(self) -> int:
@@ -116,15 +107,13 @@ class PullSink:
         return spare if payload_bytes <= len(spare) <= 2 * payload_bytes else bytearray(payload_bytes)
 
     def accept(self, chunk: Chunk | Frame) -> None:
-        """Store a piece of the payload; frames may come in any order.  ``ChunkError`` when its bytes are not missing.
+        """Store a piece of the payload, in any order.  ``ChunkError`` when its bytes are not missing.
 
-        A damaged frame is ignored, and its bytes stay missing.
+        A damaged one is ignored, and its bytes stay missing.
         """
         if self.header is None:
             raise MalformedMessage("a chunk came before the header")
-        if isinstance(chunk, Chunk):
-            check_next(chunk, self.offset, self.header.payload_bytes)
-        elif not chunk.intact:
+        if not chunk.intact:
             return
         offset, end = chunk.offset, chunk.offset + len(chunk.data)
         with self._lock:
@@ -141,8 +130,8 @@ class PullSink:
         """Return the complete version.  ``DamagedChunk`` for missing bytes or a wrong checksum of the whole."""
         if self.header is None:
             raise DamagedChunk("the stream ended before the header")
-        if self.missing():
-            raise DamagedChunk(f"payload ends at {self.offset} of {self.header.payload_bytes} bytes")
+        if missing := self.missing():
+            raise DamagedChunk(f"payload ends at {missing[0][0]} of {self.header.payload_bytes} bytes")
         told = self.header.payload_crc32
         if told and checksum((self._view[: self.header.payload_bytes],)) != told:
             self.clear()
@@ -163,13 +152,11 @@ class PullSink:
         memory = pulled.parts[0].obj if pulled.parts else None
         if not isinstance(memory, bytearray):
             return
-        try:
+        with suppress(BufferError):
             for part in pulled.parts:
                 part.release()
             memory.append(memory.pop())  # Raises while another view of a part exists.
-        except BufferError:
-            return
-        self._spare = memory
+            self._spare = memory
 
 
 @dataclass(eq=False)

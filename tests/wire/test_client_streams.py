@@ -167,7 +167,6 @@ def test_a_stream_for_which_no_chunk_was_left_carries_none() -> None:
     guards = [Guard(STALLS, 1.0) for _ in range(3)]
     one, early, late = (push.beside(guard) for guard in guards)
     for beside in (one, early, late):
-        push.streams += 1
         next(beside)
     assert isinstance(unpack_push(next(one)), Frame)
     assert not push.carries(guards[1])
@@ -212,7 +211,6 @@ def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way(asid
 def test_what_is_wanted_again_goes_on_the_stream_that_commits() -> None:
     push = sending(streams=2)
     requests, beside = begun(push), push.beside(Guard(STALLS, 1.0))
-    push.streams += 1
     next(beside)
     for _ in range(4):
         next(requests)

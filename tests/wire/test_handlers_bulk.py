@@ -59,34 +59,34 @@ def test_frames_in_any_order_reach_the_session_in_theirs() -> None:
         places = list(range(100, 1000, 100))
         random.Random(seed).shuffle(places)
         for offset in places:
-            assert receiving.frame(frame(offset)) is None
+            assert receiving.take(frame(offset)) is None
             assert session.held == PAYLOAD[: len(session.held)]
         assert receiving.await_rest(lambda: None, lambda: True)
         assert session.held == PAYLOAD
     receiving, session = opened(held=500)  # What came already is passed over and never wanted again.
     for came in (frame(100), frame(100, intact=False), frame(450)):
-        assert receiving.frame(came) is None
+        assert receiving.take(came) is None
     assert session.held == PAYLOAD[:550]
 
 
 def test_what_finds_no_room_is_wanted_again_and_memory_is_bounded() -> None:
     receiving, session = opened(BIG)
     began_s = time.monotonic()
-    answers = [receiving.frame(big(offset)) for offset in range(MIB, 2 * WINDOW_BYTES, MIB)]
+    answers = [receiving.take(big(offset)) for offset in range(MIB, 2 * WINDOW_BYTES, MIB)]
     assert time.monotonic() - began_s < handlers.ROOM_WAIT_S, "no other stream can bring what is missing"
     kept = answers.count(None)
     assert kept * MIB == WINDOW_BYTES
     assert answers[kept:] == [PushAgain((kept + 1 + at) * MIB, MIB) for at in range(len(answers) - kept)]
-    assert receiving.frame(big(0)) is None
+    assert receiving.take(big(0)) is None
     assert len(session.held) == WINDOW_BYTES + MIB
 
 
 def test_a_stream_that_is_ahead_waits_for_one_that_is_behind_but_not_too_long(aside: Aside, monkeypatch: Patch) -> None:
     receiving, session = opened(BIG)
     with receiving.stream_beside():
-        ahead = aside(lambda: [receiving.frame(big(offset)) for offset in range(MIB, 2 * WINDOW_BYTES, MIB)])
+        ahead = aside(lambda: [receiving.take(big(offset)) for offset in range(MIB, 2 * WINDOW_BYTES, MIB)])
         assert not wait_until(ahead.done, seconds=0.3), "it ran further ahead than the window is long"
-        receiving.frame(big(0))
+        receiving.take(big(0))
         assert set(ahead.result(WAIT_S)) == {None}
         assert session.held == BIG[: 2 * WINDOW_BYTES]
         monkeypatch.setattr(handlers, "ROOM_WAIT_S", 0.05)
@@ -94,16 +94,16 @@ def test_a_stream_that_is_ahead_waits_for_one_that_is_behind_but_not_too_long(as
     receiving, _ = opened(BIG)
     with receiving.stream_beside():
         for offset in range(MIB, WINDOW_BYTES + MIB, MIB):
-            assert receiving.frame(big(offset)) is None
+            assert receiving.take(big(offset)) is None
         late = big(WINDOW_BYTES + MIB)
-        assert receiving.frame(late) == PushAgain(late.offset, MIB), "it lets fall what it brought"
+        assert receiving.take(late) == PushAgain(late.offset, MIB), "it lets fall what it brought"
 
 
 def test_a_push_has_bounds() -> None:
     receiving, session = opened()
     for intact in (True, False):
         with pytest.raises(ChunkError, match="ends at 1001 of 1000"):
-            receiving.frame(Frame(901, memoryview(PAYLOAD)[:100], intact=intact))
+            receiving.take(Frame(901, memoryview(PAYLOAD)[:100], intact=intact))
     with ExitStack() as streams:
         for _ in range(STREAMS_MAX - 1):
             streams.enter_context(receiving.stream_beside())
@@ -127,7 +127,7 @@ def test_streams_find_the_push_that_they_belong_to_as_long_as_it_is(aside: Aside
             with pytest.raises(DamagedChunk, match="is over"):
                 find(**other)
     looks = [True, True, False]
-    for late in (find, lambda: find(0.05), lambda: find(20.0, lambda: looks.pop(0)), lambda: receiving.frame(frame(0))):
+    for late in (find, lambda: find(0.05), lambda: find(20.0, lambda: looks.pop(0)), lambda: receiving.take(frame(0))):
         with pytest.raises(DamagedChunk, match="is over"):
             late()
     assert not session.held, "a session that is closed was written to"
@@ -137,17 +137,17 @@ def test_a_commit_before_the_last_chunks_waits_for_them_and_for_nothing_that_can
     moved: list[int] = []
     receiving, _ = opened(others=1)
     rest = aside(receiving.await_rest, lambda: moved.append(1), lambda: True)
-    receiving.frame(frame(0, 500))
+    receiving.take(frame(0, 500))
     assert not wait_until(rest.done, seconds=0.1)
-    receiving.frame(frame(500, 500))
+    receiving.take(frame(500, 500))
     assert rest.result(WAIT_S)
     assert moved
     for others in (0, 1):
         receiving, _ = opened(others=others)
-        receiving.frame(frame(0, 500))
+        receiving.take(frame(0, 500))
         with pytest.raises(DamagedChunk, match="ends at 500"):
             receiving.await_rest(lambda: None, lambda others=others: others == 0)
-    assert receiving.frame(frame(500, 500, intact=False)) == PushAgain(500, 500)
+    assert receiving.take(frame(500, 500, intact=False)) == PushAgain(500, 500)
     assert not receiving.await_rest(lambda: None, lambda: True)
 
 

@@ -17,7 +17,6 @@ from diloco.wire.client import SyncClient
 from diloco.wire.convert import pack_pull_part, unpack_pull
 from diloco.wire.handlers import PullSource
 from diloco.wire.messages import KIB, MIB, Chunk, Frame, MalformedMessage, PullAsk, PullHeader, Unreachable
-from diloco.wire.options import ClientOptions
 from diloco.wire.pulling import Patience, PulledVersion, PullSink, pieces
 from tests.wire.conftest import Aside, Patch, Wired, answering
 from tests.wire.fake_syncer import DIGEST, RUN, push_header
@@ -49,21 +48,21 @@ def test_bytes_are_kept_for_the_same_version_with_newer_fates_and_dropped_for_an
         sink = begun(until=stop)
         with pytest.raises(DamagedChunk):
             sink.finish()
-        assert sink.offset == stop
+        assert sink.missing() == [(stop, len(JOINED))]
         sink.begin(replace(HEADER, fates=()))
-        assert sink.offset == stop
+        assert sink.missing() == [(stop, len(JOINED))]
         assert tuple(map(bytes, feed(sink, stop).finish().parts)) == PARTS
     for changes in ({"version": 10, "part_bytes": (15, 3, 3)}, {"digest": "0" * 64}, {"payload_crc32": 1}):
         sink = begun(until=8)
         sink.begin(replace(HEADER, **changes))
-        assert sink.offset == 0
+        assert sink.bytes_held == 0
 
 
 def test_the_whole_is_compared_where_its_checksum_is_told_and_nothing_comes_before_its_header() -> None:
     sink = begun(payload_crc32=HEADER.payload_crc32 ^ 1)
     with pytest.raises(DamagedChunk, match="whole payload differs"):
         sink.finish()
-    assert sink.offset == 0
+    assert sink.bytes_held == 0
     assert tuple(map(bytes, begun(payload_crc32=0).finish().parts)) == PARTS
     with pytest.raises(MalformedMessage, match="before the header"):
         PullSink().accept(Frame(0, memoryview(b"a")))
@@ -96,7 +95,7 @@ def test_frames_come_in_any_order_and_each_once_and_a_damaged_one_leaves_its_byt
             with pytest.raises(ChunkError, match="not missing"):
                 sink.accept(frame)
     assert sink.missing() == [(8, 12)]
-    assert (sink.offset, sink.bytes_held) == (8, len(JOINED) - 4)
+    assert sink.bytes_held == len(JOINED) - 4
     with pytest.raises(DamagedChunk, match="ends at 8 of 21"):
         sink.finish()
     sink.accept(Frame(8, memoryview(JOINED)[8:12]))
@@ -108,7 +107,7 @@ def test_parts_come_out_as_declared_and_memory_is_used_again_once_it_is_given_ba
     first = begun(sink).finish()
     assert (first.header, tuple(map(bytes, first.parts))) == (HEADER, PARTS)
     assert all(part.readonly for part in first.parts)
-    assert (sink.offset, sink.header) == (0, None)
+    assert (sink.bytes_held, sink.header) == (0, None)
     memory = first.parts[0].obj
     second = begun(sink).finish()
     assert second.parts[0].obj is not memory, "it was not given back"
@@ -132,7 +131,7 @@ def test_memory_of_about_the_same_length_is_used_again(length: int) -> None:
     sink.begin(PullHeader(0, 7, 8, False, "int4", 64, length, (length,), DIGEST, checksum((payload,)), ()))
     assert sink.missing() == [(0, length)]
     sink.accept(Frame(0, memoryview(payload)))
-    assert (sink.offset, sink.bytes_held, sink.missing()) == (length, length, [])
+    assert (sink.bytes_held, sink.missing()) == (length, [])
     pulled = sink.finish()
     assert bytes(pulled.parts[0]) == payload
     assert (pulled.parts[0].obj is memory) == (11 <= length <= 21)
@@ -273,7 +272,7 @@ def test_bulk_keeps_over_all_its_streams_to_the_rate_that_its_site_has_set(wired
     assert 0.8 < time.monotonic() - pulled_s < 10.0
 
 
-def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -> None:
+def test_a_syncer_of_an_earlier_protocol_answers_with_chunks() -> None:
     """It sends everything from the offset, whatever else was asked, and the checksum of the whole counts."""
     crc = checksum((PAYLOAD,))
     asked: list[int] = []
@@ -290,7 +289,7 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -
     handlers = {"Pull": grpc.unary_stream_rpc_method_handler(pull)}
     with (
         answering(grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)) as address,
-        SyncClient(address, "site-a", RUN, options=ClientOptions(data_channels=4)) as client,
+        SyncClient(address, "site-a", RUN) as client,
     ):
         assert bytes(client.pull(ASK, PullSink()).parts[0]) == PAYLOAD
         assert asked == [0, 640 * KIB]
