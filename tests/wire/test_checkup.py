@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -60,6 +62,18 @@ def test_a_server_that_refuses_to_list_its_services_has_none_by_name() -> None:
 
 def greeted(address: str, security: SecurityOptions = SecurityOptions(), limit_s: float = 5.0) -> Greeting:  # noqa: B008
     return greet("127.0.0.1", int(address.rpartition(":")[2]), "127.0.0.1", security, limit_s)
+
+
+def test_a_connection_that_ends_without_an_answer_is_closed_and_an_error_of_tls_is_raised() -> None:
+    failures: list[OSError] = [ConnectionResetError(), ssl.SSLEOFError(), TimeoutError(), ssl.SSLError("refused")]
+
+    def makefile(mode: str) -> Any:
+        raise failures.pop(0)
+
+    line: Any = SimpleNamespace(sendall=len, makefile=makefile)
+    assert [module._first_word(line) for _ in range(3)] == [Heard.CLOSED, Heard.CLOSED, Heard.SILENCE]
+    with pytest.raises(ssl.SSLError, match="refused"):
+        module._first_word(line)
 
 
 def test_what_is_no_syncer_is_known_by_its_first_word(aside: Aside) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ from diloco.wire.messages import (
 from diloco.wire.options import ServerOptions
 from tests.hunts import flooding
 from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
-from tests.wire.conftest import Patch, Start, Wired, ended, refused
+from tests.wire.conftest import Aside, Patch, Start, Wired, ended, refused
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
 from tests.wire.relay import until_reached, wait_until
 
@@ -228,6 +229,22 @@ def test_an_older_stream_that_does_not_end_is_waited_for_with_a_bound() -> None:
         pass
 
 
+def test_an_older_stream_that_ends_is_waited_for_no_longer(monkeypatch: Patch, aside: Aside) -> None:
+    monkeypatch.setattr("diloco.wire.door._SUPERSEDE_S", 3 * WAIT_S)
+    one, over = OneAtATime("push", 50), threading.Event()
+
+    def older() -> bool:
+        with one.enter(("a",), 1, over.set):
+            return over.wait(WAIT_S)
+
+    ended = aside(older)
+    assert wait_until(lambda: one._streams)
+    began_s = time.monotonic()
+    with one.enter(("a",), 2, lambda: None):
+        assert time.monotonic() - began_s < WAIT_S
+    assert ended.result(WAIT_S)
+
+
 def test_a_full_waiting_room_sends_away_the_longest_of_the_caller_that_has_most() -> None:
     room = WaitingRoom(3)
     gone: list[str] = []
@@ -293,9 +310,9 @@ def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_non
             """Which of them are over after a look of a server with so many places; three quarters stay."""
             connections = Connections(places, counters, str)
             stack.enter_context(connections.calling(busy))
-            for peer in (early, late):
+            for peer in (late, early, late):
                 with connections.calling(peer):
-                    time.sleep(0.001)
+                    pass
             connections.look(port)
             return [number for number, each in enumerate(dialled) if flooding.is_over(each)]
 

@@ -249,6 +249,11 @@ def test_watch_says_that_it_is_alive_and_ends_when_dropped(start: Start) -> None
     wired.syncer.feeds[1].close()
     assert [unpack_watch_event(next(stream)) for _ in range(2)] == [Alive()] * 2
     assert wired.syncer.feeds[1].gets < 20, "a feed that is closed does not spin"
+    stream = watch(start(alive_s=0.9))
+    next(stream)
+    begun_s = time.monotonic()
+    next(stream)
+    assert time.monotonic() - begun_s > 0.7, "it looks for events more often than it says that it is alive"
 
 
 def test_a_new_watch_ends_the_old_one_and_an_older_incarnation_is_fenced(wired: Wired) -> None:

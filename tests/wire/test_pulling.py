@@ -261,6 +261,23 @@ def test_a_version_that_was_not_asked_for_is_not_taken(wired: Wired, monkeypatch
             wired.client().pull(ASK, PullSink())
 
 
+def test_nothing_is_kept_of_an_answer_that_cannot_be() -> None:
+    def pull(raw: bytes, context: Any) -> Iterator[bytes]:
+        size = len(PAYLOAD)
+        yield pack_pull_part(PullHeader(0, 2, 3, False, "int4", 2 * size, size, (size,), DIGEST, 0, ()))
+        for _ in range(2):
+            yield pack_pull_part(Frame(0, memoryview(PAYLOAD)[: 64 * KIB]))
+
+    handlers, sink = {"Pull": grpc.unary_stream_rpc_method_handler(pull)}, PullSink()
+    with (
+        answering(grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)) as address,
+        SyncClient(address, "site-a", RUN) as client,
+        pytest.raises(Unreachable, match="bytes that are not missing"),
+    ):
+        client.pull(ASK, sink)
+    assert sink.bytes_held == 0
+
+
 def test_bulk_keeps_over_all_its_streams_to_the_rate_that_its_site_has_set(wired: Wired) -> None:
     short = PAYLOAD[: 2 * MIB]
     wired.syncer.publish(short)
