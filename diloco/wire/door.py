@@ -272,10 +272,12 @@ class Connections:
 
     def look(self, port: int) -> bool:
         """Close idle connections above the threshold; return whether any was closed."""
-        descriptors = os.listdir(_DESCRIPTORS)
+        descriptors: Sequence[int] = range(min(open_files.limits()[0], open_files.WANTED))
+        with suppress(OSError):  # Where no descriptor is left to read the folder with, all are tried.
+            descriptors = [int(each) for each in os.listdir(_DESCRIPTORS)]
         if len(descriptors) <= self._room and len(self._calls) <= self._places:
             return False
-        found = {peer: fd for fd in map(int, descriptors) if (peer := _peer_at(fd, port))}
+        found = {peer: fd for fd in descriptors if (peer := _peer_at(fd, port))}
         self._seen = [peer for peer in dict.fromkeys([*self._seen, *found]) if peer in found]
         with self._lock:
             self._calls = {peer: calls for peer, calls in self._calls.items() if calls or peer in found}

@@ -352,6 +352,9 @@ class Receivings:
 
 DEALS_KEPT = 16
 """Deals remembered per client, so that a stream that starts after the others are done finds nothing left to send."""
+ASKERS_KEPT = 256
+"""How many clients ``Deals`` remembers, and how many (payload, client) pairs ``Repeats``; the oldest goes first.
+Without authentication, a caller may invent a client for each call."""
 
 
 class Deals:
@@ -365,7 +368,9 @@ class Deals:
         """Join one more stream to the deal ``ask.deal`` of ``asker``; a different version makes a different deal."""
         key = (ask.deal, header.fragment, header.from_version, header.version, header.whole, header.payload_bytes)
         with self._lock:
-            mine = self._of.setdefault(asker, {})
+            mine = self._of[asker] = self._of.pop(asker, {})
+            if len(self._of) > ASKERS_KEPT:
+                del self._of[next(iter(self._of))]
             deal = mine.get(key)
             if deal is None:
                 while len(mine) >= DEALS_KEPT:
@@ -373,10 +378,6 @@ class Deals:
                 deal = mine[key] = Deal(0, header.payload_bytes, Pacer(ask.bytes_per_s))
             deal.streams += 1
         return deal
-
-
-ASKERS_KEPT = 256
-"""How many (payload, client) pairs ``Repeats`` remembers as begun; the oldest is forgotten first."""
 
 
 class Repeats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import stat
 import sys
@@ -328,6 +329,24 @@ def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_non
         assert {0, 1, 2} & {*over(3)} == {0}, "the one that has not called for longest"
         assert {0, 1, 2} & {*over(1)} == {0, 1}
         assert stat.S_ISSOCK(os.fstat(taken[2].fileno()).st_mode), "it is not ours to close"
+
+
+def test_connections_are_closed_also_where_no_descriptor_is_left() -> None:
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listening.getsockname()[1]
+        dialled = [stack.enter_context(socket.create_connection(("127.0.0.1", port), BOUND_S)) for _ in range(8)]
+        for _ in dialled:
+            stack.enter_context(listening.accept()[0])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1 + max(map(int, os.listdir("/dev/fd"))), hard))
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(stack.enter_context(open(os.devnull)))
+        assert Connections(4, Counters(), str).look(port)
+        assert sum(flooding.is_over(each) for each in dialled) == 5
 
 
 def test_the_oldest_of_the_address_that_has_most_goes() -> None:

@@ -176,6 +176,15 @@ def test_another_asker_another_number_and_another_version_are_other_deals_with_a
     assert deals.join("site-a", replace(ASK, deal=1), LONG).next(MIB) is not None
 
 
+def test_the_deals_of_so_many_askers_are_remembered() -> None:
+    deals = Deals()
+    deals.join("first", ASK, LONG).next(LONG.payload_bytes)
+    for others, remembered in ((ASKERS_KEPT - 1, True), (ASKERS_KEPT, False)):
+        for count in range(others):
+            deals.join(f"invented-{count}", ASK, LONG)
+        assert (deals.join("first", ASK, LONG).next(MIB) is None) == remembered
+
+
 DATA = memoryview(bytes(range(100)))
 CHUNK = 64 * KIB
 SHORT = LINES[: 2 * CHUNK] + MARKS + LINES[2 * CHUNK : 4 * CHUNK]
