@@ -58,7 +58,7 @@ from diloco.sync.fates import known_already
 from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
 from diloco.sync.state import Phase
 from diloco.sync.state import Status as SiteStatus
-from diloco.syncer.core import Core, CoreHeld, NotHandedIn, Room
+from diloco.syncer.core import Core, NotHandedIn, Room
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.publish import EarlierDigests, Feeds, Holdings, as_known, published
 from diloco.syncer.replicator import Replicator
@@ -385,12 +385,9 @@ class Api:
             retake = self.holdings.differing(report.versions, echoed, self._earlier if earlier else None)
             return ReportReply(state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending, retake)
 
-        try:
-            reply = core.ask(look)
-        except CoreHeld:  # The site gets no answer, but the status shows its figures.
-            if core.ask(is_known, early=True) and self.tally.heard(report):
-                self.emit("reported", recorded(report))
-            raise
+        if core.ask(is_known, early=True) and self.tally.heard(report):  # Status shows it also while the loop is held.
+            self.emit("reported", recorded(report))
+        reply = core.ask(look)
         if reply.known:
             if (lacking := report.units) is not None:
                 asked = UnitsAsked(0, report.site_id, report.incarnation, **asdict(lacking))
@@ -400,8 +397,6 @@ class Api:
                 assert isinstance(units, AnswerUnits), units
                 if units.reason is None:
                     reply = replace(reply, units=UnitsTold(units.first, units.pieces))
-            if self.tally.heard(report):
-                self.emit("reported", recorded(report))
             bases = {fragment: report.versions[fragment] for fragment in reply.retake}
             for fragment, version in self.tally.differing(report.site_id, bases).items():
                 why = f"its copy of fragment {fragment} is not version {version}; it must fetch the whole fragment"

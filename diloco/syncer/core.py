@@ -3,7 +3,7 @@
 A single thread owns the state machine. Each turn it takes the events that have arrived, lets the machine decide, writes
 the records in one frame, makes the frame durable with one fsync, and only then carries out the effects. So an ack, a
 fate or a version never leaves before its record is on disk. If a condition is missing (free disk space, say), the loop
-waits in ``settle``. Meanwhile it answers only status questions, and it resumes where it stopped once the condition
+waits in ``settle``. Meanwhile only status questions are answered, and it resumes where it stopped once the condition
 holds. Long work (outer steps, snapshots) runs in a second thread and comes back as an event or not at all.
 
 A failure of either thread ends the process (``on_failure``). After a failed fsync nothing may be acknowledged any
@@ -240,7 +240,7 @@ class Core:
     """
 
     machine: OuterSync
-    """Only the loop's thread may touch it."""
+    """Only the loop's thread may touch it; any other one asks."""
     store: Store
     carry_out: Callable[[OuterEffect], None]
     _: KW_ONLY
@@ -258,7 +258,9 @@ class Core:
         self._origin_ns = machine.state.now_ns - self.clock_ns()
         self.leases = Leases(machine.options.site_timeout_ns)
         self._inbox: queue.SimpleQueue[OuterEvent | _Question | None] = queue.SimpleQueue()
-        self._early: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._deciding = threading.Lock()
+        """Held while the machine changes."""
+        self._nudged = threading.Event()
         self._lock = threading.Lock()
         """Guards ``_calls`` and ``_heard``."""
         self._calls: dict[int, Future[Answer]] = {}
@@ -301,7 +303,7 @@ class Core:
 
     def nudge(self) -> None:
         """Make ``settle`` check its condition at once, because it may hold now."""
-        self._early.put(None)
+        self._nudged.set()
 
     def call(self, make: Callable[[int], OuterEvent], late: Callable[[Answer], None] = lambda answer: None) -> Answer:
         """Queue the event that ``make`` returns for a call number, and wait for its answer.
@@ -325,19 +327,19 @@ class Core:
     def ask(self, question: Callable[[OuterSync], T], *, early: bool = False) -> T:
         """Return ``question(machine)``, run between two events; ``question`` must not change the machine.
 
-        With ``early`` it runs also while the loop is held. The machine is ahead of the disk then, so use this only for
-        status displays, never for an answer that a site acts on.
+        With ``early`` it runs at once, in the caller's thread, and also while the loop is held. The machine may be
+        ahead of the disk then, so use this only for status displays, never for an answer that a site acts on.
         """
-        asked = _Question(question, Future())
         if early:
-            self._early.put(asked)
-            if self.held is None:  # A held loop polls the early questions.
-                self._inbox.put(None)
-        else:
-            self._hand_in()
-            self._inbox.put(asked)
+            if not self.thread.is_alive():
+                raise CoreStopped
+            with self._deciding:
+                return question(self.machine)
+        self._hand_in()
+        asked = _Question(question, Future())
+        self._inbox.put(asked)
         try:
-            return self._wait(asked.future, TIMEOUT_S, early)  # type: ignore[return-value]
+            return self._wait(asked.future, TIMEOUT_S)  # type: ignore[return-value]
         except (CoreStopped, CoreHeld):
             if asked.future.cancel():
                 raise
@@ -358,11 +360,11 @@ class Core:
         if (want := self.held) is not None:
             raise NotHandedIn(want)
 
-    def _wait(self, future: Future[T], timeout_s: float, early: bool = False) -> T:
+    def _wait(self, future: Future[T], timeout_s: float) -> T:
         until = time.monotonic() + timeout_s
         while True:
             alive = self.thread.is_alive()  # Read before the wait: a loop that ends meanwhile may still have answered.
-            want = None if early else self.held
+            want = self.held
             left_s = max(0.0, until - time.monotonic())
             if wait([future], timeout=min(HELD_AFTER_S, left_s) if alive and want is None else 0.0).done:
                 return future.result()
@@ -426,15 +428,14 @@ class Core:
                 self.carry_out(effect)
         for question in questions:
             question.answer(self.machine)
-        self._answer_early()
 
     def settle(self, records: Sequence[Record], decided: Sequence[OuterEffect] = ()) -> bool:
         """Make a turn's records safe; the caller carries out its effects only after this has returned True.
 
         Safe means: complete, durable and marked in this syncer's journal, and then wherever else ``replicated``
         requires. Each step may have to wait without limit: on a full disk, until there is space. Meanwhile the machine
-        is ahead of everything that may leave the process, so the loop decides nothing else and answers only early
-        questions. Other callers get ``CoreHeld``, which names the missing condition.
+        is ahead of everything that may leave the process, so the loop decides nothing else, and only early questions
+        are answered. Other callers get ``CoreHeld``, which names the missing condition.
 
         Returns False when the process is to stop before that. Then the turn never happened, and the senders of its
         events will send them again. A failed sync does not wait; it ends the loop.
@@ -479,16 +480,8 @@ class Core:
                 self.on_held(held)
             if why is None:
                 return True
-            self._answer_early(RETRY_S)
-
-    def _answer_early(self, wait_s: float = 0.0) -> None:
-        """Answer the early questions; wait at most ``wait_s`` for the first."""
-        with contextlib.suppress(queue.Empty):
-            question = self._early.get(timeout=wait_s) if wait_s else self._early.get_nowait()
-            while True:
-                if question is not None:
-                    question.answer(self.machine)
-                question = self._early.get_nowait()
+            self._nudged.wait(RETRY_S)
+            self._nudged.clear()
 
     def _decide(self, event: OuterEvent, decided: list[OuterEffect], records: list[Record]) -> None:
         """Let the machine decide ``event``, and record it unless nothing changed.
@@ -503,7 +496,8 @@ class Core:
         if due_ns is not None and now_ns >= due_ns and not isinstance(event, SyncerStarted | DeadlinePassed):
             events = [DeadlinePassed(), event]
         for each in events:
-            effects = self.machine.handle(each, now_ns)
+            with self._deciding:
+                effects = self.machine.handle(each, now_ns)
             decided += effects
             name = getattr(each, "site", "")
             site = self.machine.state.sites.get(name)

@@ -159,6 +159,9 @@ def test_nothing_is_answered_or_carried_out_before_it_is_durable() -> None:
         asking, asked = background(lambda: desk.core.ask(lambda machine: sorted(machine.attendance.live)))
         time.sleep(0.1)
         assert (joined, asked, desk.effects) == ([], [], [])
+        assert len(desk.core.ask(lambda machine: machine.state.live(), early=True)) == 1, (
+            "who asks early waits for no disk"
+        )
         desk.disk.gate.set()
         joining.join(10.0)
         asking.join(10.0)
@@ -184,6 +187,8 @@ def test_a_failed_fsync_ends_the_loop_and_nobody_is_acknowledged(desk: Desk) -> 
     assert desk.effects == effects
     with pytest.raises(CoreStopped, match="the syncer stopped before it could answer"):
         desk.join("b")
+    with pytest.raises(CoreStopped):
+        desk.core.ask(lambda machine: None, early=True)
 
 
 def test_an_event_that_cannot_be_or_work_that_fails_ends_the_loop_and_is_told() -> None:
