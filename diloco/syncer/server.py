@@ -545,9 +545,6 @@ class Syncer:
         self._ended.set()
 
 
-BUSY = "a snapshot is being written"
-
-
 @dataclass(eq=False)
 class Keeper:
     """Writes one snapshot at a time: every ``snapshot_every`` outer steps and on request."""
@@ -567,20 +564,24 @@ class Keeper:
             self._due = True
             self.syncer.core.do_soon(self.begin)
 
-    def begin(self, machine: OuterSync) -> str | None:
-        """Start a snapshot's thread; return why not, if it cannot. Runs in the loop's thread, between two turns."""
+    def begin(self, machine: OuterSync) -> bool:
+        """Start a snapshot's thread, or put it off; return False, without either, while there is another.
+
+        Runs in the loop's thread, between two turns.
+        """
         self._due = False
         if self._thread is not None and self._thread.is_alive():
-            return BUSY
+            return False
         try:
             write = self.syncer.store.snapshot_writer(machine, self.syncer.holdings.values, check=self.memory.check)
         except DiskFullError as error:
-            return self._later(error)
+            self._later(error)
+            return True
         self._steps = 0
         thread = threading.Thread(target=self._run, args=(write,), name="snapshot")
         thread.start()
         self._thread = thread  # Only now: ``finish`` joins it, so it must be started.
-        return None
+        return True
 
     def _run(self, write: Callable[[], int]) -> None:
         began = time.monotonic()
@@ -594,25 +595,22 @@ class Keeper:
             self._put_off = None
             self.syncer.emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
 
-    def _later(self, error: DiskFullError) -> str:
+    def _later(self, error: DiskFullError) -> None:
         why = f"disk full: {error.strerror}"
         if self._put_off is None:
             self.syncer.emit_note("snapshot_put_off", why)
         self._put_off = why
         self._steps = max(self._steps, self.syncer.options.snapshot_every)  # The next version retries.
-        return why
 
     def now(self) -> None:
         """Write a snapshot and wait until it is durable; raise ``Refusal`` (UNAVAILABLE) when it cannot be."""
-        while (why := self.syncer.core.do(self.begin)) is not None:
-            if why != BUSY:
-                raise Refusal(Status.UNAVAILABLE, why)
-            time.sleep(0.02)
+        while not self.syncer.core.do(self.begin):
+            self.finish()
         self.finish()
         if (error := self.syncer.failed) is not None:
             raise Refusal(Status.UNAVAILABLE, f"the snapshot could not be kept: {error}")
-        if (put_off := self._put_off) is not None:
-            raise Refusal(Status.UNAVAILABLE, put_off)
+        if self._put_off is not None:
+            raise Refusal(Status.UNAVAILABLE, self._put_off)
 
     def finish(self) -> None:
         """Wait for the snapshot that is being written, if any."""
