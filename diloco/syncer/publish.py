@@ -107,8 +107,7 @@ class Feed:
         self.incarnation = incarnation
         self._protocol = protocol
         self._feeds = feeds
-        self._events: queue.SimpleQueue[WatchEvent | None] = queue.SimpleQueue()
-        self.closed = False
+        self._events: queue.SimpleQueue[WatchEvent] = queue.SimpleQueue()
         self._behind = False
         # Counts of fates: queued by the decision loop, taken and written by the stream's own thread.
         self.told = self._taken = self.written = 0
@@ -121,21 +120,19 @@ class Feed:
     def offer(self, event: WatchEvent) -> None:
         """Queue ``event``, or end the stream if it is too far behind; its next ``get`` raises that."""
         if self._events.qsize() < EVENTS_MAX:
-            self._events.put(event)
+            self.put(event)
         else:
             self._behind = True
             self.close()
 
     def get(self, timeout_s: float) -> WatchEvent | None:
-        """Return the next event, or None after ``timeout_s`` or when closed.
+        """Return the next event, or None after ``timeout_s``.
 
         A stream that missed an event raises ``Refusal`` (UNAVAILABLE): its site joins again, and gets the full state.
         """
         self.written = self._taken  # The caller has written all earlier events.
         if self._behind:
             raise Refusal(Status.UNAVAILABLE, f"this stream is {EVENTS_MAX} events behind: join again")
-        if self.closed and self._events.empty():
-            return None
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
@@ -144,17 +141,15 @@ class Feed:
         return as_known(event, self._protocol)
 
     def close(self) -> None:
-        """End the stream from either side."""
-        self.closed = True
+        """End the stream from either side: nothing more is queued for it."""
         self._feeds.forget(self)
-        self._events.put(None)
 
 
 class Feeds:
     """All Watch streams."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # An offer may end its stream, which is then forgotten.
         self._feeds: list[Feed] = []
         self._unheard: set[str] = set()
         self._content: set[str] = set()  # The sites that report that they lack no fates.
@@ -202,10 +197,8 @@ class Feeds:
                 self._content.discard(site)
                 if not chosen:
                     self._unheard.add(site)
-                for feed in chosen:
-                    feed.told += 1  # Counted under the lock: a stream that ends before the offer has missed it.
-        for feed in chosen:
-            feed.offer(event)
+            for feed in chosen:
+                feed.offer(event)
 
     def drop(self, site: str, incarnation: int, reason: Reason) -> None:
         """End the streams of ``site`` up to one incarnation, with the reason."""

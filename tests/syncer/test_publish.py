@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,16 +107,6 @@ def test_a_dropped_site_is_told_why_and_its_newer_process_is_not() -> None:
     assert old.get(0.0) == Dropped(Reason.SUPERSEDED)
     assert new.get(0.0) is None
     assert other.get(0.0) is None
-
-
-def test_closing_wakes_who_waits() -> None:
-    feed = Feeds().open("a", 1)
-    with ThreadPoolExecutor(1) as readers:
-        waiting = readers.submit(feed.get, 600.0)
-        time.sleep(0.05)
-        feed.close()
-        assert waiting.result(10.0) is None
-    assert feed.get(600.0) is None, "and it does not wait again"
 
 
 # --- Protocol 3 serves protocol 2 ------------------------------------------------------------------------------------
