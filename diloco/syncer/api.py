@@ -602,10 +602,6 @@ class Inspection:
         self._left.popleft()
 
 
-HEARD_EVERY_S = 0.05
-"""Seconds between signs of life from an active push: each wakes the decision loop."""
-
-
 DECLARED = tuple({each.name for each in fields(UpdateArrived)} & {each.name for each in fields(PushHeader)})
 """The fields that a site declares of an update and the machine gets, under the same names."""
 
@@ -618,7 +614,6 @@ class Reception:
         self._api, self._header, self._protocol, self._epoch = api, header, protocol, epoch
         self._spool = api.core.store.spool
         self._busy_s, self._begun_s = 0.0, time.perf_counter()
-        self._heard_s = -HEARD_EVERY_S
         with _storing():
             self._partial = self._spool.open_partial(header)
         self._inspection = Inspection(api, self._partial.path, header)
@@ -637,12 +632,9 @@ class Reception:
         with _storing(self._partial):
             self._partial.write(data)
             self._inspection.advance(self._partial.offset)
-        ended_s = time.perf_counter()
-        self._busy_s += ended_s - began_s
+        self._busy_s += time.perf_counter() - began_s
         self._api.tally.count(self._header.site_id, payload_bytes_up=len(data))
-        if ended_s - self._heard_s >= HEARD_EVERY_S:
-            self._heard_s = ended_s
-            self._api.core.heard(self._header.site_id)
+        self._api.core.heard(self._header.site_id)
 
     def commit(self, digest: str) -> PushResult:
         """Check the rest, make the update durable, and let the machine decide."""

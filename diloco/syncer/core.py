@@ -262,9 +262,8 @@ class Core:
         """Held while the machine changes."""
         self._nudged = threading.Event()
         self._lock = threading.Lock()
-        """Guards ``_calls`` and ``_heard``."""
+        """Guards ``_calls`` and ``leases``."""
         self._calls: dict[int, Future[Answer]] = {}
-        self._heard: set[str] = set()
         self._turned_ns = machine.state.now_ns
         self._next_call = 1
         self._stopping = threading.Event()
@@ -294,12 +293,11 @@ class Core:
         self._inbox.put(event)
 
     def heard(self, site: str) -> None:
-        """Note a sign of life of ``site``. Any number of them takes one place in the inbox until the loop looks."""
+        """Note a sign of life of ``site``, at once. It is an event only if the site was silent."""
         with self._lock:
-            first = not self._heard
-            self._heard.add(site)
-        if first:
-            self._inbox.put(None)
+            back = self.leases.heard(site, self.now_ns())
+        if back is not None:
+            self.post(back)
 
     def nudge(self) -> None:
         """Make ``settle`` check its condition at once, because it may hold now."""
@@ -406,15 +404,11 @@ class Core:
                 self._decide(item, decided, records)
         now_ns = self.now_ns()
         with self._lock:
-            heard, self._heard = sorted(self._heard), set()
-        for site in heard:
-            back = self.leases.heard(site, now_ns)
-            if back is not None:
-                self._decide(back, decided, records)
-        if now_ns - self._turned_ns > patience_s * 1e9 + self.leases.timeout_ns / 2:
-            self.leases.renew(now_ns)  # This process was away, not the sites: their signs of life are still unread.
+            if now_ns - self._turned_ns > patience_s * 1e9 + self.leases.timeout_ns / 2:
+                self.leases.renew(now_ns)  # This process was away, not the sites: their signs of life are still unread.
+            expired = self.leases.expired(now_ns)
         self._turned_ns = now_ns
-        for silent in self.leases.expired(now_ns):
+        for silent in expired:
             self._decide(silent, decided, records)
         deadline_ns = self.machine.next_deadline_ns()
         if deadline_ns is not None and now_ns >= deadline_ns:
@@ -501,12 +495,14 @@ class Core:
             decided += effects
             name = getattr(each, "site", "")
             site = self.machine.state.sites.get(name)
-            if site is not None and site.status in (Status.LEFT, Status.EVICTED):
-                self.leases.forget(name)
-            elif (site is not None and site.status is Status.LIVE) and (
-                isinstance(each, UpdateArrived) or (isinstance(each, JoinRequested) and each.process == site.process)
-            ):
-                self.leases.watch(name, now_ns)  # Both events can bring a silent site back: restart its lease.
+            with self._lock:
+                if site is not None and site.status in (Status.LEFT, Status.EVICTED):
+                    self.leases.forget(name)
+                elif (site is not None and site.status is Status.LIVE) and (
+                    isinstance(each, UpdateArrived | SiteHeard)
+                    or (isinstance(each, JoinRequested) and each.process == site.process)
+                ):
+                    self.leases.watch(name, now_ns)  # Each of these can bring a silent site back: restart its lease.
             if changes_nothing(each, effects):
                 continue
             kept = each

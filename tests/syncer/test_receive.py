@@ -21,7 +21,6 @@ from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import PROTOCOL
-from diloco.syncer import api
 from diloco.syncer.api import LARGEST, Reception, Vitals, added, vitals_of
 from diloco.syncer.server import Syncer
 from diloco.syncer.spool import PartialUpdate
@@ -205,11 +204,9 @@ def test_values_are_in_memory_only_where_there_is_room_for_them(syncer: Syncer) 
     assert checks.acquire(blocking=False), "there is room again"
 
 
-@pytest.mark.parametrize(("every_s", "wanted"), [(0.0, 5), (1e9, 2)])
-def test_a_push_that_moves_is_a_sign_of_life_now_and_then_and_so_are_a_pull_and_a_report(
-    syncer: Syncer, monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: int
+def test_a_push_that_moves_is_a_sign_of_life_and_so_are_a_pull_and_a_report(
+    syncer: Syncer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "HEARD_EVERY_S", every_s)
     heard: list[str] = []
     monkeypatch.setattr(syncer.core, "heard", heard.append)
     session = syncer.api.open_push(HEADER)
@@ -218,13 +215,13 @@ def test_a_push_that_moves_is_a_sign_of_life_now_and_then_and_so_are_a_pull_and_
         session.write(at, memoryview(PAYLOAD)[at : at + -(-len(PAYLOAD) // 4)])
     assert session.commit(HEADER.digest).outcome is Outcome.ACCEPTED
     session.close()
-    assert heard == [HEADER.site_id] * wanted
+    assert heard == [HEADER.site_id] * 5
     for more, call in (
         (1, lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)),
         (2, lambda: syncer.api.report(report())),
     ):
         call()
-        assert heard == [HEADER.site_id] * (wanted + more)
+        assert heard == [HEADER.site_id] * (5 + more)
 
 
 def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
