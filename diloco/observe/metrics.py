@@ -403,7 +403,7 @@ OF_RUN = (
     ("run_progress_ratio", "progress", "Share of the run that is done, 0 to 1."),
 )
 STAGES = ("receive", "read", "fused", "digest", "publish")
-"""The stages of a round, as in ``syncer.outer_step.RoundCosts``."""
+"""The stages of a round, as in ``syncer.status.Tally``."""
 SITE_COUNTERS = (
     ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
     ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),

@@ -166,7 +166,6 @@ class Api:
     network: ServerOptions
     core: Core
     holdings: Holdings
-    tally: Tally
     room: Room
     replicator: Replicator
     _: KW_ONLY
@@ -176,6 +175,7 @@ class Api:
     def __post_init__(self) -> None:
         self.emit = self.core.store.emit
         self.feeds = Feeds()
+        self.tally = Tally()
         self.behind = ""
         """Why this process may be outdated: a site of another lineage has tried to join. Empty until then."""
         self._protocols: dict[str, int] = {}
@@ -655,7 +655,7 @@ class Reception:
         with _storing(self._partial):  # Never retried with the same pages: after a failed fsync they count as written.
             reference = self._spool.keep(self._partial)
         now_s = time.perf_counter()
-        self._api.tally.costs.received(reference, self._busy_s + now_s - began_s, now_s - self._begun_s)
+        self._api.tally.received(reference, self._busy_s + now_s - began_s, now_s - self._begun_s)
         return self._decided(reference, found)
 
     def _decided(self, reference: str, vitals: Vitals) -> PushResult:

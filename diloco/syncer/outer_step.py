@@ -1,4 +1,4 @@
-"""The outer step's arithmetic: read the payloads, merge, step, encode the down-link; and its costs.
+"""The outer step's arithmetic: read the payloads, merge, step, encode the down-link; and its events.
 
 The step is a pure function of the contributions, the fragment's values and the options, so that a replay of the journal
 gives the same bits (DESIGN invariant 11). It works on ranges of the fragment, on as many threads as are given, and each
@@ -7,14 +7,11 @@ each thread a few ranges, and of each site's payload what the present ranges nee
 
 A region. ``taken`` makes a region's version from a version of the syncer above, without any update.
 
-Costs. ``RoundCosts`` times each stage of a round in this process: for its events, its status and its metrics.
-
 Events. The ``*_facts`` return the contents of the syncer's events: plain values for ``events.jsonl`` and the view.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -179,62 +176,6 @@ def taken(command: TakeVersion, values: FragmentValues, spool: Spool, down_codec
         reference=theta,
     )
     return OuterResult(made, payload, digest_of(payload, like), 0.0, time.perf_counter() - began)
-
-
-UPDATES_MAX = 4096
-"""Updates whose receive time is kept until they are merged; the oldest are dropped first."""
-
-
-class RoundCosts:
-    """Seconds of each stage of the latest round of every fragment. Any thread may call.
-
-    ``receive_s`` is this process's working time on the round's updates as they arrived: writing, decoding, measuring,
-    the fsync; not the network's time. ``read_s``, ``fused_s`` and ``digest_s`` are those of ``OuterResult``.
-    ``publish_s`` is the time after that until sites are told: the journal, its fsync, a standby.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._received: dict[str, tuple[float, float, float]] = {}
-        """By payload: the working time, the instant (Unix time) at which it was durable, and the time until then."""
-        self._latest: dict[int, dict[str, float]] = {}
-        self._made_s: dict[int, float] = {}
-
-    def received(self, reference: str, busy_s: float, whole_s: float) -> None:
-        """Add the working time for the update with this payload, now durable, of the time since its push began."""
-        with self._lock:
-            before_s, *_ = self._received.pop(reference, (0.0,))
-            self._received[reference] = (before_s + busy_s, time.time(), whole_s)
-            while len(self._received) > UPDATES_MAX:
-                del self._received[next(iter(self._received))]
-
-    def stepped(self, command: StartOuterStep | TakeVersion, result: OuterResult) -> dict[str, object]:
-        """Record a new version; return its stages so far, and which updates this process ``received`` for it, when."""
-        received, receive_s = list[tuple[str, int, float, float]](), 0.0
-        with self._lock:
-            for part in command.contributions:
-                for update in part.updates:
-                    if (found := self._received.pop(update.payload, None)) is not None:
-                        receive_s += found[0]
-                        received.append((part.site, update.sequence, round(found[1], 6), round(found[2], 6)))
-            stages = {"read_s": result.read_s, "fused_s": result.fused_s, "digest_s": result.digest_s}
-            costs = {"receive_s": receive_s, **stages}
-            self._latest[command.fragment] = {name: round(seconds, 6) for name, seconds in costs.items()}
-            self._made_s[command.fragment] = time.monotonic()
-            return {**self._latest[command.fragment], "received": received}
-
-    def published(self, fragment: int) -> dict[str, float]:
-        """Record that the latest version was published; return this stage."""
-        with self._lock:
-            stage = {"publish_s": round(time.monotonic() - self._made_s[fragment], 6)}
-            # A new one, because ``latest`` has given the other away.
-            self._latest[fragment] = {**self._latest[fragment], **stage}
-            return stage
-
-    def latest(self, fragment: int) -> dict[str, float] | None:
-        """Return all stages of the latest round; None before the first of this process."""
-        with self._lock:
-            return self._latest.get(fragment)
 
 
 def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:

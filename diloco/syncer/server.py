@@ -74,7 +74,7 @@ from diloco.syncer.outer_step import (
 from diloco.syncer.publish import published
 from diloco.syncer.replicator import Replicator
 from diloco.syncer.snapshots import MemoryCheck, export
-from diloco.syncer.status import Tally, describe, resident_bytes
+from diloco.syncer.status import describe, resident_bytes
 from diloco.syncer.store import Store, StoreError, begun
 from diloco.wire.messages import Refusal, Status
 from diloco.wire.options import SecurityOptions, ServerOptions
@@ -125,7 +125,6 @@ class Syncer:
         self._buffers = Buffers(3 + len(TENSORS_KEPT[self.plan.rule.optimizer.kind]))
         self._ended = threading.Event()
         self.ending: Ending | None = None
-        self.tally = Tally()
         self.readiness = Readiness()
         self._taken = ExitStack()  # A stop releases these, the last first.
         self._server: RunningServer | None = None
@@ -229,7 +228,6 @@ class Syncer:
             self.network,
             self.core,
             self.holdings,
-            self.tally,
             self.room,
             self.replicator,
             status=self.status,
@@ -350,11 +348,11 @@ class Syncer:
             lambda machine: {
                 "run_id": self.plan.agreement.run_id,
                 "held": list(self.plan.held),
-                "up_seconds": round(time.monotonic() - self.tally.began_s, 1),
-                "refused_at_the_door": self.tally.refusals(),
+                "up_seconds": round(time.monotonic() - self.api.tally.began_s, 1),
+                "refused_at_the_door": self.api.tally.refusals(),
                 "not_ready": self.readiness.reasons(),
                 "calls": server.counters(),
-                "payloads_decoded": sum(each.payloads_decoded for each in self.tally.sites().values()),
+                "payloads_decoded": sum(each.counts["payloads_decoded"] for each in self.api.tally.sites().values()),
                 "identity_complaints": server.complaints(),
                 "kernels": kernel_library.description(),
                 "memory_bytes": resident_bytes(),
@@ -368,7 +366,7 @@ class Syncer:
                 "behind": self.api.behind or (self.backups.behind if self.backups is not None else ""),
                 "standstill": standstill(machine, self.core.now_ns()),
                 "staleness_max": machine.options.staleness_max,
-                **describe(machine, self.tally, self.core.now_ns()),
+                **describe(machine, self.api.tally, self.core.now_ns()),
             },
             early=True,
         )
@@ -492,7 +490,7 @@ class Syncer:
             self.core.post(OuterStepFailed(command.fragment, command.version))
             return
         self._candidates[command.fragment, command.version] = result
-        self.emit("outer_step", outer_step_facts(command, result, self.tally.costs.stepped(command, result)))
+        self.emit("outer_step", outer_step_facts(command, result, self.api.tally.stepped(command, result)))
         self.core.post(OuterStepDone(command.fragment, command.version, result.values.digest, result.downlink_digest))
 
     def _publish(self, effect: PublishVersion) -> None:
@@ -510,7 +508,7 @@ class Syncer:
                 "merged": merged_into(machine.state, effect.fragment, effect.version),
                 "run_tokens": machine.state.run_tokens(),
                 "progress_ppm": machine.progress_ppm(),
-                **self.tally.costs.published(effect.fragment),
+                **self.api.tally.published(effect.fragment),
                 "bytes": len(result.downlink),
             }
             self.emit("published", facts)

@@ -1,7 +1,10 @@
 """The status of a run as JSON values: the data of ``diloco status`` and of the live view.
 
-``Tally`` holds the part that is not in the journal: this process's counts and heartbeats of each site, and its rounds'
-costs.
+``Tally`` holds the part that is not in the journal: this process's counts and heartbeats of each site, and the seconds
+of each stage of the latest round of every fragment. ``receive_s`` is this process's working time on the round's updates
+as they arrived: writing, decoding, measuring, the fsync; not the network's time. ``read_s``, ``fused_s`` and
+``digest_s`` are those of ``OuterResult``. ``publish_s`` is the time after that until sites are told: the journal, its
+fsync, a standby.
 """
 
 from __future__ import annotations
@@ -18,28 +21,23 @@ from typing import TYPE_CHECKING
 from diloco.sync.fates import columns_of
 from diloco.sync.region import standing
 from diloco.sync.state import Status
-from diloco.syncer.outer_step import RoundCosts
 from diloco.wire.messages import ReportInfo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from diloco.sync.effects import StartOuterStep, TakeVersion
     from diloco.sync.state import Round, Site
     from diloco.sync.syncer import OuterSync
+    from diloco.syncer.outer_step import OuterResult
 
 
 @dataclass(slots=True)
 class SiteTally:
     """Counts of one site since this process began, and its last heartbeat, at the monotonic instant ``heard_s``."""
 
-    payload_bytes_up: int = 0
-    payload_bytes_down: int = 0
-    payloads_decoded: int = 0
-    """Payloads that a codec has begun to read."""
-    updates_corrupt: int = 0
-    """Updates that decoded to other values here than at the site."""
-    bases_differed: int = 0
-    """Bases for which the site held other values than were published."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """``COUNTS``, and ``payloads_decoded``: payloads that a codec has begun to read."""
     differing: dict[int, int] = field(default_factory=dict)
     """Those of its last heartbeat, fragment to version."""
     report: ReportInfo | None = None
@@ -50,24 +48,27 @@ class SiteTally:
 
 RECORD_EVERY_S = 5.0
 """Seconds between two heartbeats of a site in the event log: enough for a chart, and few beside the rounds."""
+UPDATES_MAX = 4096
+"""Updates whose receive time is kept until they are merged; the oldest are dropped first."""
 
 
 class Tally:
-    """Counts, written by many threads. Callers pass only sites that are in the run, which bounds the memory."""
+    """Counts and costs, written by many threads. Callers pass only sites that are in the run, to bound the memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sites: defaultdict[str, SiteTally] = defaultdict(SiteTally)
         self._refusals: Counter[str] = Counter()
         self.began_s = time.monotonic()
-        self.costs = RoundCosts()
+        self._received: dict[str, tuple[float, float, float]] = {}
+        """By payload: the working time, the instant (Unix time) at which it was durable, and the time until then."""
+        self._costs: dict[int, dict[str, float]] = {}
+        self._made_s: dict[int, float] = {}
 
     def count(self, site: str, **more: int) -> None:
-        """Add ``more`` to the counts of ``site``, by their names in ``SiteTally``."""
+        """Add ``more`` to the counts of ``site``."""
         with self._lock:
-            known = self._sites[site]
-            for name, number in more.items():
-                setattr(known, name, getattr(known, name) + number)
+            self._sites[site].counts.update(more)
 
     def refused(self, why: str) -> None:
         """Count a refusal before acceptance; ``why`` is a reason or the name of a field."""
@@ -101,22 +102,59 @@ class Tally:
             known = self._sites[site]
             new = {fragment: version for fragment, version in bases.items() if known.differing.get(fragment) != version}
             known.differing = bases
-            known.bases_differed += len(new)
+            known.counts["bases_differed"] += len(new)
             return new
 
     def sites(self) -> dict[str, SiteTally]:
         """Return a copy of the counts by site."""
         with self._lock:
-            return {name: replace(tally) for name, tally in self._sites.items()}
+            return {name: replace(tally, counts=tally.counts.copy()) for name, tally in self._sites.items()}
 
     def refusals(self) -> dict[str, int]:
         """Return the refusals before acceptance, by reason."""
         with self._lock:
             return dict(self._refusals)
 
+    def received(self, reference: str, busy_s: float, whole_s: float) -> None:
+        """Add the working time for the update with this payload, now durable, of the time since its push began."""
+        with self._lock:
+            before_s, *_ = self._received.pop(reference, (0.0,))
+            self._received[reference] = (before_s + busy_s, time.time(), whole_s)
+            while len(self._received) > UPDATES_MAX:
+                del self._received[next(iter(self._received))]
+
+    def stepped(self, command: StartOuterStep | TakeVersion, result: OuterResult) -> dict[str, object]:
+        """Record a new version; return its stages so far, and which updates this process ``received`` for it, when."""
+        received, receive_s = list[tuple[str, int, float, float]](), 0.0
+        with self._lock:
+            for part in command.contributions:
+                for update in part.updates:
+                    if (found := self._received.pop(update.payload, None)) is not None:
+                        receive_s += found[0]
+                        received.append((part.site, update.sequence, round(found[1], 6), round(found[2], 6)))
+            stages = {"read_s": result.read_s, "fused_s": result.fused_s, "digest_s": result.digest_s}
+            costs = {"receive_s": receive_s, **stages}
+            self._costs[command.fragment] = {name: round(seconds, 6) for name, seconds in costs.items()}
+            self._made_s[command.fragment] = time.monotonic()
+            return {**self._costs[command.fragment], "received": received}
+
+    def published(self, fragment: int) -> dict[str, float]:
+        """Record that the latest version was published; return this stage."""
+        with self._lock:
+            stage = {"publish_s": round(time.monotonic() - self._made_s[fragment], 6)}
+            # A new one, because ``costs`` has given the other away.
+            self._costs[fragment] = {**self._costs[fragment], **stage}
+            return stage
+
+    def costs(self, fragment: int) -> dict[str, float] | None:
+        """Return all stages of the latest round; None before the first of this process."""
+        with self._lock:
+            return self._costs.get(fragment)
+
 
 COUNTS = ("payload_bytes_up", "payload_bytes_down", "updates_corrupt", "bases_differed")
-"""The counts of a site in its status."""
+"""The counts of a site in its status. Corrupt updates decoded to other values here than at the site; for the bases that
+differed the site held other values than were published."""
 FIGURES = (
     "step",
     "loss",
@@ -192,7 +230,7 @@ def describe(machine: OuterSync, tally: Tally, now_ns: int) -> dict[str, object]
                 "members": list(fragment.round.members) if fragment.round else [],
                 **_times(fragment.round, now_ns),
                 "merging": fragment.merging_since_ns is not None,
-                "costs": tally.costs.latest(index),
+                "costs": tally.costs(index),
             }
             for index, fragment in enumerate(state.fragments)
         ],
@@ -235,7 +273,7 @@ def _site(site: Site, known: SiteTally, versions: Sequence[int], now_ns: int, no
             for index, pending in waiting
             if (held := pending.held) is not None
         ],
-        **{name: getattr(known, name) for name in COUNTS},
+        **{name: known.counts[name] for name in COUNTS},
         **dict.fromkeys(BY_HEARTBEAT),
         "link": asdict(report.link) if report is not None and report.link is not None else None,
     }

@@ -135,7 +135,7 @@ def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_a
         found: Any = syncer.status()["sites"]
         assert found["a"]["step"] == 80
         assert found["a"]["heard_seconds_ago"] < 60
-        assert "stranger" not in syncer.tally.sites(), "only what is in the run takes memory"
+        assert "stranger" not in syncer.api.tally.sites(), "only what is in the run takes memory"
         assert len(events.of("reported")) == 1
         syncer.core.replicated = lambda end: None
 
@@ -197,7 +197,7 @@ def test_invariant_15_what_cannot_be_is_counted_by_its_field_before_a_byte_of_it
     for field, value in (("encoding", "bf16"), ("payload_bytes", 95), ("tokens", TOKENS_MAX + 1), ("fragment", 2)):
         with pytest.raises(Refusal, match=f"{field} is "):
             syncer.api.open_push(replace(update()[0], **{field: value}))
-        assert syncer.tally.refusals()[field] == 1
+        assert syncer.api.tally.refusals()[field] == 1
 
 
 def test_an_update_may_say_the_present_lineage_or_none_and_be_shorter_than_a_packed_one_s_bound(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_watch_and_a_pull_begin_with_how_everything_stands_at_one_instant(tmp_
         with refused(Status.NOT_FOUND, "fragment is 2: the run has no such fragment"):
             syncer.api.pull(PullAsk(RUN, "a", 2, -1), ANYONE)
         syncer.api.pull(PullAsk(RUN, "a", 0, -1, 1, offset=50), ANYONE)
-        assert syncer.tally.sites()["a"].payload_bytes_down == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
+        assert syncer.api.tally.sites()["a"].counts["payload_bytes_down"] == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
         for site, incarnation in (("a", 2), ("nobody", 1)):
             with refused(Status.FAILED_PRECONDITION, "join first"):
                 syncer.api.watch(site, incarnation)
@@ -299,7 +299,7 @@ def test_strangers_leave_nothing_in_memory(syncer: Syncer) -> None:
     assert syncer.api.report(report()).known
     tally = syncer.api.tally.sites()
     assert list(tally) == ["a"]
-    assert (tally["a"].payload_bytes_up, tally["a"].payload_bytes_down) == (0, 0)
+    assert tally["a"].counts.total() == 0
     assert memory(syncer) == before
 
 
@@ -342,7 +342,7 @@ def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -
         assert said(*right) == ()
         assert said(right[0], right[0]) == (1,)
         assert len(events.of("note")) == 3, "it was right in between"
-        assert syncer.tally.sites()["a"].bases_differed == 3
+        assert syncer.api.tally.sites()["a"].counts["bases_differed"] == 3
         stranger = syncer.api.report(report("c", digests=(right[1], right[1])))
         assert (stranger.known, stranger.retake) == (False, ())
         push(syncer, *update())
@@ -508,7 +508,7 @@ def test_the_pieces_it_came_in_change_nothing_and_other_values_show(tmp_path: Pa
         assert (found.finite, found.intact) == (True, intact)
         assert found.norm == pytest.approx(float(torch.linalg.vector_norm(decoded.double())), rel=1e-12)
         assert found.cosine == pytest.approx(float(torch.cosine_similarity(decoded, momentum, dim=0)), abs=1e-6)
-        assert arriving.tally.sites()["a"].payloads_decoded == 1
+        assert arriving.tally.sites()["a"].counts["payloads_decoded"] == 1
 
 
 def test_what_is_not_finite_or_nobody_encoded_is_found_wherever_it_stands(tmp_path: Path) -> None:

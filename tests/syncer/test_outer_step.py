@@ -28,16 +28,16 @@ from diloco.sync.events import Fate, Reason
 from diloco.sync.state import FragmentState, Line, Site
 from diloco.sync.state import OuterState as RunState
 from diloco.sync.state import Status as SiteStatus
-from diloco.syncer import outer_step as module
+from diloco.syncer import status
 from diloco.syncer.outer_step import (
     OuterResult,
-    RoundCosts,
     merged_into,
     outer_step_facts,
     run_outer_step,
 )
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.spool import Spool
+from diloco.syncer.status import Tally
 from tests.sync.driving import only, running
 from tests.syncer.building import LAYOUT, Events, dice, eventually, join, push, serving, update
 
@@ -257,22 +257,22 @@ def test_a_version_is_of_the_sites_whose_updates_it_holds() -> None:
 def test_a_round_costs_what_its_own_updates_took_and_what_is_never_merged_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs, result = RoundCosts(), OuterResult(holding(torch.zeros(1)), b"", "d", 1.0, 0.6, 0.1, 0.2, 0.3)
+    tally, result = Tally(), OuterResult(holding(torch.zeros(1)), b"", "d", 1.0, 0.6, 0.1, 0.2, 0.3)
 
     def stepped(*payloads: str) -> dict[str, Any]:
         parts = [Contribution(name, 1.0, 0, (UpdateRef(1, name, "fp32", "d"),)) for name in payloads]
-        return costs.stepped(StartOuterStep(2, 7, tuple(parts)), result)
+        return tally.stepped(StartOuterStep(2, 7, tuple(parts)), result)
 
     for name, seconds in (("a", 1.0), ("a", 0.5), ("b", 2.0), ("other", 40.0)):
-        costs.received(name, seconds, 2 * seconds)
+        tally.received(name, seconds, 2 * seconds)
     made = stepped("a", "b", "of an earlier process")
     received = [(site, sequence, whole_s) for site, sequence, _, whole_s in made.pop("received")]
     assert received == [("a", 1, 1.0), ("b", 1, 4.0)]
     assert made == {"receive_s": 3.5, "read_s": 0.1, "fused_s": 0.2, "digest_s": 0.3}
     assert stepped("a")["receive_s"] == 0.0, "an update is in one round"
-    monkeypatch.setattr(module, "UPDATES_MAX", 2)
+    monkeypatch.setattr(status, "UPDATES_MAX", 2)
     for name in ("a", "b", "c"):
-        costs.received(name, 1.0, 1.0)
+        tally.received(name, 1.0, 1.0)
     assert stepped("a", "b", "c")["receive_s"] == 2.0
 
 
@@ -283,9 +283,9 @@ def test_the_stages_of_a_round_are_in_events_and_status(tmp_path: Path) -> None:
         push(syncer, *update())
         (told,) = events.wait_for("published")
         (made,) = events.of("outer_step")
-        eventually(lambda: "publish_s" in (syncer.tally.costs.latest(0) or {}), "it is told")
-        status: dict[str, Any] = syncer.api.status()
-    found, none = (each["costs"] for each in status["fragments"])
+        eventually(lambda: "publish_s" in (syncer.api.tally.costs(0) or {}), "it is told")
+        told_status: dict[str, Any] = syncer.api.status()
+    found, none = (each["costs"] for each in told_status["fragments"])
     assert none is None
     assert min(found.values()) > 0
     assert sum(found.values()) < time.perf_counter() - began_s

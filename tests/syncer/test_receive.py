@@ -86,14 +86,14 @@ def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is
             assert files_open() > 0
             session.close()
             assert files_open() == 0
-        assert syncer.tally.sites()["a"].payload_bytes_up == 60
+        assert syncer.api.tally.sites()["a"].counts["payload_bytes_up"] == 60
     with serving(tmp_path, **QUIET) as syncer:
         session = reception(syncer, HEADER)
         assert session.offset == 60
         assert finish(session, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
         assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
         assert files_open() == 0
-        assert syncer.tally.sites()["a"].payload_bytes_up == len(PAYLOAD) - 60
+        assert syncer.api.tally.sites()["a"].counts["payload_bytes_up"] == len(PAYLOAD) - 60
 
 
 def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
         note, _ = events.of("note")
         assert (note["note"], note["site"]) == ("update_corrupt", "a")
         assert "update 1 of fragment 0 decodes to other values than at the site" in note["why"]
-        assert syncer.tally.refusals() == {"non_finite": 1, "corrupt": 2}
-        assert syncer.tally.sites()["a"].updates_corrupt == 2
+        assert syncer.api.tally.refusals() == {"non_finite": 1, "corrupt": 2}
+        assert syncer.api.tally.sites()["a"].counts["updates_corrupt"] == 2
         meant = digest(make_codec("int8").decode(encoded, HEADER.numel))
         assert push(syncer, replace(small, values_digest=meant), encoded).outcome is Outcome.ACCEPTED
 
@@ -200,7 +200,7 @@ def test_values_are_in_memory_only_where_there_is_room_for_them(syncer: Syncer) 
         assert not done.done()
         checks.release()
         assert done.result(30.0) == PushResult(Outcome.ACCEPTED, 0)
-    assert syncer.tally.sites()["a"].payloads_decoded == 1
+    assert syncer.api.tally.sites()["a"].counts["payloads_decoded"] == 1
     assert checks.acquire(blocking=False), "there is room again"
 
 
