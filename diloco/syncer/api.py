@@ -456,16 +456,12 @@ class Api:
         core, replicator = self.core, self.replicator
         if (mode := replicator.options.mode) != "sync":
             raise Refusal(Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {mode}")
-        is_new = replicator.detach()
+        if replicator.detach():
+            core.post(StandbyDetached(0))
         until = time.monotonic() + DETACH_S
         while core.held is not None and time.monotonic() < until:
             time.sleep(0.02)  # The held turn is released, and only then can the loop decide the next one.
-        try:
-            core.call(StandbyDetached)
-        except NotHandedIn:
-            if is_new:  # The loop no longer waits for the standby: journal that when it goes on.
-                core.post(StandbyDetached(0))
-            raise
+        core.ask(lambda machine: None)  # Answered once the event is durable; raises what is still wanting.
 
 
 def _refusal(reason: Reason, site: str) -> Refusal:
