@@ -26,6 +26,7 @@ syncer when it is to take over.
 from __future__ import annotations
 
 import hashlib
+import io
 import queue
 import threading
 import time
@@ -80,11 +81,10 @@ class Incoming:
 
     def __init__(self, store: Store, item: Item) -> None:
         self.item = item
-        self._disk = disk = store.disk
+        self._disk = disk = store.disk if item.name else PLAIN_DISK
         self._hash = hashlib.sha256()
-        self._held = bytearray()
         self._path: Path | None = None
-        self._file: BinaryIO | None = None
+        self._file: BinaryIO = io.BytesIO()  # For a unit of the journal, which stays in memory.
         if item.name:
             kind, folder, name = item.name.split("/")
             target = store.folder / kind / (f".incoming-{folder}" if kind == "snapshots" else folder)
@@ -102,11 +102,8 @@ class Incoming:
         except ChunkError as error:
             raise Unreachable(f"Follow: {error}") from error
         self._hash.update(chunk.data)
-        if self._file is None:
-            self._held += chunk.data
-        else:
-            with full_in_words():
-                self._disk.write(self._file, chunk.data, Step.STANDBY_FILE)
+        with full_in_words():
+            self._disk.write(self._file, chunk.data, Step.STANDBY_FILE)
         self._offset += len(chunk.data)
 
     @property
@@ -118,8 +115,9 @@ class Incoming:
         """Verify the digest. A file is durable under its name when this returns; a unit's bytes are returned."""
         if self._hash.hexdigest() != self.item.digest:
             raise Unreachable(f"Follow: {self.item.name or 'a unit'} is not what was declared")
-        if self._file is None or self._path is None:
-            return bytes(self._held)
+        if self._path is None:
+            self._file.seek(0)
+            return self._file.read()
         self._disk.sync(self._file, Step.STANDBY_FILE)
         self._file.close()
         with full_in_words():
@@ -130,8 +128,8 @@ class Incoming:
 
     def discard(self) -> None:
         """Delete the incomplete item."""
-        if self._file is not None and self._path is not None:
-            self._file.close()
+        self._file.close()
+        if self._path is not None:
             self._disk.remove(self._beside, Step.STANDBY_FILE)
 
 
