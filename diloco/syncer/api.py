@@ -525,12 +525,13 @@ class Inspection:
         self._reading = Reading(self._codec.plain, header.numel, header.values_digest)
         self._left = deque(self._reading.ranges())
         """The ranges still to be checked; empty too once the update is malformed."""
-        self._begin: int | None = 0 if self._codec.plain is self._codec else None
-        """The offset of the plain codec's payload; None: unknown, or the payload is packed."""
+        self._begin = 0 if self._codec.plain is self._codec else -1
+        """The offset of the plain codec's payload; negative: unknown, or the payload is packed."""
         self._sums = Sums()
         self._has_digest = bool(header.values_digest)
         self._malformed: DecodeError | None = None
-        self._file: int | None = None
+        self._file = os.open(path, os.O_RDONLY)
+        api.tally.count(header.site_id, payloads_decoded=1)
 
     def advance(self, here_bytes: int) -> None:
         """Check the ranges that are complete in the first ``here_bytes`` of the payload, which are on the disk."""
@@ -538,8 +539,6 @@ class Inspection:
             return
         with self._api.checks:
             while (bounds := self._ready(here_bytes)) is not None:
-                assert self._file is not None
-                assert self._begin is not None
                 plain, numel, buffers = self._codec.plain, self._header.numel, self._api.buffers
                 part = read_part(self._file, plain, numel, *bounds, self._begin, buffers)
                 self._look(part, bounds[1] - bounds[0], 0)
@@ -561,18 +560,13 @@ class Inspection:
 
     def close(self) -> None:
         """End the inspection and close its file."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        os.close(self._file)
 
     def _ready(self, here_bytes: int) -> tuple[int, int] | None:
         """Return the next range, if all its bytes are on the disk."""
         if not self._left or not here_bytes:
             return None
-        if self._file is None:
-            self._file = os.open(self._path, os.O_RDONLY)
-            self._api.tally.count(self._header.site_id, payloads_decoded=1)
-        if self._begin is None:
+        if self._begin < 0:
             staged = self._header.payload_bytes - len(RAW) == self._codec.payload_bytes(self._header.numel)
             if not staged or os.pread(self._file, len(RAW), 0) != RAW:
                 return None
@@ -612,8 +606,8 @@ class Reception:
         self._busy_s, self._begun_s = 0.0, time.perf_counter()
         with _storing():
             self._partial = self._spool.open_partial(header)
-        self._inspection = Inspection(api, self._partial.path, header)
         with _storing(self._partial):
+            self._inspection = Inspection(api, self._partial.path, header)
             self._inspection.advance(self.offset)  # Check once what an earlier attempt has brought.
 
     @property

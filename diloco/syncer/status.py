@@ -37,7 +37,7 @@ class SiteTally:
     """Counts of one site since this process began, and its last heartbeat, at the monotonic instant ``heard_s``."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """``COUNTS``, and ``payloads_decoded``: payloads that a codec has begun to read."""
+    """``COUNTS``, and ``payloads_decoded``: updates that were admitted, for a codec to read."""
     differing: dict[int, int] = field(default_factory=dict)
     """Those of its last heartbeat, fragment to version."""
     report: ReportInfo | None = None
