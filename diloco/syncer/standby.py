@@ -162,7 +162,7 @@ class Warm:
 
 @dataclass(eq=False, repr=False)
 class Standby:
-    """Follows until it is stopped or promoted. Use: ``start``, then ``promote`` or ``close``."""
+    """Follows until it is stopped or promoted. Use: ``start``, perhaps ``promote``, and always ``close``."""
 
     name: str
     options: SyncerOptions
@@ -178,7 +178,8 @@ class Standby:
         self._rules = self.plan.rules(self.options)
         self._taken = ExitStack()
         self._stopping = threading.Event()
-        self._stream: FollowStream | None = None
+        self._cancel: Callable[[], None] = lambda: None
+        """Ends the present stream."""
         self._replayer: Replayer | None = None
         self._orders: queue.Queue[list[Record] | Position | None] = queue.Queue(BEHIND_MAX)
         self._threads: list[threading.Thread] = []
@@ -202,16 +203,12 @@ class Standby:
 
         Raises ``LockedError`` when another process has the folder, ``StoreError`` when it cannot be continued.
         """
-        try:
-            self._taken.enter_context(locked(self.folder))
-            self.identity = remembered(self.folder, self.disk, self.name).name
-            self.store = Store(self.folder, self.plan.card, self.disk, self.options.retention, self.emit)
-            self._taken.callback(self.store.journal.close)
-            if not self.store.is_new():
-                self._replayer = self.store.recover(self._rules)
-        except BaseException:
-            self._taken.close()
-            raise
+        self._taken.enter_context(locked(self.folder))
+        self.identity = remembered(self.folder, self.disk, self.name).name
+        self.store = Store(self.folder, self.plan.card, self.disk, self.options.retention, self.emit)
+        self._taken.callback(self.store.journal.close)
+        if not self.store.is_new():
+            self._replayer = self.store.recover(self._rules)
         for work in (self._run, self._carry_out):
             thread = threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True)
             self._threads.append(thread)
@@ -245,24 +242,21 @@ class Standby:
         """Stop following and return what a syncer needs; raise ``StandbyError`` if there is no state to continue."""
         self._end()
         if self.failed is not None or self._replayer is None:
-            self._taken.close()
             raise StandbyError(
                 f"standby {self.name} has no state to continue from: {self.failed or 'it has followed no syncer'}"
             )
         machine = self._replayer.machine
         epoch = promoted_epoch(machine.state.epoch, int(time.time()))
-        return Warm(self.store, machine, self._replayer.holdings, self._taken, epoch)
+        return Warm(self.store, machine, self._replayer.holdings, self._taken.pop_all(), epoch)
 
     def close(self) -> None:
-        """Stop following and release the folder."""
+        """Stop following; release the folder, unless it was handed over."""
         self._end()
         self._taken.close()
 
     def _end(self) -> None:
         self._stopping.set()
-        stream = self._stream
-        if stream is not None:
-            stream.cancel()
+        self._cancel()
         self.client.close()
         for thread in self._threads:
             thread.join()
@@ -278,8 +272,7 @@ class Standby:
         self.failed = self.failed or error
         self.emit("failed", {"why": str(error) or repr(error)})
         self._stopping.set()
-        if self._stream is not None:
-            self._stream.cancel()
+        self._cancel()
 
     def status(self) -> dict[str, object]:
         """The standby's status, for ``diloco status``."""
@@ -313,12 +306,10 @@ class Standby:
                     # A syncer of an earlier release has another digest for the same run.
                     may_be = "shared_digest" in error.text and bool(self.plan.earlier_digest)
                     self._at_earlier = may_be and not self._at_earlier
-                    if self._at_earlier:
-                        continue
-                    if self._replayer is None or "empty folder" not in error.text:
+                    if self._replayer is not None and "empty folder" in error.text:
+                        raise StandbyError(f"{error.text}; {ANEW.format(self.folder)}") from error
+                    if not self._at_earlier:
                         self._lost(error.text)
-                        continue
-                    raise StandbyError(f"{error.text}; {ANEW.format(self.folder)}") from error
         finally:
             self._orders.put(None)
             self._let_go()
@@ -360,7 +351,7 @@ class Standby:
         shared = card.earlier_digest if self._at_earlier else card.shared_digest
         start = FollowStart(card.run_id, self.identity, card.layout_fingerprint, shared, *end)
         with self.client.follow(start) as stream:
-            self._stream = stream
+            self._cancel = stream.cancel
             for part in stream:
                 if self._stopping.is_set():
                     return
@@ -488,9 +479,7 @@ def begun_anew(warm: Warm, why: str, clock_s: int) -> Warm:
     """Return ``warm`` in a new lineage, which begins with its values as every fragment's next version."""
     machine, values = warm.machine, warm.holdings.values
     begin_lineage(warm.store, machine, values, None, why, next_lineage(machine.state.lineage, clock_s))
-    fragments = machine.state.fragments
-    published = [replace(each, version=now.version) for each, now in zip(values, fragments, strict=True)]
-    warm.holdings.begin_again(published)
+    warm.holdings.begin_again([replace(each, version=each.version + 1) for each in values])
     return warm
 
 
@@ -521,23 +510,23 @@ class StandingBy:
         self._standing: Standing | None = None
         self._vacant = False
         self._trouble: str | None = None
+        self._taken = ExitStack()  # What an end stops, the last first.
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch_lease, name="succession", daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(self.lease,), name="succession", daemon=True)
 
     def start(self) -> str:
         """Begin to follow and to serve; return the address."""
         self.standby.start()
-        try:
-            emit = self.standby.emit
-            self._server = RunningServer(
-                self, self.network, self.security, lambda what, why: emit("note", {"note": what, "why": why})
-            )
-            self._server.start(ready=False)
-        except BaseException:
-            self.standby.close()
-            raise
+        emit = self.standby.emit
+        self._server = RunningServer(
+            self, self.network, self.security, lambda what, why: emit("note", {"note": what, "why": why})
+        )
+        self._taken.callback(self._server.stop, ANSWER_S)
+        self._server.start(ready=False)
         if self.lease is not None:
             self._thread.start()
+            self._taken.callback(self._thread.join)
+            self._taken.callback(self._stopping.set)
         return self._server.address
 
     def wait(self, timeout_s: float) -> Warm | None:
@@ -550,7 +539,7 @@ class StandingBy:
             raise self.standby.failed
         if not promoted:
             return None
-        self._end()
+        self._taken.close()
         warm = self.standby.promote()
         leadership, self._leadership = self._leadership, None
         if leadership is not None:
@@ -566,33 +555,20 @@ class StandingBy:
 
     def stop(self) -> None:
         """Stop serving and following. What was handed over stays open; a lease that was not is left to expire."""
-        self._end()
+        self._taken.close()
         if self._leadership is not None:
             self._leadership.stop(release=False)
-        if not self.promoted.is_set():
-            self.standby.close()
-
-    def _end(self) -> None:
-        """Stop answering, and watching the lease."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop(ANSWER_S)
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self.standby.close()
 
     # --- the lease ---------------------------------------------------------------------------------------------------
 
-    def _watch_lease(self) -> None:
+    def _watch(self, lease: Lease) -> None:
         """Take over once the lease is free for this standby. Runs in its own thread."""
-        lease = self.lease
-        assert lease is not None
         try:
-            while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
+            while self._leadership is None and not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
                 self._look(lease)
-                if self._leadership is not None:
-                    self.promoted.set()
-                    return
+            if self._leadership is not None:
+                self.promoted.set()
         except Exception as error:
             text = f"this standby no longer watches the lease {lease.place}: {type(error).__name__}: {error}"
             self.standby.fail(StandbyError(text))

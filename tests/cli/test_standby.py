@@ -42,10 +42,10 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(tmp_path: Path, cli:
             assert standing.lossy
             assert "continues without a standby" in cli.out("standby", "detach", first)
         finally:
-            standing.stop()
             warm = standing.wait(0.0)
             if warm is not None:
                 warm.taken.close()
+            standing.stop()
     assert main(["standby", "promote", f"127.0.0.1:{free_port()}"]) == 3
 
 
