@@ -329,7 +329,6 @@ class Api:
     def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
         """Return a version, with the site's fates as of the same instant."""
         self._check_fragment(ask.fragment)
-        holdings = self.holdings
 
         def look(machine: OuterSync) -> tuple[PullSource, FragmentValues, bool]:
             for name in (ask.site_id, identity.site or ""):
@@ -338,8 +337,8 @@ class Api:
                     raise _refusal(Reason.EVICTED, name)
             site = machine.state.sites.get(ask.site_id)
             told = tuple(site.lines[ask.fragment].fates) if site else ()
-            source = holdings.choose(ask, as_known(told, ask.protocol), machine.state)
-            return source, holdings.values[ask.fragment], site is not None
+            source = self.holdings.choose(ask, as_known(told, ask.protocol), machine.state)
+            return source, self.holdings.values[ask.fragment], site is not None
 
         source, held, is_site = self.core.ask(look)
         if ask.protocol < PROTOCOL:

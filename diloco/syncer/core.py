@@ -26,8 +26,10 @@ those writes are kept nowhere. So the process ends, and the run must be restored
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -165,8 +167,7 @@ class Room:
     def free_bytes(self) -> int | None:
         """Return the free space on the folder's disk; None where it cannot be read."""
         with contextlib.suppress(OSError):
-            found = os.statvfs(self._folder)
-            return found.f_bavail * found.f_frsize
+            return shutil.disk_usage(self._folder).free
         return None
 
     def _low(self, more_bytes: int) -> str | None:
@@ -265,7 +266,7 @@ class Core:
         """Guards ``_calls`` and ``leases``."""
         self._calls: dict[int, Future[Answer]] = {}
         self._turned_ns = machine.state.now_ns
-        self._next_call = 1
+        self._numbers = itertools.count(1)
         self._stopping = threading.Event()
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outer-step")
         self.thread = threading.Thread(target=self._run, name="syncer-core", daemon=True)
@@ -312,8 +313,7 @@ class Core:
         self._hand_in()
         future: Future[Answer] = Future()
         with self._lock:
-            number = self._next_call
-            self._next_call += 1
+            number = next(self._numbers)
             self._calls[number] = future
         self._inbox.put(make(number))
         try:
@@ -389,7 +389,6 @@ class Core:
         """Take what has arrived, decide, make durable, carry out."""
         decided: list[OuterEffect] = []
         records: list[Record] = []
-        questions: list[_Question] = []
         wanted = [at for at in (self.machine.next_deadline_ns(), self.leases.next_deadline_ns()) if at is not None]
         patience_s = min(IDLE_S, max(0.0, (min(wanted) - self.now_ns()) / 1e9)) if wanted else IDLE_S
         arrived: list[OuterEvent | _Question | None] = []
@@ -398,9 +397,7 @@ class Core:
             while len(arrived) < BATCH_MAX:
                 arrived.append(self._inbox.get_nowait())
         for item in arrived:
-            if isinstance(item, _Question):
-                questions.append(item)
-            elif item is not None:
+            if isinstance(item, OuterEvent):
                 self._decide(item, decided, records)
         now_ns = self.now_ns()
         with self._lock:
@@ -420,8 +417,9 @@ class Core:
                 self._answer(effect)
             else:
                 self.carry_out(effect)
-        for question in questions:
-            question.answer(self.machine)
+        for item in arrived:
+            if isinstance(item, _Question):
+                item.answer(self.machine)
 
     def settle(self, records: Sequence[Record], decided: Sequence[OuterEffect] = ()) -> bool:
         """Make a turn's records safe; the caller carries out its effects only after this has returned True.

@@ -93,7 +93,6 @@ class Lease(Protocol):
     def read(self) -> tuple[Standing | None, bool]:
         """Return its content, None if there is none yet, and whether it is free, as far as this process knows: repeated
         calls find out."""
-        ...
 
     def acquire(self, claim: Claim) -> Standing | None:
         """Take it; return its content, or None while another holds it. ``LeaseRefusedError`` when this claim may not
@@ -116,14 +115,12 @@ class Lease(Protocol):
 
         For ``acquire`` alone.
         """
-        ...
 
     def change(self, own: Standing, **changes: Any) -> bool:
         """Apply ``changes`` to ``own``, from ``acquire``; without ``changes`` renew it for another ``ttl_s``.
 
         False when another process has it, or it has expired. After ``LeaseError`` the change may or may not be done.
         """
-        ...
 
 
 def is_held(standing: Standing, own: Standing) -> bool:
@@ -239,8 +236,7 @@ class LeaseHolder:
         while not self._stopping.is_set() and self.machine.lost is None:
             self._wake.wait(max(0, self.machine.due_ns - self.clock_ns()) / 1e9)
             self._wake.clear()
-            if not self._stopping.is_set():
-                self.step()
+            self.step()
 
     def step(self) -> None:
         """Make every change of the lease that is due; a failed one is retried soon."""

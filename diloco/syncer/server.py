@@ -189,7 +189,6 @@ class Syncer:
         if ended is not None:
             self.ending = ended
             self._ended.set()
-            self.readiness.change(begins=[Unready.DRAINING])
         follow = self.replicator.follow if self.options.replication.mode != "off" else None
         self._server = RunningServer(self.api, self.network, self.security, self.emit_note, follow)
         self._server.start(ready=False)
@@ -260,11 +259,11 @@ class Syncer:
     def _lead(self, state: OuterState, warm: Warm | None) -> int:
         """Take the lease, where there is one; return the epoch of this start."""
         taken = warm.leadership if warm is not None else None
-        self.leadership = taken or lead(self.lease, self.store, state)
-        if self.leadership is None:
+        leadership = self.leadership = taken or lead(self.lease, self.store, state)
+        if leadership is None:
             return warm.epoch if warm is not None else state.epoch + 1
-        self.leadership.emit = self.emit
-        leadership = self.leadership  # After a failure it is not released: it expires, and an heir takes over.
+        leadership.emit = self.emit
+        # After a failure it is not released: it expires, and an heir takes over.
         self._taken.callback(lambda: leadership.stop(release=self.failed is None))
         return leadership.epoch
 

@@ -6,7 +6,7 @@ Where something is wanting it waits, says so, tells nothing, and goes on where i
 from __future__ import annotations
 
 import errno
-import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -572,7 +572,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def with_free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     free = {"bytes": 100 * MB}
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["bytes"] // 1000, f_frsize=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
     return free
 
 
