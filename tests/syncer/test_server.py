@@ -298,6 +298,23 @@ def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch
         time.sleep(0.05)
 
 
+def test_a_snapshot_that_is_asked_for_while_another_is_written_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, gate = Events(), threading.Event()
+    with serving(tmp_path, events) as syncer, ThreadPoolExecutor(1) as operators:
+        write = syncer.store.snapshots.write
+        monkeypatch.setattr(syncer.store.snapshots, "write", lambda *given: (gate.wait(10.0), write(*given))[1])
+        assert syncer.core.do(syncer.keeper.begin)
+        assert not syncer.core.do(syncer.keeper.begin)
+        asked = operators.submit(syncer.api.snapshot)
+        time.sleep(0.1)
+        assert not asked.done()
+        gate.set()
+        asked.result(20.0)
+        assert len(events.of("snapshot")) == 2
+
+
 def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path) -> None:
     accepted: list[tuple[str, int]] = []
     sites = ("a", "b", "c")
