@@ -646,15 +646,14 @@ class EtcdLease(Lease):
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise LeaseError(f"{self.place}: the answer of etcd cannot be read: {answers}") from error
 
-    def _put(self, found: _Found, standing: Standing, holder: dict[str, str] | None = None) -> bool:
+    def _put(self, found: _Found, standing: Standing, *holder: dict[str, str]) -> bool:
         """Write ``standing``, and the holder's key if it is given, unless either key has changed since ``found``."""
         keys = ((f"{self._prefix}/lease", found.changed), (f"{self._prefix}/holder", found.held_changed))
         compared = [
             {"key": _text(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
             for key, revision in keys
         ]
-        puts = [{"key": _text(f"{self._prefix}/lease"), "value": _text(json.dumps(asdict(standing)))}]
-        puts += [holder] if holder is not None else []
+        puts = [{"key": _text(f"{self._prefix}/lease"), "value": _text(json.dumps(asdict(standing)))}, *holder]
         request = {"compare": compared, "success": [{"request_put": put} for put in puts]}
         return self.ask("kv/txn", request).get("succeeded") is True
 
