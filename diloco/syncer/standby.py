@@ -334,8 +334,7 @@ class Standby:
     def _wait_for_room(self, error: DiskFullError) -> None:
         """Wait for disk space. The stream has ended, so nothing is acknowledged until it begins again."""
         wanted = self._let_go()
-        if self._replayer is not None:
-            self.store.let_go_of_the_past()
+        self.store.let_go_of_the_past()
         self.emit("note", {"note": "disk_full", "why": f"disk full: {error.strerror}; the standby does not follow"})
         self.connected, self._trouble = False, f"disk full: {error.strerror}"
         room = Room(self.folder, self.options.disk_reserve_mb * 1_000_000, lambda why: None)
