@@ -149,7 +149,7 @@ class JournalFiles:
         disk.make_folder(folder, Step.FOLDER)
         self.index = max(self.segments(), default=0)
         self._file: BinaryIO | None = None
-        self._noted = JournalEnd(folder / "journal.end", disk)
+        self.noted = JournalEnd(folder / "journal.end", disk)
         self.chain = CHAIN_START
         """The chain value of the last unit."""
         self._end = 0
@@ -173,7 +173,7 @@ class JournalFiles:
 
     def walk(self, first: int, chain: str = "") -> Iterator[SegmentRead]:
         """Yield each segment from ``first`` on, checked; ``JournalError`` names file and offset of damage."""
-        noted = self._noted.read()  # Before the journal, which may grow until it is read.
+        noted = self.noted.read()  # Before the journal, which may grow until it is read.
         wanted = [index for index in self.segments() if index >= first]
         missing = sorted(set(range(first, max(wanted, default=first) + 1)) - set(wanted))
         if missing:
@@ -227,9 +227,9 @@ class JournalFiles:
         """
         for index in self.segments():
             self._disk.remove(self.path(index), Step.JOURNAL_CUT)
-        self._noted.close()
-        self._disk.remove(self._noted.path, Step.JOURNAL_END)
-        self._noted = JournalEnd(self._noted.path, self._disk)
+        self.noted.close()
+        self._disk.remove(self.noted.path, Step.JOURNAL_END)
+        self.noted = JournalEnd(self.noted.path, self._disk)
         self.index, self.chain = 0, CHAIN_START
         if place is not None:
             self.index, self.chain = place.segment - 1, bytes.fromhex(place.chain)
@@ -240,7 +240,7 @@ class JournalFiles:
 
         It cuts off what was never acknowledged, and a last mark that is incomplete.
         """
-        notes = [f"{self._noted.path} is damaged: {why}" for why in self._noted.damage()]
+        notes = [f"{self.noted.path} is damaged: {why}" for why in self.noted.damage()]
         path = self.path(self.index)
         read = read_file(path)
         if read.end < read.size:
@@ -293,7 +293,7 @@ class JournalFiles:
             self._put(encode_mark(self.chain), Step.JOURNAL_MARK)
             self._marked = True
             with contextlib.suppress(OSError):  # Only its first two writes need space; an older note is valid too.
-                self._noted.write(self.index, end)
+                self.noted.write(self.index, end)
 
     def _put(self, data: bytes, step: Step) -> None:
         assert self._file is not None, "begin or take_over comes first"
@@ -343,7 +343,7 @@ class JournalFiles:
 
     def close(self) -> None:
         """Close the last segment."""
-        self._noted.close()
+        self.noted.close()
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -29,19 +29,34 @@ from diloco.sync.events import LineageBegan, OuterStepDone
 from diloco.sync.journal import JournalError
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import Replay
+from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.publish import Holdings
+from diloco.syncer.snapshots import Lineages, Snapshots
+from diloco.syncer.spool import Spool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
+    from diloco.durable import Disk
     from diloco.sync.effects import OuterEffect
     from diloco.sync.journal import Record
     from diloco.sync.rounds import Selection
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
-    from diloco.syncer.snapshots import FragmentValues, Held, Lineages
-    from diloco.syncer.spool import Spool
+    from diloco.syncer.snapshots import FragmentValues, Held
+
+
+class DataFolder:
+    """The parts of a syncer's data folder, whose journal is of the run that ``run`` identifies."""
+
+    def __init__(self, folder: Path, run: Mapping[str, str], disk: Disk) -> None:
+        self.folder, self.disk = folder, disk
+        self.spool = Spool(folder / "spool", disk)
+        self.journal = JournalFiles(folder / "journal", run, disk)
+        self.snapshots = Snapshots(folder / "snapshots", disk)
+        self.lineages = Lineages(folder / "lineages", disk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +79,12 @@ class Replayer(Replay):
     for example) overrides that.
     """
 
-    def __init__(
-        self,
-        machine: OuterSync,
-        values: Sequence[FragmentValues],
-        spool: Spool,
-        rules: Rules,
-        lineages: Lineages,
-    ) -> None:
-        """``lineages`` holds the first values of lineages that begin in these records, if any does."""
+    def __init__(self, machine: OuterSync, values: Sequence[FragmentValues], folder: DataFolder, rules: Rules) -> None:
+        """``folder`` has the payloads of the records, and the first values of the lineages that begin in them."""
         super().__init__(machine)
         self.holdings = Holdings(values, rules.down_codec, rules.downlinks_kept)
-        self.spool = spool
+        self.folder = folder
         self.rule = rules.rule
-        self.lineages = lineages
 
     @property
     def values(self) -> list[FragmentValues]:
@@ -91,13 +98,13 @@ class Replayer(Replay):
 
     def lineage_began(self, event: LineageBegan) -> None:
         """Continue with the lineage's first values, which no earlier record gives."""
-        self.holdings.begin_again(self.lineages.values(event))
+        self.holdings.begin_again(self.folder.lineages.values(event))
 
     def step(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> OuterResult:
         """Recompute the outer step that ended in ``event``; ``JournalError`` unless it gives the same bits."""
         values = self.values[event.fragment]
         down_codec = self.holdings.down_codec
-        result = run_outer_step(command, values, self.spool, self.rule, down_codec, event.digest)
+        result = run_outer_step(command, values, self.folder.spool, self.rule, down_codec, event.digest)
         found = (result.values.digest, result.downlink_digest) if result else ("not finite", "")
         if result is None or found != (event.digest, event.downlink_digest):
             raise JournalError(
@@ -138,16 +145,15 @@ class ReplayerWithout(Replayer):
         self,
         machine: OuterSync,
         values: Sequence[FragmentValues],
-        spool: Spool,
+        folder: DataFolder,
         rules: Rules,
-        lineages: Lineages,
         selections: Sequence[Selection] = (),
         last: int | None = None,
         *,
         and_later: bool = False,
     ) -> None:
         """``and_later``: also leave out updates that were measured from a base with a left-out update in it."""
-        super().__init__(machine, values, spool, replace(rules, downlinks_kept=1), lineages)
+        super().__init__(machine, values, folder, replace(rules, downlinks_kept=1))
         self.selections = tuple(selections)
         self.last = last
         self.and_later = and_later
@@ -200,7 +206,7 @@ class ReplayerWithout(Replayer):
         if isinstance(self._lacking, StartOuterStep) and not self._lacking.contributions:
             self.skipped.append((event.fragment, event.version))
             return _unchanged(values)
-        lacking = run_outer_step(self._lacking, values, self.spool, self.rule, self.holdings.down_codec)
+        lacking = run_outer_step(self._lacking, values, self.folder.spool, self.rule, self.holdings.down_codec)
         if lacking is None:
             raise LeaveOutError(
                 f"version {event.version} of fragment {event.fragment} has no finite result without left-out updates"
@@ -214,7 +220,7 @@ class ReplayerWithout(Replayer):
                 f"lineage {event.lineage} began after the left-out updates, with values that a restore gave it: "
                 "leaving out updates of an earlier lineage does not change it"
             )
-        values, last = self.lineages.values(event), self.last
+        values, last = self.folder.lineages.values(event), self.last
         if last is None or all(first.version <= last for first in values):
             self.held = held_of(self.machine.state)
         else:

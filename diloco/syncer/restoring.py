@@ -33,26 +33,16 @@ from diloco.sync.journal import JournalError, PlainError, Record, digest_effects
 from diloco.sync.members import next_lineage
 from diloco.sync.state import FragmentState, Line, OuterState, Part, Site, Status, Upstream
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.journal_files import JournalFiles, SegmentRead
-from diloco.syncer.replaying import LeaveOutError, ReplayerWithout, Rules, held_of
-from diloco.syncer.snapshots import (
-    FragmentValues,
-    Held,
-    Image,
-    Lineages,
-    Retention,
-    Snapshot,
-    SnapshotError,
-    Snapshots,
-    same_values,
-)
-from diloco.syncer.spool import Spool, SpoolError
+from diloco.syncer.replaying import DataFolder, LeaveOutError, ReplayerWithout, Rules, held_of
+from diloco.syncer.snapshots import FragmentValues, Held, Image, Retention, Snapshot, SnapshotError, same_values
+from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import STAGING, RunCard, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from diloco.sync.rounds import Selection
+    from diloco.syncer.journal_files import SegmentRead
 
 ATTEMPTS = 5
 """Attempts at reading a folder that changes meanwhile, before that is an error."""
@@ -75,16 +65,13 @@ class Point:
     segment: int
 
 
-class Kept:
+class Kept(DataFolder):
     """Reads ``folder``; ``note`` gets a text about each damaged item that is skipped."""
 
     def __init__(self, folder: Path, note: Callable[[str], None] = lambda why: None) -> None:
-        self.folder = folder
         self._note = note
         self.card = _card(folder / "run.json")
-        self.spool = Spool(folder / "spool", ReadingDisk())
-        self.snapshots = Snapshots(folder / "snapshots", disk=ReadingDisk())
-        self.lineages = Lineages(folder / "lineages", ReadingDisk())
+        super().__init__(folder, {"run_id": self.card.run_id}, ReadingDisk())
 
     def points(self) -> list[Point]:
         """Return the intact snapshots, oldest first."""
@@ -103,13 +90,12 @@ class Kept:
 
     def segments(self, first: int, chain: str = "") -> list[SegmentRead]:
         """Return the journal from segment ``first`` on, without a record that is being written."""
-        journal = JournalFiles(self.folder / "journal", {"run_id": self.card.run_id}, ReadingDisk())
         try:
-            found = list(journal.walk(first, chain))
+            found = list(self.journal.walk(first, chain))
         except JournalError as error:
             raise KeptError(str(error)) from error
         if not found:
-            raise KeptError(f"{journal.path(first)} is missing: the journal is needed from there on")
+            raise KeptError(f"{self.journal.path(first)} is missing: the journal is needed from there on")
         return found
 
     def replay(
@@ -135,8 +121,8 @@ class Kept:
                 points = self.points()
                 snapshot = self._begins(points, selections, last, from_oldest=from_oldest)
                 machine = OuterSync.restore(rules.outer, snapshot.state)
-                sources = (self.spool, rules, self.lineages)
-                replayer = ReplayerWithout(machine, snapshot.fragments, *sources, selections, last, and_later=and_later)
+                values = snapshot.fragments
+                replayer = ReplayerWithout(machine, values, self, rules, selections, last, and_later=and_later)
                 self._apply(replayer, snapshot, points if verify else [])
                 return replayer
             except (KeptError, FileNotFoundError, *BROKEN) as error:

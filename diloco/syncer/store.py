@@ -34,24 +34,23 @@ from diloco.sync.effects import LetGo, OuterEffect, TellFate
 from diloco.sync.events import UpdateArrived, UpstreamFetched
 from diloco.sync.journal import JournalError, PlainError, Record, parse_json, shown
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.journal_files import JournalEnd, JournalFiles, Position
-from diloco.syncer.replaying import Replayer, Rules
+from diloco.syncer.replaying import DataFolder, Replayer, Rules
 from diloco.syncer.snapshots import (
     FILES_MAX,
     RECOVERY_ONLY,
     FragmentValues,
-    Lineages,
     NewerSnapshotError,
     Point,
     Retention,
     Snapshot,
     SnapshotError,
-    Snapshots,
 )
-from diloco.syncer.spool import Spool, SpoolError
+from diloco.syncer.spool import SpoolError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from diloco.syncer.journal_files import Position
 
 
 def payloads_in(state: object) -> dict[str, str]:
@@ -124,7 +123,7 @@ class _Decided:
 
 
 @dataclass(eq=False, repr=False)
-class Store:
+class Store(DataFolder):
     """The data folder.  The caller holds its lock (``diloco.durable.locked``).
 
     ``emit`` receives a note of each repair by a recovery, and when ``retention`` cannot be met.
@@ -152,12 +151,8 @@ class Store:
                 raise StoreError(f"{folder} holds an unfinished restore: restore it again")
             disk.remove(staging, Step.FOLDER)  # Left by a restore that is complete.
         self._check_card(card)
-        self.spool = Spool(folder / "spool", disk)
-        run = {"run_id": card.run_id, "layout_fingerprint": card.layout_fingerprint}
-        self.journal = JournalFiles(folder / "journal", run, disk)
-        self.snapshots = Snapshots(folder / "snapshots", disk=disk)
+        super().__init__(folder, {"run_id": card.run_id, "layout_fingerprint": card.layout_fingerprint}, disk)
         disk.sweep(self.snapshots.folder, Step.SNAPSHOT_PRUNE)
-        self.lineages = Lineages(folder / "lineages", disk)
         disk.sweep(self.lineages.folder, Step.LINEAGE_PRUNE)
         disk.sweep(folder, Step.FOLDER)
         disk.sync_folder(folder, Step.FOLDER)
@@ -233,7 +228,7 @@ class Store:
                 continue
             try:
                 machine = OuterSync.restore(rules.outer, snapshot.state)
-                replayer = Replayer(machine, snapshot.fragments, self.spool, rules, self.lineages)
+                replayer = Replayer(machine, snapshot.fragments, self, rules)
                 for record in self.journal.read(snapshot.journal_segment, snapshot.journal_chain):
                     replayer.apply(record)
                 if merges:
@@ -392,7 +387,7 @@ def begun(store: Store, rules: Rules, version_zero: Sequence[Tensor]) -> Replaye
     for fragment, first in zip(machine.state.fragments, values, strict=True):
         fragment.digest = first.digest
     store.begin(machine, values)
-    return Replayer(machine, values, store.spool, rules, store.lineages)
+    return Replayer(machine, values, store, rules)
 
 
 @dataclass(slots=True)
@@ -414,11 +409,10 @@ def verify(folder: Path) -> Verified:
     found = Verified()
     if not any((folder / "journal").glob("journal-*.log")):
         raise JournalError(f"{folder / 'journal'} holds no journal")
-    disk = ReadingDisk()
-    noted = JournalEnd(folder / "journal" / "journal.end", disk)
-    for why in noted.damage():
-        raise JournalError(f"{noted.path} is damaged: {why}")
-    journal, snapshots = JournalFiles(folder / "journal", disk=disk), Snapshots(folder / "snapshots", disk=disk)
+    data = DataFolder(folder, {}, ReadingDisk())
+    journal, snapshots = data.journal, data.snapshots
+    for why in journal.noted.damage():
+        raise JournalError(f"{journal.noted.path} is damaged: {why}")
     numbers, segments = snapshots.numbers(), journal.segments()
     chains: dict[int, str] = {}
     wanted: dict[str, str] = {}
@@ -440,8 +434,7 @@ def verify(folder: Path) -> Verified:
                 f"{journal.path(snapshot.journal_segment)}: unit at byte 0 is of another chain: {begins}"
             )
         wanted |= payloads_in(snapshot.state)
-    spool = Spool(folder / "spool", disk)
     for reference, wanted_digest in sorted(wanted.items()):
-        spool.check(reference, wanted_digest)
+        data.spool.check(reference, wanted_digest)
         found.payloads += 1
     return found

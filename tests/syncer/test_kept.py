@@ -145,7 +145,7 @@ class Told:
 
     def replayer(self) -> Replayer:
         machine = OuterSync.restore(OUTER, self.first.state)
-        return Replayer(machine, self.first.fragments, self.desk.store.spool, self.desk.rules, self.desk.store.lineages)
+        return Replayer(machine, self.first.fragments, self.desk.store, self.desk.rules)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])

@@ -95,7 +95,7 @@ def assert_bits(mine: FragmentValues, theirs: tuple[Tensor, Tensor, Tensor | Non
 
 def replayer(told: Told, chosen: Sequence[Selection] = (), **how: Any) -> ReplayerWithout:
     machine, store = OuterSync.restore(told.desk.machine.options, told.first.state), told.desk.store
-    return ReplayerWithout(machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, **how)
+    return ReplayerWithout(machine, told.first.fragments, store, told.desk.rules, chosen, **how)
 
 
 def without(told: Told, *chosen: Selection, **how: Any) -> ReplayerWithout:
