@@ -61,8 +61,8 @@ def _show(target: str) -> ExitCode:
         print(f"# {path.name}: {len(read.records)} records")
         for record in read.records:
             print(describe(record))
-        if read.end < read.size:
-            print(f"# {read.size - read.end} bytes of a turn that was being written")
+        if read.torn_bytes:
+            print(f"# {read.torn_bytes} bytes of a turn that was being written")
     return ExitCode.OK
 
 

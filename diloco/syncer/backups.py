@@ -321,7 +321,7 @@ def back_up(folder: Path, vault: Vault, note: Callable[[str], None] = lambda why
                 lineage = event.lineage
             elif isinstance(event, SyncerStarted):
                 epoch = event.epoch
-        name = NAME.format(lineage, epoch, segments[-1].index, segments[-1].end)
+        name = NAME.format(lineage, epoch, segments[-1].index, segments[-1].found.end)
         there = vault.backups(kept.card.run_id).get(name)
         if isinstance(there, BackupFacts):
             return name, there  # That backup holds the same journal.
@@ -353,7 +353,7 @@ def _copied(
     payloads = payloads_in(kept.snapshots.peek(point.number)[0])
     for read in segments:
         name_there = f"journal/journal-{read.index:06d}.log"
-        files[name_there] = (folder / name_there).read_bytes()[: read.end]
+        files[name_there] = (folder / name_there).read_bytes()[: read.found.end]
         payloads |= payloads_named(read.records)
     for reference, digest in sorted(payloads.items()):
         files[f"spool/{reference}"] = kept.spool.folder / reference

@@ -130,13 +130,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRead:
-    """A segment as read. ``found`` is None for one of format 1; the intact part ends at ``end``."""
+    """A segment as read; ``torn_bytes`` follow the intact part. One of format 1 (``is_old``) has no header, frames or
+    marks."""
 
     index: int
-    found: Segment | None
+    found: Segment
     records: list[Record]
-    size: int
-    end: int
+    torn_bytes: int
+    is_old: bool
 
 
 class JournalFiles:
@@ -181,25 +182,25 @@ class JournalFiles:
         before = bytes.fromhex(chain) if chain else None
         for index in wanted:
             read = read_file(self.path(index))
-            is_last = index == wanted[-1]
-            if read.end < read.size and not is_last:
-                raise JournalError(f"{self.path(index)} ends in the middle of a unit at byte {read.end}: it is damaged")
-            before = self._chain_through(read, before, may_be_blank=is_last and index != first)
-            if is_last and noted is not None and noted > (index, read.end):
-                found = f"ends at byte {read.end}" if noted[0] == index else "is missing"
+            is_last, end = index == wanted[-1], read.found.end
+            if read.torn_bytes and not is_last:
+                raise JournalError(f"{self.path(index)} ends in the middle of a unit at byte {end}: it is damaged")
+            self._check_header(read, before, may_be_blank=is_last and index != first)
+            before = read.found.chain
+            if is_last and noted is not None and noted > (index, end):
+                found = f"ends at byte {end}" if noted[0] == index else "is missing"
                 raise JournalError(
                     f"{self.path(noted[0])} {found}, and its byte {noted[1]} was durable: it was cut off"
                 )
             yield read
 
-    def _chain_through(self, read: SegmentRead, before: bytes | None, *, may_be_blank: bool) -> bytes | None:
-        """Check that the segment continues ``before``; return the chain after it. None: not known."""
-        path = self.path(read.index)
-        header = None if read.found is None else read.found.header
-        if read.found is None or header is None:
-            # A segment of format 1 may be empty, and the last one's process may have died right after creating it.
-            if before is None or before == CHAIN_START or (may_be_blank and read.found is not None):
-                return before if read.found is not None else CHAIN_START
+    def _check_header(self, read: SegmentRead, before: bytes | None, *, may_be_blank: bool) -> None:
+        """Check that the segment continues the chain value ``before``; None: not known."""
+        path, header = self.path(read.index), read.found.header
+        if header is None:
+            # One of format 1 has none, and the last one's process may have died right after creating it.
+            if before in (None, CHAIN_START) or (may_be_blank and not read.is_old):
+                return
             raise JournalError(f"{path}: unit at byte 0 is damaged: the segment has lost its header")
         if header.segment != read.index:
             raise JournalError(f"{path}: unit at byte 0 says that this is segment {header.segment}")
@@ -208,7 +209,6 @@ class JournalFiles:
         for name in sorted(self._run.keys() & header.run.keys()):
             if header.run[name] != self._run[name]:
                 raise JournalError(f"{path}: unit at byte 0 has {name} {header.run[name]!r}: it is of another run")
-        return read.found.chain
 
     def is_blank(self) -> bool:
         """Return whether no event was ever written: then nothing was ever acknowledged."""
@@ -216,7 +216,7 @@ class JournalFiles:
             found = [read_file(self.path(index)) for index in self.segments()]
         except JournalError:
             return False
-        return all(not read.records and (read.found is not None or read.size == 0) for read in found)
+        return not any(read.records or read.is_old for read in found)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,6 @@ class JournalFiles:
             self._disk.remove(self.path(index), Step.JOURNAL_CUT)
         self.noted.close()
         self._disk.remove(self.noted.path, Step.JOURNAL_END)
-        self.noted = JournalEnd(self.noted.path, self._disk)
         self.index, self.chain = 0, CHAIN_START
         if place is not None:
             self.index, self.chain = place.segment - 1, bytes.fromhex(place.chain)
@@ -243,24 +242,23 @@ class JournalFiles:
         notes = [f"{self.noted.path} is damaged: {why}" for why in self.noted.damage()]
         path = self.path(self.index)
         read = read_file(path)
-        if read.end < read.size:
-            notes.append(f"{path} is cut off at byte {read.end}: {read.size - read.end} bytes there were incomplete")
-        if read.found is not None and read.found.header is None:
+        found = read.found
+        if read.torn_bytes:
+            notes.append(f"{path} is cut off at byte {found.end}: {read.torn_bytes} bytes there were incomplete")
+        if found.header is None and not read.is_old:
             self._disk.remove(path, Step.JOURNAL_CUT)
             self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
             self.index -= 1
-            earlier = read_file(self.path(self.index)).found if self.index in self.segments() else None
-            self.chain = CHAIN_START if earlier is None or earlier.header is None else earlier.chain
+            self.chain = read_file(self.path(self.index)).found.chain if self.index in self.segments() else CHAIN_START
             self.rotate()
             return notes
-        if read.end < read.size:
-            self._disk.cut(path, read.end, Step.JOURNAL_CUT)
+        if read.torn_bytes:
+            self._disk.cut(path, found.end, Step.JOURNAL_CUT)
         self._file = self._disk.open(path, "ab", Step.JOURNAL_BEGIN, buffering=0)
-        self._end, self._synced = read.end, False
-        if read.found is None:
+        self.chain, self._end, self._synced, self._marked = found.chain, found.end, False, found.marked
+        if read.is_old:
             self.rotate()
         else:
-            self.chain, self._marked = read.found.chain, read.found.marked
             self.flush()
         return notes
 
@@ -355,9 +353,11 @@ def read_file(path: Path) -> SegmentRead:
     try:
         if not is_framed(data):
             records, end = read_records(data)
-            return SegmentRead(index, None, records, len(data), end)
+            found = Segment(None, (), end, CHAIN_START, marked=True)
+            return SegmentRead(index, found, records, len(data) - end, is_old=True)
         found = read_segment(data)
         turns = [decode_records(frame.body, frame.offset) for frame in found.frames]
-        return SegmentRead(index, found, [record for turn in turns for record in turn], len(data), found.end)
+        records = [record for turn in turns for record in turn]
+        return SegmentRead(index, found, records, len(data) - found.end, is_old=False)
     except JournalError as error:
         raise JournalError(f"{path}: {error}") from error

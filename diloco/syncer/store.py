@@ -419,8 +419,8 @@ def verify(folder: Path) -> Verified:
     for read in journal.walk(segments[0]):
         found.segments += 1
         found.records += len(read.records)
-        found.torn_bytes += read.size - read.end
-        if read.found is not None and read.found.header is not None:
+        found.torn_bytes += read.torn_bytes
+        if read.found.header is not None:
             chains[read.index] = read.found.header.before
         wanted |= payloads_named(read.records)
     for number in numbers:

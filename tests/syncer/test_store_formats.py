@@ -123,7 +123,7 @@ def test_sites_with_checkpoints_of_an_earlier_release_go_on_with_it(tmp_path: Pa
         assert all(now > then for now, then in zip(marks, before["watermarks"][name], strict=True))
     assert log.of("note") == [], "no base was found to differ, and no update corrupt"
     assert verify(folder).records > 0
-    assert read_file(max(folder.glob("journal/journal-*.log"))).found is not None, "what is new is written in format 2"
+    assert not read_file(max(folder.glob("journal/journal-*.log"))).is_old, "what is new is written in format 2"
     kept_now = Snapshots(folder / "snapshots")
     assert all(kept_now.load(number).journal_chain for number in kept_now.numbers())
 
