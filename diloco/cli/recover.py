@@ -135,7 +135,7 @@ def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespa
     """Replay; print the result as text unless JSON is wanted, and return the values for JSON."""
     from diloco.config import build
     from diloco.syncer.restoring import Kept, KeptError
-    from diloco.syncer.snapshots import Image, ImageError, full_parameters, write_image
+    from diloco.syncer.snapshots import Image, SnapshotError, full_parameters, write_image
 
     notes: list[str] = []
     with failing(KeptError):
@@ -159,7 +159,7 @@ def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespa
     }
     if given.out is not None:
         parameters = full_parameters(build.layout_of(past.config), [values.evaluated for values in rebuilt.values])
-        with failing(ImageError):
+        with failing(SnapshotError):
             write_image(given.out, Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, facts), parameters)
         facts["out"] = str(given.out)
     if not given.json:
@@ -255,11 +255,11 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
     from diloco.models.read import ColdError
     from diloco.syncer.backups import BackupError
     from diloco.syncer.restoring import RestoreError
-    from diloco.syncer.snapshots import ImageError
+    from diloco.syncer.snapshots import SnapshotError
     from diloco.syncer.store import StoreError
 
     card = build_syncer.plan(past.config, build.layout_of(past.config)).card
-    with ExitStack() as stack, failing(RestoreError, StoreError, ImageError, BackupError, ColdError):
+    with ExitStack() as stack, failing(RestoreError, StoreError, SnapshotError, BackupError, ColdError):
         with failing(LockedError, end=": stop this run's syncer first"):
             stack.enter_context(locked(past.data))
         _take_others(past, stack)

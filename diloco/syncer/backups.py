@@ -350,7 +350,7 @@ def _copied(
         within = manifest.parent.relative_to(folder).as_posix()
         files |= {f"{within}/{path.name}": path for path in sorted(manifest.parent.iterdir())}
         digests |= {f"{within}/{name}": digest for name, digest in digests_in(manifest).items()}
-    payloads = payloads_in(kept.snapshots.peek(point.number)[0])
+    payloads = payloads_in(kept.snapshots.peek(point.number).state)
     for read in segments:
         name_there = f"journal/journal-{read.index:06d}.log"
         files[name_there] = (folder / name_there).read_bytes()[: read.found.end]

@@ -78,8 +78,9 @@ class Kept(DataFolder):
         found: list[Point] = []
         for number in self.snapshots.numbers():
             try:
-                state, segment = self.snapshots.peek(number)
-                found.append(Point(number, from_plain(OuterState, state, "state"), segment))
+                snapshot = self.snapshots.peek(number)
+                state = from_plain(OuterState, snapshot.state, "state")
+                found.append(Point(number, state, snapshot.journal_segment))
             except SnapshotError as error:
                 self._note(f"{error}; it is skipped")
             except PlainError as error:

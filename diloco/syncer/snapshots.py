@@ -53,7 +53,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -158,8 +158,12 @@ FILES_MAX = 4
 """Files read at the same time, at most: more would only compete for the disk."""
 
 
-class NotAsWritten(ValueError):
-    """A file's length or digest differs from what was written."""
+class SnapshotError(ValueError):
+    """A snapshot or an image is not as it was written, or not one at all; the text names the file."""
+
+
+class NewerSnapshotError(SnapshotError):
+    """The snapshot's format is newer than this version; it is not damaged."""
 
 
 Facts = dict[str, dict[str, Any]]
@@ -167,7 +171,7 @@ Facts = dict[str, dict[str, Any]]
 
 
 def read_verified(folder: Path, facts: Facts, names: Sequence[str]) -> list[Tensor]:
-    """Return each file's content as a uint8 tensor; ``NotAsWritten`` names one that is not as ``facts`` say."""
+    """Return each file's content as a uint8 tensor; ``SnapshotError`` names one that is not as ``facts`` say."""
     with ThreadPoolExecutor(max_workers=min(FILES_MAX, os.cpu_count() or 1, len(names) or 1)) as pool:
         return list(pool.map(lambda name: _read_one(folder / name, facts[name]["bytes"], facts[name]["sha256"]), names))
 
@@ -181,7 +185,7 @@ def _read_one(path: Path, size: int, wanted: str) -> Tensor:
                 found.update(piece[:count])
         if found.hexdigest() == wanted:
             return data
-    raise NotAsWritten(f"{path} is damaged: it is not what was written")
+    raise SnapshotError(f"{path} is damaged: it is not what was written")
 
 
 def _write_files(
@@ -225,7 +229,7 @@ def digest_of(manifest: Mapping[str, object]) -> str:
 def _read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest; its own digest is verified first, so that a flipped bit is not taken for a future format.
 
-    Format 1 has no such digest and is not checked. Raises ``NotAsWritten`` if the digest does not match.
+    Format 1 has no such digest and is not checked. Raises ``SnapshotError`` if the digest does not match.
     """
     text = path.read_bytes()
     try:
@@ -235,8 +239,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if is_old or (manifest["sha256"] == digest_of(told) and _manifest_text(manifest) == text):
             return manifest
     except (LookupError, TypeError, ValueError) as error:
-        raise NotAsWritten(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    raise NotAsWritten(f"{path} is damaged: its own digest does not match")
+        raise SnapshotError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    raise SnapshotError(f"{path} is damaged: its own digest does not match")
 
 
 def digests_in(manifest: Path) -> dict[str, str]:
@@ -245,29 +249,19 @@ def digests_in(manifest: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _damage_is(wrong: type[ValueError], what: Path) -> Iterator[None]:
-    """Raise every error of reading ``what`` as damage, as ``wrong``."""
+def _reading(what: Path) -> Iterator[None]:
+    """Raise every error of reading ``what`` as damage."""
     try:
         yield
-    except wrong:
+    except SnapshotError:
         raise
-    except NotAsWritten as error:
-        raise wrong(str(error)) from error
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise wrong(f"{what} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+        raise SnapshotError(f"{what} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 """The format of the manifest. Format 1, without the chain value of the journal, is still read."""
-
-
-class SnapshotError(ValueError):
-    """A snapshot is damaged; the text names the file."""
-
-
-class NewerSnapshotError(SnapshotError):
-    """The snapshot's format is newer than this version; it is not damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,19 +346,18 @@ class Snapshots:
         except DiskFullError:
             self._disk.remove(beside, Step.SNAPSHOT_PRUNE)
             raise
-        return self._note_point(number, snapshot.state, snapshot.journal_segment, facts).size
+        self._note_point(number, snapshot, facts)
+        return self._points[number].size
 
     def load(self, number: int) -> Snapshot:
         """Read and verify one snapshot; raise ``SnapshotError``, naming the file, if one is missing or damaged."""
-        with self._reading(number) as facts:
-            folder = self.path(number)
-            state, segment, chain = _state(folder, facts)
-            return Snapshot(state, tuple(_read_fragments(folder, facts, len(facts) - 1)), segment, chain)
+        with self._opened(number) as (facts, snapshot):
+            return replace(snapshot, fragments=_read_fragments(self.path(number), facts, len(facts) - 1))
 
-    def peek(self, number: int) -> tuple[object, int]:
-        """Return the verified state and journal segment of one snapshot, without reading its tensors."""
-        with self._reading(number) as facts:
-            return _state(self.path(number), facts)[:2]
+    def peek(self, number: int) -> Snapshot:
+        """Read and verify one snapshot without its fragments."""
+        with self._opened(number) as (_, snapshot):
+            return snapshot
 
     def set_aside(self, number: int) -> None:
         """Rename a damaged snapshot, so that it stays for inspection (until the next one) but no longer counts."""
@@ -376,17 +369,16 @@ class Snapshots:
     def point(self, number: int) -> Point:
         """Return what retention needs to know of a snapshot."""
         if number not in self._points:
-            with self._reading(number) as facts:
-                state, segment, _ = _state(self.path(number), facts)
-                return self._note_point(number, state, segment, facts)
+            with self._opened(number) as (facts, snapshot):
+                self._note_point(number, snapshot, facts)
         return self._points[number]
 
-    def _note_point(self, number: int, state: object, segment: int, facts: Facts) -> Point:
+    def _note_point(self, number: int, snapshot: Snapshot, facts: Facts) -> None:
+        state = snapshot.state
         assert isinstance(state, dict)
         steps = sum(int(fragment["version"]) for fragment in state.get("fragments", ()))
         size = sum(int(each["bytes"]) for each in facts.values())
-        self._points[number] = Point(number, steps, segment, size, int(state.get("lineage", 1)))
-        return self._points[number]
+        self._points[number] = Point(number, steps, snapshot.journal_segment, size, int(state.get("lineage", 1)))
 
     def prune(
         self, retention: Retention, bytes_in: Callable[[range], int], spared: int = 0
@@ -410,10 +402,11 @@ class Snapshots:
         return kept, cut
 
     @contextlib.contextmanager
-    def _reading(self, number: int) -> Iterator[Facts]:
-        """Yield the manifest's facts by file name; any error while the caller uses them counts as damage."""
+    def _opened(self, number: int) -> Iterator[tuple[Facts, Snapshot]]:
+        """Yield the manifest's facts by file name, and the snapshot without its fragments, verified; any error while
+        the caller uses them counts as damage."""
         folder = self.path(number)
-        with _damage_is(SnapshotError, folder):
+        with _reading(folder):
             manifest = _read_manifest(folder / MANIFEST)
             found = manifest["format"]
             if type(found) is int and found > FORMAT:
@@ -425,17 +418,15 @@ class Snapshots:
             if odd:
                 words = ", ".join(sorted(odd))[:200]
                 raise SnapshotError(f"{folder} is damaged: its manifest and its files differ in {words}")
-            yield files
+            (data,) = read_verified(folder, files, ["state.json"])
+            plain = parse_json(data.numpy().tobytes())
+            chain = str(plain.get("journal_chain", ""))
+            yield files, Snapshot(plain["state"], (), int(plain["journal_segment"]), chain)
 
 
-def _state(folder: Path, facts: Facts) -> tuple[object, int, str]:
-    (data,) = read_verified(folder, facts, ["state.json"])
-    plain = parse_json(data.numpy().tobytes())
-    return plain["state"], int(plain["journal_segment"]), str(plain.get("journal_chain", ""))
-
-
-def _read_fragments(folder: Path, facts: Facts, count: int) -> list[FragmentValues]:
-    return [unpack(data) for data in read_verified(folder, facts, [_fragment_file(index) for index in range(count)])]
+def _read_fragments(folder: Path, facts: Facts, count: int) -> tuple[FragmentValues, ...]:
+    names = [_fragment_file(index) for index in range(count)]
+    return tuple(unpack(data) for data in read_verified(folder, facts, names))
 
 
 def same_values(left: FragmentValues, right: FragmentValues) -> bool:
@@ -494,10 +485,6 @@ IMAGE_MANIFEST = "image.json"
 MODEL = "model.safetensors"
 
 
-class ImageError(ValueError):
-    """A folder is not an image, or is damaged; the text names the file."""
-
-
 @dataclass(frozen=True, slots=True)
 class Image:
     """The values, the tokens and updates they hold of each site, their run's ``card``; ``facts`` tell their origin."""
@@ -520,7 +507,7 @@ def write_image(
     A caller whose state relies on the image passes its own ``step``.
     """
     if folder.exists():
-        raise ImageError(f"{folder} exists already: an image gets its own folder")
+        raise SnapshotError(f"{folder} exists already: an image gets its own folder")
     beside = folder.with_name(f".{folder.name}.tmp")
     disk.remove(beside, step)
     disk.make_folder(beside, step)
@@ -542,23 +529,23 @@ def write_image(
 
 
 def read_image(folder: Path) -> Image:
-    """Read and verify the image in ``folder``; raise ``ImageError``, naming what is missing or damaged."""
-    with _damage_is(ImageError, folder):
+    """Read and verify the image in ``folder``; raise ``SnapshotError``, naming what is missing or damaged."""
+    with _reading(folder):
         try:
             manifest = _read_manifest(folder / IMAGE_MANIFEST)
             if manifest["format"] != IMAGE_FORMAT:
                 found = shown(manifest["format"])
-                raise ImageError(f"{folder / IMAGE_MANIFEST} has format {found}: {IMAGE_FORMAT} wanted")
+                raise SnapshotError(f"{folder / IMAGE_MANIFEST} has format {found}: {IMAGE_FORMAT} wanted")
             versions, digests = manifest["versions"], manifest["digests"]
             fragments = _read_fragments(folder, manifest["files"], len(versions))
         except FileNotFoundError as error:
-            raise ImageError(f"{folder} is no image: {error.filename} is missing") from error
+            raise SnapshotError(f"{folder} is no image: {error.filename} is missing") from error
         for index, (values, version, told) in enumerate(zip(fragments, versions, digests, strict=True)):
             if (values.version, values.digest, digest(values.published, told)) != (version, told, told):
                 path = folder / _fragment_file(index)
-                raise ImageError(f"{path} is not the version {version} that {IMAGE_MANIFEST} names")
+                raise SnapshotError(f"{path} is not the version {version} that {IMAGE_MANIFEST} names")
         held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}
-        return Image(dict(manifest["card"]), tuple(fragments), held, dict(manifest["facts"]))
+        return Image(dict(manifest["card"]), fragments, held, dict(manifest["facts"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +572,7 @@ class Lineages:
         path = self.folder / str(event.lineage)
         try:
             image = read_image(path)
-        except ImageError as error:
+        except SnapshotError as error:
             raise JournalError(f"the values that lineage {event.lineage} began with are not here: {error}") from error
         if tuple(values.digest for values in image.fragments) != event.digests:
             raise JournalError(f"{path} holds other values than those that lineage {event.lineage} began with")
@@ -622,12 +609,9 @@ def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Te
     shapes = dict(layout.parameters)
     parameters: dict[str, Tensor] = {}
     for fragment, values in zip(layout.fragments, fragments, strict=True):
-        at = 0
-        for piece in fragment.pieces:
-            size = piece.stop - piece.start
-            part = values[at : at + size]
-            at += size
-            if size == prod(shapes[piece.name]):
+        parts = torch.split(values, [piece.stop - piece.start for piece in fragment.pieces])
+        for piece, part in zip(fragment.pieces, parts, strict=True):
+            if len(part) == prod(shapes[piece.name]):
                 parameters[piece.name] = part.view(shapes[piece.name])
                 continue
             if piece.name not in parameters:

@@ -53,7 +53,6 @@ from diloco.syncer.replaying import Rules
 from diloco.syncer.restoring import Kept, KeptError
 from diloco.syncer.snapshots import (
     Image,
-    ImageError,
     SnapshotError,
     Snapshots,
     read_image,
@@ -485,7 +484,7 @@ def image(folder: Path, desk: Desk) -> Iterator[tuple[str, Reader]]:
     written = Image(asdict(CARD), tuple(desk.values), {("a", 1): (300, 3)}, {"from": "a test", "left_out": [1, 2]})
     write_image(path, written)
 
-    yield from kept(path, lambda: read_image(path), (ImageError,), "image's", 0.3, 2.0)
+    yield from kept(path, lambda: read_image(path), (SnapshotError,), "image's", 0.3, 2.0)
 
 
 def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:

@@ -22,13 +22,13 @@ from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import (
     FragmentValues,
     Image,
-    ImageError,
     Lineages,
     MemoryCheck,
     MemoryDamaged,
     Point,
     Retention,
     Snapshot,
+    SnapshotError,
     Snapshots,
     choose,
     full_parameters,
@@ -79,18 +79,18 @@ def test_it_comes_back_to_the_bit_and_the_parameters_lie_beside_it_for_people(tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["image", "run"]
     beside = load_file(tmp_path / "image" / "model.safetensors")
     assert all(bool((beside[name] == values).all()) for name, values in parameters.items())
-    with pytest.raises(ImageError, match="exists already"):
+    with pytest.raises(SnapshotError, match="exists already"):
         write_image(tmp_path / "image", written)
 
 
 def test_damage_to_an_image_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "image"
-    with pytest.raises(ImageError, match=r"is no image: .*image\.json is missing"):
+    with pytest.raises(SnapshotError, match=r"is no image: .*image\.json is missing"):
         read_image(tmp_path)
     write_image(folder, of_a_run(tmp_path / "run"))
     for path in sorted(folder.iterdir()):  # ``test_snapshots`` has every flipped byte and every cut.
         whole = harm(path, "flipped")
-        with pytest.raises(ImageError, match=str(path if path.suffix != ".json" else folder)):
+        with pytest.raises(SnapshotError, match=str(path if path.suffix != ".json" else folder)):
             read_image(folder)
         path.write_bytes(whole)
     manifest = folder / "image.json"
@@ -107,11 +107,11 @@ def test_damage_to_an_image_is_named(tmp_path: Path) -> None:
             del lying["sha256"]
             lying["sha256"] = hashlib.sha256(canonical(lying)).hexdigest()
         manifest.write_text(json.dumps(lying, sort_keys=True, indent=1))
-        with pytest.raises(ImageError, match=said):
+        with pytest.raises(SnapshotError, match=said):
             read_image(folder)
     manifest.write_text(json.dumps(told, sort_keys=True, indent=1))
     (folder / "fragment-1.safetensors").unlink()
-    with pytest.raises(ImageError, match=r"fragment-1\.safetensors is missing"):
+    with pytest.raises(SnapshotError, match=r"fragment-1\.safetensors is missing"):
         read_image(folder)
 
 

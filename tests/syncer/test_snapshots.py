@@ -23,7 +23,6 @@ from diloco.syncer.snapshots import (
     RECOVERY_ONLY,
     FragmentValues,
     NewerSnapshotError,
-    NotAsWritten,
     Snapshot,
     SnapshotError,
     Snapshots,
@@ -70,7 +69,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, momentum: bool) -> Non
     assert again.numbers() == [1, 2, 3]
     for number in (1, 2, 3):
         assert_equal(again.load(number), snapshot(number, momentum))
-        assert again.peek(number) == (snapshot(number).state, 10 + number)
+        assert again.peek(number) == replace(snapshot(number), fragments=())
     first, other = (snapshot(number).fragments[1] for number in (1, 2))
     for part in ("version", "digest", "theta", "published", "optimizer"):
         assert not same_values(first, replace(first, **{part: getattr(other, part)})), part
@@ -224,7 +223,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypa
         return empty(size, dtype=dtype)
 
     monkeypatch.setattr(torch, "empty", cut)
-    with pytest.raises(NotAsWritten, match="a is damaged"):
+    with pytest.raises(SnapshotError, match="a is damaged"):
         read_verified(tmp_path, {"a": wanted}, ["a"])
 
 
