@@ -30,6 +30,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
@@ -191,12 +192,9 @@ class Vault:
             if found != told[relative]:
                 raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is not what was written there a moment ago")
         whole = replace(facts, files=told)
-        plain, path = asdict(whole), self._at(run_id, name, MARKER)
+        plain = asdict(whole)
         marker = json.dumps({**plain, "sha256": digest_of(plain)}, indent=1, sort_keys=True).encode()
-        if self._is_folder:  # A plain write has its name before its content.
-            self._disk.write_file(Path(path), marker, Step.BACKUP_WHOLE)
-        else:
-            self._copy(marker, path, Step.BACKUP_WHOLE, Hasher())
+        self._copy(marker, self._at(run_id, name, MARKER), Step.BACKUP_WHOLE, Hasher())
         return whole
 
     def drop(self, run_id: str, name: str) -> None:
@@ -220,14 +218,7 @@ class Vault:
             if target.parent not in made:
                 disk.settle(target.parent, Step.RESTORE_FETCH)
                 made.add(target.parent)
-            disk.keep(target, lambda path, at=relative: self._fetch(run_id, name, at, path), Step.RESTORE_FETCH)  # type: ignore[misc]
-            with target.open("rb") as file:
-                found = _poured(file)
-            if found != wanted:
-                raise BackupError(
-                    f"{self.url}/{run_id}/{name}/{relative} is damaged: {found.bytes} bytes with SHA-256 "
-                    f"{found.sha256[:12]}, and {wanted.bytes} with {wanted.sha256[:12]} were written"
-                )
+            disk.keep(target, partial(self._fetch, run_id, name, relative, wanted), Step.RESTORE_FETCH)
         return facts
 
     # --- files there ---------------------------------------------------------------------------------------------
@@ -253,19 +244,27 @@ class Vault:
 
         self._disk.reached(step)
         source = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
-        with source as here, self._files.open(path, "wb") as there:
+        beside = f"{path}.tmp" if self._is_folder else path  # A folder's file has its name before its content.
+        with source as here, self._files.open(beside, "wb") as there:
             facts = _poured(here, write)
         if self._is_folder:  # A power cut must not remove files of a complete backup.
-            self._disk.sync_file(Path(path), step)
+            self._disk.sync_file(Path(beside), step)
+            self._disk.rename(Path(beside), Path(path), step)
             self._disk.sync_folder(Path(path).parent, step)
         return facts
 
-    def _fetch(self, run_id: str, name: str, relative: str, path: Path) -> None:
+    def _fetch(self, run_id: str, name: str, relative: str, wanted: FileFacts, path: Path) -> None:
+        where = f"{self.url}/{run_id}/{name}/{relative}"
         try:
             with self._files.open(self._at(run_id, name, relative), "rb") as there, path.open("wb") as here:
-                _poured(there, here.write)
+                found = _poured(there, here.write)
         except FileNotFoundError as error:
-            raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is missing") from error
+            raise BackupError(f"{where} is missing") from error
+        if found != wanted:
+            raise BackupError(
+                f"{where} is damaged: {found.bytes} bytes with SHA-256 {found.sha256[:12]}, and {wanted.bytes} with "
+                f"{wanted.sha256[:12]} were written"
+            )
 
 
 def _poured(source: IO[bytes], write: Callable[[bytes], object] = lambda piece: None) -> FileFacts:
@@ -409,8 +408,8 @@ class Backups:
         good_s, now_s = self._good_s, time.monotonic()
         age_s = None if good_s is None else round(now_s - good_s, 1)
         without_s = round(now_s - (self._began_s if good_s is None else good_s), 1)
-        known = {"url": self._options.url, "age_s": age_s, "last": self._last, "failing": self._failing}
-        return {**known, "without_s": without_s}
+        facts = {"url": self._options.url, "age_s": age_s, "last": self._last, "failing": self._failing}
+        return {**facts, "without_s": without_s}
 
     def _run(self) -> None:
         wait_s, looked = 0.0, False
