@@ -176,9 +176,7 @@ class Disk:
     def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
         """Write ``data``; durable after ``sync``."""
         with self.passing(step):
-            left = memoryview(data)
-            while left:  # An unbuffered file writes only what fits, and raises the error only at the next call.
-                left = left[file.write(left) :]
+            _write(file, data)
 
     def make(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
         """Call ``write`` to create the file ``path``; durable after ``sync_file``."""
@@ -270,9 +268,7 @@ class Disk:
                     over.replace(beside)
             with beside.open("r+b" if beside.exists() else "wb", buffering=0) as file:
                 for part in parts:
-                    left = memoryview(part)
-                    while left:  # An unbuffered file writes only what fits, and one call writes at most 2 GiB.
-                        left = left[file.write(left) :]
+                    _write(file, part)
                 file.truncate()
 
         self.keep(path, write, step)
@@ -284,20 +280,11 @@ PLAIN_DISK = Disk()
 class ReadingDisk(Disk):
     """Changes nothing: for a reader of a folder that another process may hold.
 
-    Creating, syncing and removing do nothing, and neither does truncating; all else is an error in the program.
+    Creating a folder does nothing; all else is an error in the program.
     """
 
     def make_folder(self, path: Path, step: Step) -> None:
         """Do nothing: the writer creates it."""
-
-    def remove(self, path: Path, step: Step) -> None:
-        """Do nothing."""
-
-    def cut(self, path: Path, size: int, step: Step) -> None:
-        """Do nothing: the writer may be about to write the rest."""
-
-    def sync_folder(self, folder: Path, step: Step) -> None:
-        """Do nothing: no name was changed."""
 
     def reached(self, step: Step) -> None:
         """Raise AssertionError: every operation that gets here writes."""
@@ -333,6 +320,12 @@ def write_file(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None:
             file.write(data)
 
     PLAIN_DISK.keep(path, write, Step.FILE)
+
+
+def _write(file: BinaryIO, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:  # An unbuffered file writes only what fits, at most 2 GiB, and raises the error at the next call.
+        left = left[file.write(left) :]
 
 
 def _sync(path: Path, flags: int) -> None:

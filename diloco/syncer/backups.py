@@ -244,7 +244,7 @@ class Vault:
 
         self._disk.reached(step)
         source = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
-        beside = f"{path}.tmp" if self._is_folder else path  # A folder's file has its name before its content.
+        beside = f"{path}.tmp" if self._is_folder else path  # A file there has its name before its content.
         with source as here, self._files.open(beside, "wb") as there:
             facts = _poured(here, write)
         if self._is_folder:  # A power cut must not remove files of a complete backup.

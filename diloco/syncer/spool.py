@@ -13,6 +13,7 @@ the entropy stage cannot be read by ranges: ``opened`` unpacks it on the disk fi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
 import tempfile
@@ -25,8 +26,7 @@ from diloco.codec.entropy import RAW, EntropyCodec
 from diloco.durable import PLAIN_DISK, Disk, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
-    from io import RawIOBase
+    from collections.abc import Container
     from pathlib import Path
 
     from diloco.wire.messages import PushHeader
@@ -90,8 +90,6 @@ def opened(path: Path, codec: Codec, numel: int) -> tuple[PlainCodec, Mapped]:
 
 ABOVE = ".above"
 """The folder of a region's versions from the syncer above; no site's name begins with a dot."""
-BLOCK_BYTES = 256 * 1024
-"""Bytes of a file in memory at once: few enough to stay in the cache until they are hashed."""
 
 
 class SpoolError(ValueError):
@@ -206,10 +204,7 @@ class Spool:
         """Raise ``SpoolError``, naming the file, if it is missing or damaged; reads a block at a time."""
         path = self.folder / reference
         try:
-            with path.open("rb", buffering=0) as file:
-                found = Hasher(digest)
-                for block in _blocks(file):
-                    found.update(block)
+            found = _hashed(path, digest)
         except FileNotFoundError:
             raise SpoolError(f"{path} is missing: the journal names it") from None
         except OSError as error:
@@ -234,13 +229,9 @@ class PartialUpdate:
         """``reference`` is its final name; ``like`` is the declared digest, which sets the digest's form."""
         self.path, self.reference = path, reference
         self._disk = disk
-        self.hash = Hasher(like)
-        self.offset = 0
+        self.hash, self.offset = Hasher(like), 0
         if path.exists() and path.stat().st_size <= payload_bytes:
-            with path.open("rb", buffering=0) as held:
-                for block in _blocks(held):
-                    self.hash.update(block)
-                    self.offset += len(block)
+            self.hash, self.offset = _hashed(path, like), path.stat().st_size
         self._file = disk.open(path, "r+b" if self.offset else "wb", Step.SPOOL_WRITE, buffering=0)
         self._file.seek(self.offset)
 
@@ -263,8 +254,9 @@ class PartialUpdate:
         self._disk.remove(self.path, Step.SPOOL_DISCARD)
 
 
-def _blocks(file: RawIOBase) -> Iterator[memoryview]:
-    """Yield the blocks of ``file``, all in the same memory: new memory costs more than the reading."""
-    room = memoryview(bytearray(BLOCK_BYTES))
-    while count := file.readinto(room):
-        yield room[:count]
+def _hashed(path: Path, like: str) -> Hasher:
+    """Return the digest of a file in the form of ``like``; read a block at a time."""
+    found = Hasher(like)
+    with path.open("rb", buffering=0) as file:
+        hashlib.file_digest(file, lambda: found)  # type: ignore[arg-type, return-value]
+    return found

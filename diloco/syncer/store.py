@@ -50,6 +50,7 @@ from diloco.syncer.spool import SpoolError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from diloco.sync.state import Pending
     from diloco.syncer.journal_files import Position
 
 
@@ -113,15 +114,6 @@ class RunCard:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Decided:
-    """A payload that only a replay may need; its update's fate is in the journal segment ``segment``, or before."""
-
-    segment: int
-    reference: str
-    size: int
-
-
 @dataclass(eq=False, repr=False)
 class Store(DataFolder):
     """The data folder.  The caller holds its lock (``diloco.durable.locked``).
@@ -156,7 +148,8 @@ class Store(DataFolder):
         disk.sweep(self.lineages.folder, Step.LINEAGE_PRUNE)
         disk.sweep(folder, Step.FOLDER)
         disk.sync_folder(folder, Step.FOLDER)
-        self._decided: deque[_Decided] = deque()
+        self._decided: deque[tuple[int, str]] = deque()
+        """Payloads that only a replay may need, each behind a journal segment: its fate is in that one, or before."""
 
     def _check_card(self, card: RunCard) -> None:
         path = self.folder / "run.json"
@@ -249,21 +242,25 @@ class Store(DataFolder):
 
     def _check_waiting(self, machine: OuterSync) -> None:
         """Raise ``SpoolError``, naming the update, if its payload is not as acknowledged: its outer step would fail."""
-        waiting = [
-            (f"update {pending.sequence} of fragment {fragment} from site {site}", pending.payload, pending.digest)
-            for site, each in machine.state.sites.items()
-            for fragment, line in enumerate(each.lines)
-            for pending in line.undecided
-        ]
+
+        def check(site: str, fragment: int, pending: Pending) -> None:
+            try:
+                self.spool.check(pending.payload, pending.digest)
+            except SpoolError as error:
+                update = f"update {pending.sequence} of fragment {fragment} from site {site}"
+                raise SpoolError(
+                    f"{error}; it is {update}, which is acknowledged and not merged: {WAYS_OUT}"
+                ) from error
+
         with ThreadPoolExecutor(max_workers=FILES_MAX) as pool:
-            checks = [(update, pool.submit(self.spool.check, *payload)) for update, *payload in waiting]
-            for update, check in checks:
-                try:
-                    check.result()
-                except SpoolError as error:
-                    raise SpoolError(
-                        f"{error}; it is {update}, which is acknowledged and not merged: {WAYS_OUT}"
-                    ) from error
+            checks = [
+                pool.submit(check, site, fragment, pending)
+                for site, each in machine.state.sites.items()
+                for fragment, line in enumerate(each.lines)
+                for pending in line.undecided
+            ]
+        for each in checks:
+            each.result()
 
     def carried_out(self, effects: Iterable[OuterEffect]) -> None:
         """Note the payloads that no future step needs after ``effects``: of updates that got their fate, and let go."""
@@ -276,7 +273,7 @@ class Store(DataFolder):
 
     def release(self, reference: str) -> None:
         """Note that no future step needs this payload. A replay might: it goes once every kept snapshot is newer."""
-        self._decided.append(_Decided(self.journal.index, reference, self.spool.size(reference)))
+        self._decided.append((self.journal.index, reference))
 
     def snapshot_writer(
         self,
@@ -345,13 +342,13 @@ class Store(DataFolder):
             self.disk.sync_folder(self.journal.folder, Step.JOURNAL_PRUNE)
             if kept:
                 self.lineages.prune(self.snapshots.point(self.snapshots.numbers()[0]).lineage)
-            while self._decided and self._decided[0].segment < first:
-                self.spool.drop(self._decided.popleft().reference)
+            while self._decided and self._decided[0][0] < first:
+                self.spool.drop(self._decided.popleft()[1])
             return kept, cut
 
     def _bytes_in(self, segments: range) -> int:
         """Return the bytes of these segments of the journal, and of the payloads that were decided in them."""
-        payloads = sum(each.size for each in tuple(self._decided) if each.segment in segments)
+        payloads = sum(self.spool.size(reference) for at, reference in tuple(self._decided) if at in segments)
         paths = [self.journal.path(index) for index in self.journal.segments() if index in segments]
         return payloads + sum(path.stat().st_size for path in paths)
 
