@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import re
 import threading
 import time
@@ -41,7 +40,7 @@ from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.sync.events import LineageBegan, SyncerStarted
 from diloco.sync.journal import PlainError, from_plain, parse_json, shown
 from diloco.syncer.restoring import Kept, Point
-from diloco.syncer.snapshots import IMAGE_MANIFEST, MANIFEST, digest_of, digests_in
+from diloco.syncer.snapshots import IMAGE_MANIFEST, MANIFEST, digest_of, digests_in, sealed
 from diloco.syncer.store import payloads_in, payloads_named
 
 if TYPE_CHECKING:
@@ -192,9 +191,7 @@ class Vault:
             if found != told[relative]:
                 raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is not what was written there a moment ago")
         whole = replace(facts, files=told)
-        plain = asdict(whole)
-        marker = json.dumps({**plain, "sha256": digest_of(plain)}, indent=1, sort_keys=True).encode()
-        self._copy(marker, self._at(run_id, name, MARKER), Step.BACKUP_WHOLE, Hasher())
+        self._copy(sealed(asdict(whole)), self._at(run_id, name, MARKER), Step.BACKUP_WHOLE, Hasher())
         return whole
 
     def drop(self, run_id: str, name: str) -> None:
@@ -349,7 +346,7 @@ def _copied(
         within = manifest.parent.relative_to(folder).as_posix()
         files |= {f"{within}/{path.name}": path for path in sorted(manifest.parent.iterdir())}
         digests |= {f"{within}/{name}": digest for name, digest in digests_in(manifest).items()}
-    payloads = payloads_in(kept.snapshots.peek(point.number).state)
+    payloads = payloads_in(kept.snapshots.load(point.number, whole=False).state)
     for read in segments:
         name_there = f"journal/journal-{read.index:06d}.log"
         files[name_there] = (folder / name_there).read_bytes()[: read.found.end]
@@ -413,8 +410,7 @@ class Backups:
 
     def _run(self) -> None:
         wait_s, looked = 0.0, False
-        while not self._stopping.wait(wait_s) or self._makes_last:
-            ends = self._stopping.is_set()
+        while not (ends := self._stopping.wait(wait_s)) or self._makes_last:
             try:
                 if looked or ends:
                     self._once()
@@ -424,9 +420,8 @@ class Backups:
                 wait_s = self._options.every_s
             except Exception as error:  # Object store libraries raise anything, and this thread must go on.
                 self._failing = str(error) or repr(error)
-                if self._stopping.is_set() and not self._makes_last:
-                    return
-                self._emit("note", {"note": "backup_failed", "why": self._failing})
+                if self._makes_last or not self._stopping.is_set():
+                    self._emit("note", {"note": "backup_failed", "why": self._failing})
                 wait_s = min(self._options.every_s, RETRY_S)
             if ends:
                 return

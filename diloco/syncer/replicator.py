@@ -239,7 +239,7 @@ class Follower:
             if may_be_gone:
                 return
             raise self._too_slow(name) from None
-        yield from _item(Item(name, 0, 0, len(data), hashlib.sha256(data).hexdigest()), data)
+        yield from _item(data, name)
 
     def _too_slow(self, name: str) -> Refusal:
         """Refuse: ``name`` was deleted although pinned, as the disk is full or the pin held too many bytes."""
@@ -284,9 +284,7 @@ class Follower:
                 if unit.kind == FRAME:
                     yield from self._payloads(unit.body, self._at + sent)
                 if unit.kind != MARK:
-                    raw = data[sent : unit.end]
-                    digest = hashlib.sha256(raw).hexdigest()
-                    yield from _item(Item("", self._segment, self._at + sent, len(raw), digest), raw)
+                    yield from _item(data[sent : unit.end], "", self._segment, self._at + sent)
                 sent = unit.end
             self._at += sent
             if segment == self._segment:
@@ -321,7 +319,7 @@ class Follower:
                 yield from self._file(path, may_be_gone=True)
 
 
-def _item(item: Item, data: bytes) -> Iterator[FollowPart]:
-    yield item
+def _item(data: bytes, name: str, segment: int = 0, offset: int = 0) -> Iterator[FollowPart]:
+    yield Item(name, segment, offset, len(data), hashlib.sha256(data).hexdigest())
     for piece in cut([data], 0, len(data), lambda: CHUNK_BYTES):
         yield Chunk.of(*piece)

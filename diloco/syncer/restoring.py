@@ -78,7 +78,7 @@ class Kept(DataFolder):
         found: list[Point] = []
         for number in self.snapshots.numbers():
             try:
-                snapshot = self.snapshots.peek(number)
+                snapshot = self.snapshots.load(number, whole=False)
                 state = from_plain(OuterState, snapshot.state, "state")
                 found.append(Point(number, state, snapshot.journal_segment))
             except SnapshotError as error:
@@ -92,12 +92,9 @@ class Kept(DataFolder):
     def segments(self, first: int, chain: str = "") -> list[SegmentRead]:
         """Return the journal from segment ``first`` on, without a record that is being written."""
         try:
-            found = list(self.journal.walk(first, chain))
+            return list(self.journal.walk(first, chain))
         except JournalError as error:
             raise KeptError(str(error)) from error
-        if not found:
-            raise KeptError(f"{self.journal.path(first)} is missing: the journal is needed from there on")
-        return found
 
     def replay(
         self,

@@ -53,7 +53,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -195,16 +195,14 @@ def _write_files(
     manifest: str,
     content: dict[str, object],
     step: Step,
-) -> Facts:
-    """Write ``files``, and last their ``manifest``: ``content``, their facts, its own digest. Return the facts."""
+) -> None:
+    """Write ``files``, and last their ``manifest``: ``content``, their facts, its own digest."""
     facts: Facts = {}
     for name, parts in files:
         found = hashlib.sha256()
         disk.write_parts(folder / name, _hashed(parts, found), step)
         facts[name] = {"bytes": (folder / name).stat().st_size, "sha256": found.hexdigest()}
-    content = {**content, "files": facts}
-    disk.write_file(folder / manifest, _manifest_text({**content, "sha256": digest_of(content)}), step)
-    return facts
+    disk.write_file(folder / manifest, sealed({**content, "files": facts}), step)
 
 
 def _hashed(parts: Iterable[bytes | memoryview], found: hashlib._Hash) -> Iterator[bytes | memoryview]:
@@ -217,8 +215,9 @@ def _fragment_file(index: int) -> str:
     return f"fragment-{index}.safetensors"
 
 
-def _manifest_text(manifest: dict[str, Any]) -> bytes:
-    return json.dumps(manifest, sort_keys=True, indent=1).encode()
+def sealed(manifest: dict[str, Any]) -> bytes:
+    """Return the text of a manifest, with its own digest in it."""
+    return json.dumps({**manifest, "sha256": digest_of(manifest)}, sort_keys=True, indent=1).encode()
 
 
 def digest_of(manifest: Mapping[str, object]) -> str:
@@ -236,7 +235,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = dict(parse_json(text))
         told = {name: value for name, value in manifest.items() if name != "sha256"}
         is_old = told == manifest and manifest["format"] == 1
-        if is_old or (manifest["sha256"] == digest_of(told) and _manifest_text(manifest) == text):
+        if is_old or sealed(told) == text:
             return manifest
     except (LookupError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -329,35 +328,41 @@ class Snapshots:
         beside = self.folder / f".{number:08d}.tmp"
         own = enumerate(snapshot.fragments) if fragments is None else fragments
         packed = ((_fragment_file(index), pack(values)) for index, values in own)
-        state = {
-            "state": snapshot.state,
-            "journal_segment": snapshot.journal_segment,
-            "journal_chain": snapshot.journal_chain,
-        }
+        state = {name: getattr(snapshot, name) for name in ("state", "journal_segment", "journal_chain")}
         rest = [("state.json", [json.dumps(state, sort_keys=True).encode()])]
+        files: Iterable[tuple[str, Iterable[bytes | memoryview]]] = chain(packed, rest)
         try:
             with full_in_words():
                 self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
-                facts = _write_files(
-                    self._disk, beside, chain(packed, rest), MANIFEST, {"format": FORMAT}, Step.SNAPSHOT_FILE
-                )
+                _write_files(self._disk, beside, files, MANIFEST, {"format": FORMAT}, Step.SNAPSHOT_FILE)
                 self._disk.rename(beside, self.path(number), Step.SNAPSHOT_RENAME)
                 self._disk.sync_folder(self.folder, Step.SNAPSHOT_FOLDER)
         except DiskFullError:
             self._disk.remove(beside, Step.SNAPSHOT_PRUNE)
             raise
-        self._note_point(number, snapshot, facts)
-        return self._points[number].size
+        return self._note_point(number, snapshot).size
 
-    def load(self, number: int) -> Snapshot:
-        """Read and verify one snapshot; raise ``SnapshotError``, naming the file, if one is missing or damaged."""
-        with self._opened(number) as (facts, snapshot):
-            return replace(snapshot, fragments=_read_fragments(self.path(number), facts, len(facts) - 1))
+    def load(self, number: int, *, whole: bool = True) -> Snapshot:
+        """Read and verify one snapshot, without its fragments if not ``whole``.
 
-    def peek(self, number: int) -> Snapshot:
-        """Read and verify one snapshot without its fragments."""
-        with self._opened(number) as (_, snapshot):
-            return snapshot
+        Raises ``SnapshotError``, naming the file, if one is missing or damaged.
+        """
+        folder = self.path(number)
+        with _reading(folder):
+            manifest = _read_manifest(folder / MANIFEST)
+            found = manifest["format"]
+            if type(found) is int and found > FORMAT:
+                raise NewerSnapshotError(f"{folder} has format {shown(found)}, and this version reads up to {FORMAT}")
+            facts: Facts = dict(manifest["files"])
+            odd = set(facts) ^ {path.name for path in folder.iterdir()} ^ {MANIFEST}
+            if odd:
+                words = ", ".join(sorted(odd))[:200]
+                raise SnapshotError(f"{folder} is damaged: its manifest and its files differ in {words}")
+            (data,) = read_verified(folder, facts, ["state.json"])
+            plain = parse_json(data.numpy().tobytes())
+            fragments = _read_fragments(folder, facts, len(facts) - 1) if whole else ()
+            chain = str(plain.get("journal_chain", ""))
+            return Snapshot(plain["state"], fragments, int(plain["journal_segment"]), chain)
 
     def set_aside(self, number: int) -> None:
         """Rename a damaged snapshot, so that it stays for inspection (until the next one) but no longer counts."""
@@ -368,21 +373,17 @@ class Snapshots:
 
     def point(self, number: int) -> Point:
         """Return what retention needs to know of a snapshot."""
-        if number not in self._points:
-            with self._opened(number) as (facts, snapshot):
-                self._note_point(number, snapshot, facts)
-        return self._points[number]
+        return self._points.get(number) or self._note_point(number, self.load(number, whole=False))
 
-    def _note_point(self, number: int, snapshot: Snapshot, facts: Facts) -> None:
+    def _note_point(self, number: int, snapshot: Snapshot) -> Point:
         state = snapshot.state
         assert isinstance(state, dict)
         steps = sum(int(fragment["version"]) for fragment in state.get("fragments", ()))
-        size = sum(int(each["bytes"]) for each in facts.values())
+        size = sum(path.stat().st_size for path in self.path(number).iterdir())
         self._points[number] = Point(number, steps, snapshot.journal_segment, size, int(state.get("lineage", 1)))
+        return self._points[number]
 
-    def prune(
-        self, retention: Retention, bytes_in: Callable[[range], int], spared: int = 0
-    ) -> tuple[list[Point], bool]:
+    def prune(self, retention: Retention, bytes_in: Callable[[range], int], spared: int) -> tuple[list[Point], bool]:
         """Delete the snapshots that ``retention`` does not keep, except ``spared``; return what ``choose`` does.
 
         If a snapshot turns out to be damaged, nothing is deleted and the result is empty; a load reports the damage
@@ -400,28 +401,6 @@ class Snapshots:
             self._disk.remove(doomed, Step.SNAPSHOT_PRUNE)
             del self._points[number]
         return kept, cut
-
-    @contextlib.contextmanager
-    def _opened(self, number: int) -> Iterator[tuple[Facts, Snapshot]]:
-        """Yield the manifest's facts by file name, and the snapshot without its fragments, verified; any error while
-        the caller uses them counts as damage."""
-        folder = self.path(number)
-        with _reading(folder):
-            manifest = _read_manifest(folder / MANIFEST)
-            found = manifest["format"]
-            if type(found) is int and found > FORMAT:
-                raise NewerSnapshotError(f"{folder} has format {shown(found)}, and this version reads up to {FORMAT}")
-            if found != FORMAT and "sha256" in manifest:
-                raise SnapshotError(f"{folder / MANIFEST} is damaged: it has format {shown(found)}")
-            files: Facts = dict(manifest["files"])
-            odd = set(files) ^ {path.name for path in folder.iterdir()} ^ {MANIFEST}
-            if odd:
-                words = ", ".join(sorted(odd))[:200]
-                raise SnapshotError(f"{folder} is damaged: its manifest and its files differ in {words}")
-            (data,) = read_verified(folder, files, ["state.json"])
-            plain = parse_json(data.numpy().tobytes())
-            chain = str(plain.get("journal_chain", ""))
-            yield files, Snapshot(plain["state"], (), int(plain["journal_segment"]), chain)
 
 
 def _read_fragments(folder: Path, facts: Facts, count: int) -> tuple[FragmentValues, ...]:
@@ -460,14 +439,8 @@ def unpack(held: Tensor) -> FragmentValues:
     reference = tensors.pop("reference", None)
     # Older files lack the steps; their optimizers had only momentum and do not use them.
     steps = float(facts.get("optimizer_steps", version if tensors else 0))
-    return FragmentValues(
-        version,
-        theta,
-        published,
-        OuterState(int(steps) if steps.is_integer() else steps, tensors),
-        facts["digest"],
-        reference,
-    )
+    optimizer = OuterState(int(steps) if steps.is_integer() else steps, tensors)
+    return FragmentValues(version, theta, published, optimizer, facts["digest"], reference)
 
 
 def _values(held: Tensor, told: dict[str, object]) -> Tensor:
@@ -611,12 +584,12 @@ def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Te
     for fragment, values in zip(layout.fragments, fragments, strict=True):
         parts = torch.split(values, [piece.stop - piece.start for piece in fragment.pieces])
         for piece, part in zip(fragment.pieces, parts, strict=True):
-            if len(part) == prod(shapes[piece.name]):
-                parameters[piece.name] = part.view(shapes[piece.name])
-                continue
-            if piece.name not in parameters:
-                parameters[piece.name] = torch.empty(shapes[piece.name])
-            parameters[piece.name].view(-1)[piece.start : piece.stop] = part
+            shape = shapes[piece.name]
+            if len(part) == prod(shape):
+                parameters[piece.name] = part.view(shape)
+            else:
+                whole = parameters.setdefault(piece.name, torch.empty(shape))
+                whole.view(-1)[piece.start : piece.stop] = part
     return parameters
 
 

@@ -358,7 +358,7 @@ class Store(DataFolder):
         needed = set(waiting)
         for number in self.snapshots.numbers():
             try:
-                needed |= payloads_in(self.snapshots.peek(number).state).keys()
+                needed |= payloads_in(self.snapshots.load(number, whole=False).state).keys()
             except SnapshotError as error:
                 self._note("recovery", f"{error}; it is older than the one in use and is set aside")
                 self.snapshots.set_aside(number)

@@ -453,7 +453,7 @@ def test_the_sites_of_a_region_go_on_and_its_standby_takes_over_while_the_one_ab
 def last_state(config: RunConfig, folder: Path) -> OuterState:
     """What the syncer in ``folder`` remembered when it stopped."""
     snapshots = Snapshots(folder / "syncer" / "snapshots")
-    plain = snapshots.peek(snapshots.numbers()[-1]).state
+    plain = snapshots.load(snapshots.numbers()[-1], whole=False).state
     return OuterSync.restore(build.outer_options(config), plain).state
 
 
