@@ -31,7 +31,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -165,13 +164,13 @@ class Vault:
         self,
         run_id: str,
         name: str,
-        files: Mapping[str, Path | bytes],
+        files: Mapping[str, tuple[Path | bytes, str]],
         facts: BackupFacts,
-        digests: Mapping[str, str] = MappingProxyType({}),
     ) -> BackupFacts:
         """Copy ``files`` there and read them back, then write the marker from ``facts``, which come without files.
 
-        Raises ``DamagedError`` when a file, as it is copied, does not have its digest in ``digests``.
+        Raises ``DamagedError`` when a file, as it is copied, does not have the digest that comes with it ("": none is
+        known).
         """
         told: dict[str, FileFacts] = {}
         for above in sorted({self._files._parent(self._at(run_id, name, relative)) for relative in files}):
@@ -179,9 +178,8 @@ class Vault:
                 self._disk.settle(Path(above), Step.BACKUP_FILE)
             else:
                 self._files.makedirs(above, exist_ok=True)
-        for relative, content in files.items():
+        for relative, (content, known) in files.items():
             path = self._at(run_id, name, relative)
-            known = digests.get(relative, "")
             seen = Hasher(known)  # An update's digest is in the form in which it was sent.
             told[relative] = self._copy(content, path, Step.BACKUP_FILE, seen)
             if known and seen.text() != known:
@@ -338,22 +336,21 @@ def _copied(
 ) -> BackupFacts:
     """Copy a snapshot and the journal after it, at whose end the run is in this ``lineage`` and ``epoch``."""
     folder, state = kept.folder, point.state
-    files: dict[str, Path | bytes] = {"run.json": (folder / "run.json").read_bytes()}
-    digests: dict[str, str] = {}
+    files: dict[str, tuple[Path | bytes, str]] = {"run.json": ((folder / "run.json").read_bytes(), "")}
     images = [kept.lineages.folder / str(began) for began in kept.lineages.numbers() if began > state.lineage]
     manifests = [kept.snapshots.path(point.number) / MANIFEST, *(image / IMAGE_MANIFEST for image in images)]
     for manifest in manifests:
         within = manifest.parent.relative_to(folder).as_posix()
-        files |= {f"{within}/{path.name}": path for path in sorted(manifest.parent.iterdir())}
-        digests |= {f"{within}/{name}": digest for name, digest in digests_in(manifest).items()}
+        known = digests_in(manifest)
+        for path in sorted(manifest.parent.iterdir()):
+            files[f"{within}/{path.name}"] = path, known.get(path.name, "")
     payloads = payloads_in(kept.snapshots.load(point.number, whole=False).state)
     for read in segments:
         name_there = f"journal/journal-{read.index:06d}.log"
-        files[name_there] = (folder / name_there).read_bytes()[: read.found.end]
+        files[name_there] = (folder / name_there).read_bytes()[: read.found.end], ""
         payloads |= payloads_named(read.records)
     for reference, digest in sorted(payloads.items()):
-        files[f"spool/{reference}"] = kept.spool.folder / reference
-        digests[f"spool/{reference}"] = digest
+        files[f"spool/{reference}"] = kept.spool.folder / reference, digest
     facts = BackupFacts(
         format=FORMAT,
         run_id=kept.card.run_id,
@@ -364,7 +361,7 @@ def _copied(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         files={},
     )
-    return vault.put(kept.card.run_id, name, files, facts, digests)
+    return vault.put(kept.card.run_id, name, files, facts)
 
 
 class Backups:
@@ -454,15 +451,14 @@ class Backups:
         seconds = round(time.monotonic() - began, 3)
         self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})
 
-    def _compare(self, found: Mapping[str, BackupFacts | BackupError], reach: tuple[int, ...], made: str = "") -> None:
+    def _compare(self, found: dict[str, BackupFacts | BackupError], reach: tuple[int, ...], made: str = "") -> None:
         """Note whether a backup goes further than ``reach``, that of this process or of the backup that it ``made``.
 
         A backup of a later epoch is from a syncer that has taken over; this one was started again in the old folder.
         """
-        good = [(name, facts) for name, facts in found.items() if isinstance(facts, BackupFacts)]
-        name, newest = good[-1] if good else ("", None)
+        name, newest = next(reversed(found.items()), ("", None))
         behind = ""
-        if newest is not None and newest.reach[:2] > reach[:2]:
+        if isinstance(newest, BackupFacts) and newest.reach[:2] > reach[:2]:
             theirs, ours = (f"lineage {lineage}, epoch {epoch}" for lineage, epoch in (newest.reach[:2], reach[:2]))
             behind = f"a backup in {self._vault.url} is of {theirs}, and this syncer is of {ours}: "
             behind += "if another syncer leads the run now, end this one"

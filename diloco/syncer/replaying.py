@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.codec.base import shorter
@@ -180,7 +181,7 @@ class ReplayerWithout(Replayer):
             fragment, version = event.fragment, event.version
             gone: set[tuple[str, int]] = set()
             for site, pending in self.machine.attendance.merging(fragment):
-                on_old_base = pending.base_version >= self._first.get(fragment, pending.base_version + 1)
+                on_old_base = pending.base_version >= self._first.get(fragment, inf)
                 chosen = any(each.takes(site, fragment, pending.sequence, version) for each in self.selections)
                 if chosen or (on_old_base and self.and_later):
                     gone.add((site, pending.sequence))
@@ -232,10 +233,9 @@ class ReplayerWithout(Replayer):
     def old_base_waiting(self) -> int:
         """The number of undecided updates at the end that were measured from a base with a left-out update in it."""
         return sum(
-            pending.base_version >= self._first[fragment]
+            pending.base_version >= self._first.get(fragment, inf)
             for site in self.machine.state.sites.values()
             for fragment, line in enumerate(site.lines)
-            if fragment in self._first
             for pending in line.undecided
         )
 

@@ -112,8 +112,8 @@ class Kept(DataFolder):
         ``shortest``), or with ``verify``, which also compares every kept snapshot on the way. Raises ``KeptError`` with
         a clear text.
         """
-        from_oldest = verify or not (selections or shortest)
-        for attempt in range(ATTEMPTS):
+        from_oldest, why = verify or not (selections or shortest), ""
+        for _ in range(ATTEMPTS):
             before = self.snapshots.numbers()
             try:
                 points = self.points()
@@ -124,12 +124,10 @@ class Kept(DataFolder):
                 self._apply(replayer, snapshot, points if verify else [])
                 return replayer
             except (KeptError, FileNotFoundError, *BROKEN) as error:
-                text = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
+                why = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
                 if self.snapshots.numbers() == before:
-                    raise KeptError(text) from error
-                if attempt == ATTEMPTS - 1:
-                    raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {error}") from error
-        raise AssertionError("every attempt returns or raises")
+                    raise KeptError(why) from error
+        raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {why}")
 
     def _begins(
         self, points: Sequence[Point], selections: Sequence[Selection], last: int | None, *, from_oldest: bool

@@ -214,7 +214,7 @@ def test_a_syncer_that_is_started_again_after_a_standby_has_taken_over_learns_it
     backed.backups._once()
     assert backed.vault.leftovers(RUN) == [under_way], "a later syncer has made no backup yet, and is writing one"
     backed.vault.drop(RUN, backed.last)
-    backed.vault.put(RUN, "further", {"run.json": b"{}"}, BackupFacts(1, RUN, 1, 9, (4, 5), 1000, "", {}))
+    backed.vault.put(RUN, "further", {"run.json": (b"{}", "")}, BackupFacts(1, RUN, 1, 9, (4, 5), 1000, "", {}))
     backed.configure(every_s=600.0)
     backed.backups._own = (1, 2)
     backed.backups.start()
@@ -233,7 +233,7 @@ def test_one_made_of_less_than_what_is_there_stays_and_is_said_to_be_behind(back
     """As by a syncer whose folder was set back."""
     name, facts = back_up(backed.source, backed.vault)
     backed.vault.drop(RUN, name)
-    content = {f"journal/journal-{segment:06d}.log": b"" for segment in (1, 999)}
+    content = {f"journal/journal-{segment:06d}.log": (b"", "") for segment in (1, 999)}
     backed.vault.put(RUN, "further", content, facts)
     backed.backups._once()
     assert backed.names() == [backed.last, "further"]
@@ -282,9 +282,9 @@ def test_places_that_cannot_work_are_refused_without_saying_a_password() -> None
 FACTS = BackupFacts(1, "run", 3, 7, (4, 5), 1000, "2026-11-21T04:00:00+00:00", {})
 
 
-def content(folder: Path) -> dict[str, Path | bytes]:
+def content(folder: Path) -> dict[str, tuple[Path | bytes, str]]:
     (folder / "large").write_bytes(bytes(range(256)) * 40_000)
-    return {"run.json": b"{}", "snapshots/00000001/large": folder / "large"}
+    return {"run.json": (b"{}", ""), "snapshots/00000001/large": (folder / "large", "")}
 
 
 class WatchingDisk(Disk):
@@ -305,7 +305,7 @@ def test_what_is_put_there_comes_back_and_in_a_folder_every_name_is_durable(tmp_
     vault = Vault(url, disk)
     assert list(vault.backups("run")) == []
     told = vault.put("run", "first", content(tmp_path), FACTS)
-    vault.put("run", "second", {"run.json": b"2"}, FACTS)
+    vault.put("run", "second", {"run.json": (b"2", "")}, FACTS)
     assert (list(vault.backups("run")), list(vault.backups("another"))) == (["first", "second"], [])
     assert vault.facts("run", "first") == told
     assert (told.versions, told.files["run.json"].bytes) == ((4, 5), 2)
@@ -324,10 +324,10 @@ def test_what_is_put_there_is_what_its_digest_says_and_what_was_written(
 ) -> None:
     vault = Vault(str(tmp_path / "vault"))
     for like in ("0" * 64, "xxh3:"):  # In each form in which it may be known.
-        known = {"spool/a": digest_of(b"an update", like)}
-        vault.put("run", "1", {"spool/a": b"an update"}, FACTS, known)
+        known = digest_of(b"an update", like)
+        vault.put("run", "1", {"spool/a": (b"an update", known)}, FACTS)
         with pytest.raises(BackupError, match="not the one that it was written with"):
-            vault.put("run", "2", {"spool/a": b"an updatE"}, FACTS, known)
+            vault.put("run", "2", {"spool/a": (b"an updatE", known)}, FACTS)
     copy = Vault._copy
 
     def rots(self: Vault, content: Path | bytes, path: str, step: Step, seen: Hasher) -> object:
