@@ -179,13 +179,6 @@ class Spool:
         assert reference.endswith(".update"), reference  # Anything else would be a folder of acknowledged updates.
         self._disk.remove(self.folder / reference, Step.SPOOL_DROP)
 
-    def size(self, reference: str) -> int:
-        """Return the payload's size in bytes; 0 if there is none."""
-        try:
-            return (self.folder / reference).stat().st_size
-        except FileNotFoundError:
-            return 0
-
     def opened(self, reference: str, digest: str, codec: Codec, numel: int) -> tuple[Codec, Mapped]:
         """Verify the payload; return the codec that reads it, and the payload as mapped memory.
 

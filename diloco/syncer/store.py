@@ -213,21 +213,18 @@ class Store(DataFolder):
         for number in reversed(self.snapshots.numbers()):
             try:
                 snapshot = self.snapshots.load(number)
-            except NewerSnapshotError as error:
-                raise StoreError(str(error)) from error
-            except SnapshotError as error:
-                notes.append(f"{error}; the snapshot before it is used")
-                damaged.append(number)
-                continue
-            try:
                 machine = OuterSync.restore(rules.outer, snapshot.state)
                 replayer = Replayer(machine, snapshot.fragments, self, rules)
                 for record in self.journal.read(snapshot.journal_segment, snapshot.journal_chain):
                     replayer.apply(record)
                 if merges:
                     self._check_waiting(replayer.machine)
-            except (JournalError, SpoolError, PlainError) as error:
+            except (NewerSnapshotError, JournalError, SpoolError, PlainError) as error:
                 raise StoreError(str(error)) from error
+            except SnapshotError as error:
+                notes.append(f"{error}; the snapshot before it is used")
+                damaged.append(number)
+                continue
             except AssertionError as error:
                 text = f"{self.journal.folder} does not fit: another version or other options ({error})"
                 raise StoreError(text) from error
@@ -348,9 +345,9 @@ class Store(DataFolder):
 
     def _bytes_in(self, segments: range) -> int:
         """Return the bytes of these segments of the journal, and of the payloads that were decided in them."""
-        payloads = sum(self.spool.size(reference) for at, reference in tuple(self._decided) if at in segments)
-        paths = [self.journal.path(index) for index in self.journal.segments() if index in segments]
-        return payloads + sum(path.stat().st_size for path in paths)
+        payloads = [self.spool.folder / reference for at, reference in tuple(self._decided) if at in segments]
+        journal = [self.journal.path(index) for index in self.journal.segments() if index in segments]
+        return sum(path.stat().st_size for path in [*payloads, *journal] if path.exists())
 
     def _sweep_spool(self, machine: OuterSync) -> None:
         """Drop the payloads that no remaining snapshot or record names; register those that only a replay needs."""
