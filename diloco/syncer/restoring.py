@@ -255,13 +255,15 @@ class Restored:
 
 
 def begin_lineage(
-    store: Store, machine: OuterSync, values: Sequence[FragmentValues], held: Held | None, why: str, lineage: int
+    store: Store, machine: OuterSync, values: Sequence[FragmentValues], held: Held | None, why: str, known: Known
 ) -> Restored:
     """Publish ``values`` as each fragment's next version, whole, in a new lineage of the run in ``store``.
 
-    ``machine`` is the recovered one. ``held`` is what the values contain of each site; None: all that is merged.
+    ``machine`` is the recovered one. ``held`` is what the values contain of each site; None: all that is merged. The
+    lineage is above every one that ``known`` names.
     """
     state = machine.state
+    lineage = next_lineage(max(state.lineage, known.lineage), known.clock_s)
     published = [
         replace(each, version=fragment.version + 1) for each, fragment in zip(values, state.fragments, strict=True)
     ]
@@ -305,7 +307,7 @@ class Restore:
                 raise RestoreError(f"{self.folder} holds no run: an image has the run's values, but not its sites")
             # Waiting updates are refused, intact or not.
             machine = store.recover(self.rules, merges=False).machine
-            return self._begin_lineage(store, machine, image.fragments, image.held)
+            return begin_lineage(store, machine, image.fragments, image.held, self.why, self.known)
 
     def backup(self, fetch: Callable[[Path], object]) -> Restored:
         """Restore a backup into an empty ``folder`` (``fetch(path)`` copies it there), and begin a lineage there."""
@@ -316,7 +318,7 @@ class Restore:
                 recovered = store.recover(self.rules, merges=False)
                 state = recovered.machine.state
                 state.epoch = max(state.epoch, self.known.epoch)
-                return self._begin_lineage(store, recovered.machine, recovered.holdings.values)
+                return begin_lineage(store, recovered.machine, recovered.values, None, self.why, self.known)
 
     def values(
         self,
@@ -345,13 +347,7 @@ class Restore:
                     state.upstream = Upstream([Part() for _ in values], site=site_above)
                 machine = OuterSync(self.rules.outer, state)
                 store.begin(machine, values)
-                return self._begin_lineage(store, machine, values)
-
-    def _begin_lineage(
-        self, store: Store, machine: OuterSync, values: Sequence[FragmentValues], held: Held | None = None
-    ) -> Restored:
-        lineage = next_lineage(max(machine.state.lineage, self.known.lineage), self.known.clock_s)
-        return begin_lineage(store, machine, values, held, self.why, lineage)
+                return begin_lineage(store, machine, values, None, self.why, self.known)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words,
 from diloco.sync.events import Ending, Sealed
 from diloco.sync.journal import FRAME, HEADER, JournalError, Record, chain_after, decode_records, units
 from diloco.sync.leadership import Standing, may_take_over
-from diloco.sync.members import next_lineage, promoted_epoch
+from diloco.sync.members import promoted_epoch
 from diloco.sync.region import OUTBOX
 from diloco.sync.state import OuterState, Phase
 from diloco.sync.syncer import OuterSync
@@ -50,7 +50,7 @@ from diloco.syncer.journal_files import Position
 from diloco.syncer.lease import Lease, LeaseError, LeaseHolder, remembered, try_to_lead
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.publish import Holdings
-from diloco.syncer.restoring import begin_lineage
+from diloco.syncer.restoring import Known, begin_lineage
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store
 from diloco.wire.chunks import ChunkError, check_next
@@ -477,7 +477,7 @@ LOSSY = "an operator promoted {name}, which may have lacked what was acknowledge
 def begun_anew(warm: Warm, why: str, clock_s: int) -> Warm:
     """Return ``warm`` in a new lineage, which begins with its values as every fragment's next version."""
     machine, values = warm.machine, warm.holdings.values
-    begin_lineage(warm.store, machine, values, None, why, next_lineage(machine.state.lineage, clock_s))
+    begin_lineage(warm.store, machine, values, None, why, Known(clock_s))
     warm.holdings.begin_again([replace(each, version=each.version + 1) for each in values])
     return warm
 

@@ -40,7 +40,7 @@ from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.sync.progress import Ledger, SentState, site_ledger
 from diloco.syncer.replaying import Rules
-from diloco.syncer.restoring import begin_lineage
+from diloco.syncer.restoring import Known, begin_lineage
 from diloco.syncer.server import Syncer
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import JoinAsk, JoinReply
@@ -109,7 +109,7 @@ def restored(lost: Path, folder: Path) -> None:
     shutil.copytree(lost, folder)
     store = Store(folder, RunCard(RUN, LAYOUT.fingerprint, "shared"))
     found = store.recover(Rules(OuterOptions(**NO_WAIT), OuterRule(OuterOptimizerOptions()), "fp32"))
-    begin_lineage(store, found.machine, found.holdings.values, None, "a test", 2)
+    begin_lineage(store, found.machine, found.holdings.values, None, "a test", Known(2))
     store.journal.close()
 
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import pytest
 
 from diloco.durable import Disk, LockedError, Step, locked
-from diloco.syncer.restoring import begin_lineage
+from diloco.syncer.restoring import Known, begin_lineage
 from diloco.syncer.standby import PAUSE_S, StandbyError, StandingBy
 from diloco.syncer.store import Store, verify
 from diloco.wire.client import AdminClient
@@ -51,7 +51,7 @@ def restored(toy: Toy, lineage: int) -> None:
     """The syncer's folder goes on from its own values, in a new lineage."""
     store = Store(Path(toy.options().folder), toy.plan().card)
     found = store.recover(toy.plan().rules(toy.options()))
-    begin_lineage(store, found.machine, found.holdings.values, None, "poison", lineage)
+    begin_lineage(store, found.machine, found.holdings.values, None, "poison", Known(lineage))
     store.journal.close()
 
 

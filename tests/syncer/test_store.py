@@ -18,7 +18,7 @@ from diloco.sync.events import JoinRequested, SiteEvicted
 from diloco.sync.journal import JournalError, Record, digest_effects
 from diloco.sync.options import OuterOptions
 from diloco.syncer.replaying import Replayer, Rules
-from diloco.syncer.restoring import Kept, begin_lineage
+from diloco.syncer.restoring import Kept, Known, begin_lineage
 from diloco.syncer.snapshots import Retention, SnapshotError, same_values
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store, StoreError, payloads_in, verify
@@ -374,7 +374,7 @@ def test_a_run_card_that_is_missing_or_of_another_lineage_is_named_and_written_a
     """A card that said lineage 1 for a restored run had been made in silence."""
     desk = Desk(tmp_path)
     desk.begin()
-    began = begin_lineage(desk.store, desk.machine, desk.values, None, "a test", 7)
+    began = begin_lineage(desk.store, desk.machine, desk.values, None, "a test", Known(7))
     desk.close()
     path = tmp_path / "run.json"
     whole = json.loads(path.read_text())
