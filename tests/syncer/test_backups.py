@@ -319,6 +319,18 @@ def test_what_is_put_there_comes_back_and_in_a_folder_every_name_is_durable(tmp_
     assert (list(vault.backups("run")), vault.leftovers("run")) == (["second"], [])
 
 
+def test_in_a_folder_a_marker_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    class Dying(Disk):
+        def sync_file(self, path: Path, step: Step) -> None:
+            if step is Step.BACKUP_WHOLE:
+                raise KeyboardInterrupt
+
+    vault = Vault(str(tmp_path / "vault"), Dying())
+    with pytest.raises(KeyboardInterrupt):
+        vault.put("run", "first", content(tmp_path), FACTS)
+    assert (list(vault.backups("run")), vault.leftovers("run")) == ([], ["first"])
+
+
 def test_what_is_put_there_is_what_its_digest_says_and_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,11 @@ def test_a_segment_from_elsewhere_is_not_taken_for_ours(tmp_path: Path) -> None:
         ours.write_bytes(content)
         with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 {words}"):
             read(tmp_path / "run", first, chain)
+    ours.write_bytes(foreign)
+    old_segment(ours, 7)
+    (tmp_path / "run" / "journal-000003.log").unlink()
+    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 is damaged: the segment has lost its header"):
+        read(tmp_path / "run")
     with closing(JournalFiles(tmp_path / "named", {"run_id": "a"})) as journal:
         journal.begin()
     with pytest.raises(JournalError, match="has run_id 'a': it is of another run"):

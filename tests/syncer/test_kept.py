@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from diloco.sync.rounds import Selection, parse_selection
 from diloco.sync.syncer import OuterSync
+from diloco.syncer.journal_files import SegmentRead
 from diloco.syncer.replaying import Replayer, Rules
-from diloco.syncer.restoring import Kept, KeptError
+from diloco.syncer.restoring import ATTEMPTS, Kept, KeptError
 from diloco.syncer.snapshots import Snapshot, same_values
 from diloco.wire.messages import PullAsk
 from tests.syncer.building import RUN, files
@@ -118,11 +120,33 @@ def test_a_damaged_snapshot_is_passed_over_and_damaged_history_is_named(tmp_path
     with pytest.raises(KeptError, match=r"fragment-1\.safetensors is damaged"):
         kept.replay(RULES, verify=True)
     shutil.rmtree(tmp_path / "spool" / "b")
-    with pytest.raises(KeptError, match=r"spool/b/.*\.update is missing: the journal names it"):
+    with pytest.raises(KeptError, match=r"^\S+/spool/b/\S+\.update is missing: the journal names it"):
         kept.replay(RULES)
     (tmp_path / "journal" / "journal-000002.log").unlink()
     with pytest.raises(KeptError, match=r"journal-000002\.log is missing: the journal is needed from segment 1 on"):
         kept.replay(RULES)
+
+
+@pytest.mark.parametrize("times", [1, ATTEMPTS])
+def test_a_folder_that_changes_while_it_is_read_is_read_again_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    run(tmp_path, snapshots=ATTEMPTS + 1).close()
+    kept, read, gone = Kept(tmp_path), Kept.segments, iter(range(1, times + 1))
+
+    def pruned(self: Kept, first: int, chain: str = "") -> list[SegmentRead]:
+        for number in islice(gone, 1):
+            shutil.rmtree(tmp_path / "snapshots" / f"{number:08d}")
+            (tmp_path / "journal" / f"journal-{number:06d}.log").unlink()
+        return read(self, first, chain)
+
+    monkeypatch.setattr(Kept, "segments", pruned)
+    if times == 1:
+        assert kept.replay(RULES).began_at == began(kept.points()[0])
+        assert kept.points()[0].number == 2
+    else:
+        with pytest.raises(KeptError, match=rf"changed {times} times while it was read: .*{times:06d}\.log is missing"):
+            kept.replay(RULES)
 
 
 # --- A replay from any snapshot --------------------------------------------------------------------------------------

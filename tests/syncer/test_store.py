@@ -342,6 +342,17 @@ def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(
     assert kept[0].number > 1, "something went"
 
 
+def test_the_past_is_measured_with_its_payloads(tmp_path: Path) -> None:
+    with telling(tmp_path, 33, retention=Retention(1000, 1 << 30)) as story:
+        story.tell(20)
+        store, waiting = story.desk.store, payloads_in(story.desk.machine.snapshot())
+        decided = [path for path in (tmp_path / "spool").glob("*/*.update") if "/".join(path.parts[-2:]) not in waiting]
+        assert len(decided) > 3, "the dice prove nothing"
+        store.release("a/0-1-0123456789abcdef.update")  # As of an update that was refused: its payload is not here.
+        wanted = sum(path.stat().st_size for path in [*decided, store.journal.path(1)])
+        assert (store._bytes_in(range(1, 2)), store._bytes_in(range(2, 9))) == (wanted, 0)
+
+
 def test_a_bound_on_the_past_is_kept_and_said_and_a_full_disk_takes_all_of_it(tmp_path: Path) -> None:
     with telling(tmp_path, 32, retention=Retention(1000, 20_000)) as story:
         store = story.desk.store
