@@ -35,7 +35,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -135,7 +135,7 @@ def read_corpus(kind: str, files: Iterable[Path], field: str = FIELD) -> Corpus:
     kept: dict[bytes, Document] = {}
     duplicates = not_text = 0
     for document in _found(kind, files, field):
-        if document is None:
+        if not document.text_bytes:
             not_text += 1
         elif document.digest in kept:
             duplicates += 1
@@ -158,41 +158,38 @@ def read_corpus(kind: str, files: Iterable[Path], field: str = FIELD) -> Corpus:
     return corpus
 
 
-def _found(kind: str, files: Iterable[Path], field: str) -> Iterator[Document | None]:
+def _found(kind: str, files: Iterable[Path], field: str) -> Iterator[Document]:
+    """Yield the documents of ``files``; one that is not text has no ``text_bytes``."""
     for file in files:
-        if kind != "jsonl":
-            content = file.read_bytes()
-            yield _as_document(content, file, 0, len(content))
-            continue
         offset = 0
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    text = _text_of_line(line, f"{file}:{number}", field)
-                    yield _as_document(text.encode(errors="surrogatepass"), file, offset, len(line))
-                offset += len(line)
+        with file.open("rb") as opened:
+            for number, content in enumerate(opened if kind == "jsonl" else [opened.read()], start=1):
+                if kind != "jsonl" or content.strip():
+                    text = _text_of(kind, content, f"{file}:{number}", field)
+                    yield Document(hashlib.sha256(text).digest(), file, offset, len(content), len(text))
+                offset += len(content)
 
 
-def _text_of_line(line: bytes, where: str, field: str) -> str:
+def _text_of(kind: str, content: bytes, where: str, field: str) -> bytes:
+    """Return the UTF-8 of the text in a file's or a JSON line's ``content``, as ``_utf8`` does."""
+    if kind != "jsonl":
+        return _utf8(content.decode(errors="surrogateescape"))
     try:
-        row = json.loads(line)
+        row = json.loads(content)
     except ValueError as error:
         raise DataError(f"{where} is not a line of JSON: {error}") from error
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{where} has no field "{field}" that is a string (data.field names the field with the text)')
-    return text
+    return _utf8(text)
 
 
-def _as_document(content: bytes, file: Path, offset: int, length: int) -> Document | None:
-    """Return a document for ``content``, or None if it is empty or not UTF-8 (the tokenizer could not restore it)."""
+def _utf8(text: str) -> bytes:
+    """Return ``text`` in UTF-8; empty if UTF-8 has no code for a part of it, which the tokenizer could not restore."""
     try:
-        content.decode()
-    except UnicodeDecodeError:
-        return None
-    if not content:
-        return None
-    return Document(hashlib.sha256(content).digest(), file, offset, length, len(content))
+        return text.encode()
+    except UnicodeEncodeError:
+        return b""
 
 
 def read_text(kind: str, document: Document, field: str = FIELD) -> str:
@@ -200,11 +197,10 @@ def read_text(kind: str, document: Document, field: str = FIELD) -> str:
     with document.path.open("rb") as file:
         file.seek(document.offset)
         content = file.read(document.length)
-    jsonl = kind == "jsonl"
-    text = _text_of_line(content, str(document.path), field) if jsonl else content.decode(errors="replace")
-    if hashlib.sha256(text.encode(errors="surrogatepass")).digest() != document.digest:
+    text = _text_of(kind, content, str(document.path), field)
+    if hashlib.sha256(text).digest() != document.digest:
         raise DataError(f"{document.path} changed while it was being prepared: start again once it is final")
-    return text
+    return text.decode()
 
 
 NOTES = "notes.jsonl"
@@ -228,43 +224,37 @@ class Notes:
 
         ``width`` is the number of bytes of a token.  With ``marked``, notes after the last mark are dropped.
         """
-        self._path, self._text, self._width = folder / NOTES, text, width
-        self.mark: dict[str, Any] | None = None
+        self.folder, self._path = folder, folder / NOTES
+        begin = {"text": text}
+        told = self._read(width)
+        told = told if told[:1] == [begin] else [begin]
+        while marked and len(told) > 1 and "mark" not in told[-1]:
+            told.pop()
+        self.mark: dict[str, Any] | None = told[-1].get("mark")
         """The last mark that an earlier process has written; None without one."""
-        self._notes = self._read(folder, marked)
+        self._notes = [_note(each) for each in told if "shard" in each]
         kept = {NOTES, *(note.shard.file for note in self._notes)}
         for left in [path for path in folder.iterdir() if path.name not in kept]:
             left.unlink()
         self._path.write_bytes(b"")  # Rewrite the file without a torn last line.
-        for told in ({"text": text}, *(asdict(note) for note in self._notes)):
-            self.append(told)
-        if self.mark is not None:
-            self.append({"mark": self.mark})
+        for each in told:
+            self.append(each)
 
-    def _read(self, folder: Path, marked: bool) -> list[Note]:
-        found: list[Note] = []
-        whole = 0
-        try:
-            first, *lines = self._path.read_bytes().splitlines()
-            told = json.loads(first)
-            told.pop("crc32", None)
-            if told != {"text": self._text}:
-                return []
-            for line in lines:
+    def _read(self, width: int) -> list[dict[str, Any]]:
+        """Return the file's lines before one that is torn or damaged, or whose shard is."""
+        found: list[dict[str, Any]] = []
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            for line in self._path.read_bytes().splitlines():
                 told = json.loads(line)
                 known = told.pop("crc32", None)  # Earlier releases wrote none.
                 if known not in (None, _crc32(told)):
                     break
-                if "mark" in told:
-                    self.mark, whole = told["mark"], len(found)
-                    continue
-                note = Note(**{**told, "shard": Shard(**told["shard"])})
-                if (folder / note.shard.file).stat().st_size != self._width * note.shard.tokens:
-                    break
-                found.append(note)
-        except (OSError, ValueError, TypeError, KeyError):
-            pass  # The last line is torn; those before it are valid.
-        return found[:whole] if marked else found
+                if "shard" in told:
+                    shard = _note(told).shard
+                    if (self.folder / shard.file).stat().st_size != width * shard.tokens:
+                        break
+                found.append(told)
+        return found
 
     def of(self, split: str) -> list[Note]:
         """Return the notes of one split, in order."""
@@ -278,9 +268,9 @@ class Notes:
             file.flush()
             os.fsync(file.fileno())
 
-    def remove(self) -> None:
-        """Delete the file, once everything is written."""
-        self._path.unlink()
+
+def _note(told: dict[str, Any]) -> Note:
+    return Note(**{**told, "shard": Shard(**told["shard"])})
 
 
 def _crc32(told: dict[str, Any]) -> int:
@@ -290,8 +280,9 @@ def _crc32(told: dict[str, Any]) -> int:
 class ShardWriter:
     """Appends the ids of documents to shards of at most ``shard_tokens`` each, hashing on the way."""
 
-    def __init__(self, directory: Path, split: str, shard_tokens: int, tokenizer: Tokenizer, notes: Notes) -> None:
-        self._directory, self._split, self._shard_tokens, self._notes = directory, split, shard_tokens, notes
+    def __init__(self, notes: Notes, split: str, shard_tokens: int, tokenizer: Tokenizer) -> None:
+        """The shards are written beside the ``notes``, and begin after the last one of which these know."""
+        self._notes, self._split, self._shard_tokens = notes, split, shard_tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._end = np.array([] if tokenizer.end_of_file is None else [tokenizer.end_of_file], dtype=self._dtype)
         before = notes.of(split)
@@ -326,19 +317,17 @@ class ShardWriter:
         values = np.concatenate(self._pending).astype(self._dtype)
         content = values.tobytes()
         name = f"{self._split}-{len(self._shards):05d}.bin"
-        write_file(self._directory / name, content)
+        write_file(self._notes.folder / name, content)
         shard = Shard(name, len(values), hashlib.sha256(content).hexdigest())
         self._shards.append(shard)
         self._notes.append(asdict(Note(self._split, self.documents, within, shard)))
         self._pending, self.held = [], 0
 
 
-ENCODE_BYTES = 4_000_000
-"""Bytes of text passed to the tokenizer at once; bounds memory."""
 LOCK_POLL_S = 0.1
 STREAM_FORMAT = 1
 BATCH_BYTES = 4_000_000
-"""Bytes of a stream's text tokenized at once; bounds memory.  Shards end with a batch, so they depend on this value."""
+"""Bytes of text tokenized at once; bounds memory.  A stream's shards end with a batch, so they depend on this value."""
 TOLD_AS = "the stream"
 READ_TOKENS = 1 << 22
 """Tokens read at once; bounds memory."""
@@ -417,21 +406,13 @@ def prepare_corpus(
     is_here = options.kind != "hf" or path.exists() or path.is_absolute() or options.path.startswith((".", "~"))
     pattern = options.pattern or PATTERNS.get(options.kind, "**/*")
     files = source_files(options.kind, options.path, pattern) if is_here else []
-    made_by = [tokenizer.digest, options.end_of_file]
-    if options.kind == "tokens":
-        name, how = f"tokens-{options.dtype}", [FILES_FORMAT, options.dtype, *made_by]
-    elif options.kind == "hf":
-        name, how = f"hf-{tokenizer.name}", [STREAM_FORMAT, BATCH_BYTES, *made_by, options.shard_tokens]
-        how += ["" if is_here else options.path, options.pattern, options.field, options.documents_max]
-        how += [options.name, options.split, options.validation_split, options.revision]
-    else:
-        name, how = f"{options.kind}-{tokenizer.name}", [FORMAT, options.kind, *made_by, options.shard_tokens]
-        how += [] if options.field == FIELD else [options.field]
+    how = _how(options, tokenizer, "" if is_here else options.path)
     key = hashlib.sha256(json.dumps(how).encode())
     for file in files:
         facts = file.stat()
         key.update(f"\n{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
-    name = f"{name}-{key.hexdigest()[:16]}"
+    made_by = options.dtype if options.kind == "tokens" else tokenizer.name
+    name = f"{options.kind}-{made_by}-{key.hexdigest()[:16]}"
     directory, temporary = cache_dir / name, cache_dir / f"{name}.tmp"
     if (directory / "manifest.json").is_file():
         return load_manifest(directory)
@@ -441,16 +422,44 @@ def prepare_corpus(
             for left in cache_dir.glob(f"{name}.tmp-*"):
                 shutil.rmtree(left)  # Left by an earlier release, which did not resume.
             temporary.mkdir(exist_ok=True)
+            width = token_dtype(tokenizer.vocab_size).itemsize
             if options.kind == "tokens":
-                _describe_files(options, tokenizer, path.parent if path.is_file() else path, files, temporary)
+                about = _describe_files(options, tokenizer, path.parent if path.is_file() else path, files)
             elif options.kind == "hf":
-                digest, streams = _opened(options, path if is_here else None, cache_dir)
-                _Reading(options, tokenizer, streams, temporary, json.dumps([*how, digest]), told).write()
+                state, streams = _opened(options, path if is_here else None, cache_dir)
+                notes = Notes(temporary, json.dumps([*how, state]), width, marked=True)
+                about = _Reading(options, tokenizer, streams, notes, told).write()
             else:
-                _write_documents(read_corpus(options.kind, files, options.field), options, tokenizer, temporary, told)
+                corpus = read_corpus(options.kind, files, options.field)
+                notes = Notes(temporary, json.dumps([*how, corpus.digest]), width)
+                about = _write_documents(corpus, options, tokenizer, notes, told)
+            (temporary / NOTES).unlink(missing_ok=True)
+            manifest = CorpusManifest(
+                directory=temporary,
+                kind=options.kind,
+                tokenizer=tokenizer.name,
+                tokenizer_sha256=tokenizer.digest,
+                end_of_file=options.end_of_file,
+                vocab_size=tokenizer.vocab_size,
+                **about,
+            )
+            write_file(temporary / "manifest.json", manifest.to_json().encode())
             temporary.rename(directory)
             PLAIN_DISK.sync_folder(cache_dir, Step.FILE)
     return load_manifest(directory)
+
+
+def _how(options: DataOptions, tokenizer: Tokenizer, away: str) -> list[object]:
+    """Return what decides the tokens, beside the text; ``away`` is the name of a data set on the hub."""
+    made_by = [tokenizer.digest, options.end_of_file]
+    if options.kind == "tokens":
+        return [FILES_FORMAT, options.dtype, *made_by]
+    if options.kind == "hf":
+        shared = [STREAM_FORMAT, BATCH_BYTES, *made_by, options.shard_tokens]
+        shared += [away, options.pattern, options.field, options.documents_max]
+        return [*shared, options.name, options.split, options.validation_split, options.revision]
+    shared = [FORMAT, options.kind, *made_by, options.shard_tokens]
+    return shared if options.field == FIELD else [*shared, options.field]
 
 
 @contextmanager
@@ -484,71 +493,46 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _write_manifest(
-    folder: Path,
-    options: DataOptions,
-    tokenizer: Tokenizer,
-    digest: str,
-    splits: Mapping[str, SplitManifest],
-    **more: Any,
-) -> None:
-    """Write ``folder/manifest.json`` durably; ``more`` are its other fields."""
-    manifest = CorpusManifest(
-        directory=folder,
-        kind=options.kind,
-        tokenizer=tokenizer.name,
-        tokenizer_sha256=tokenizer.digest,
-        end_of_file=options.end_of_file,
-        vocab_size=tokenizer.vocab_size,
-        corpus_sha256=digest,
-        train=splits["train"],
-        validation=splits["validation"],
-        **more,
-    )
-    write_file(folder / "manifest.json", manifest.to_json().encode())
-
-
 def _split_of(documents: int, text_bytes: int, shards: Sequence[Shard]) -> SplitManifest:
     return SplitManifest(documents, text_bytes, sum(shard.tokens for shard in shards), tuple(shards))
 
 
 def _write_documents(
-    corpus: Corpus, options: DataOptions, tokenizer: Tokenizer, directory: Path, told: Progress
-) -> None:
-    how = [FORMAT, options.kind, tokenizer.digest, options.end_of_file, options.shard_tokens, corpus.digest]
-    notes, splits = Notes(directory, json.dumps(how), token_dtype(tokenizer.vocab_size).itemsize), {}
+    corpus: Corpus, options: DataOptions, tokenizer: Tokenizer, notes: Notes, told: Progress
+) -> dict[str, Any]:
+    """Write the shards; return what the manifest says of them."""
+    splits = {}
     for name in SPLITS:
-        documents, writer = corpus.split(name), ShardWriter(directory, name, options.shard_tokens, tokenizer, notes)
+        documents, writer = corpus.split(name), ShardWriter(notes, name, options.shard_tokens, tokenizer)
         text_bytes = sum(document.text_bytes for document in documents)
         done = sum(document.text_bytes for document in documents[: writer.documents])
-        for texts, size in _text_batches(options, documents[writer.documents :]):
+        left = documents[writer.documents :]
+        for batch in _batches((name, read_text(options.kind, each, options.field), each.text_bytes) for each in left):
             told(name, done, text_bytes)
-            for ids in tokenizer.encode_batch(texts):
+            for ids in tokenizer.encode_batch([text for _, text, _ in batch]):
                 writer.write(ids)
-            done += size
+            done += sum(size for _, _, size in batch)
         told(name, text_bytes, text_bytes)
         splits[name] = _split_of(len(documents), text_bytes, writer.close())
     left_out = {"num_duplicates": corpus.num_duplicates, "num_not_text": corpus.num_not_text}
-    notes.remove()
-    _write_manifest(directory, options, tokenizer, corpus.digest, splits, **left_out)
+    return {"corpus_sha256": corpus.digest, **splits, **left_out}
 
 
-def _text_batches(options: DataOptions, documents: list[Document]) -> Iterator[tuple[list[str], int]]:
-    """Yield batches of texts of about ``ENCODE_BYTES``, each with its size in bytes."""
-    texts: list[str] = []
-    held = 0
-    for document in documents:
-        texts.append(read_text(options.kind, document, options.field))
-        held += document.text_bytes
-        if held >= ENCODE_BYTES:
-            yield texts, held
-            texts, held = [], 0
-    if texts:
-        yield texts, held
+Text = tuple[str, str, int]
+"""Split, text, and its bytes of UTF-8."""
 
 
-Batch = list[tuple[str, str]]
-"""Pairs of (split, text)."""
+def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """Yield ``texts`` in lists of about ``BATCH_BYTES``; at each yield ``texts`` was read to the list's end only."""
+    batch, held = list[Text](), 0
+    for text in texts:
+        batch.append(text)
+        held += text[2]
+        if held >= BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 def _opened(options: DataOptions, here: Path | None, cache_dir: Path) -> tuple[str, Mapping[str, Any]]:
@@ -596,24 +580,15 @@ class _Reading:
     """Reads the documents of the streams and writes their tokens."""
 
     def __init__(
-        self,
-        options: DataOptions,
-        tokenizer: Tokenizer,
-        streams: Mapping[str, Any],
-        folder: Path,
-        text: str,
-        told: Progress,
+        self, options: DataOptions, tokenizer: Tokenizer, streams: Mapping[str, Any], notes: Notes, told: Progress
     ) -> None:
-        """``text`` describes the text and all that decides its tokens, for ``Notes``."""
-        self._options, self._tokenizer, self._streams = options, tokenizer, streams
-        self._folder, self._told = folder, told
-        self._notes = Notes(folder, text, token_dtype(tokenizer.vocab_size).itemsize, marked=True)
-        self._mark = _Mark(**self._notes.mark) if self._notes.mark is not None else _Mark()
+        self._options, self._tokenizer, self._streams, self._told = options, tokenizer, streams, told
+        self._notes, self._mark = notes, _Mark(**(notes.mark or {}))
         # The writers never end a shard by themselves: all shards end at a mark.
-        self._writers = {name: ShardWriter(folder, name, sys.maxsize, tokenizer, self._notes) for name in SPLITS}
+        self._writers = {name: ShardWriter(notes, name, sys.maxsize, tokenizer) for name in SPLITS}
 
-    def write(self) -> None:
-        """Read all streams to the end, and write the manifest."""
+    def write(self) -> dict[str, Any]:
+        """Read all streams to the end, and write the shards; return what the manifest says of them."""
         options = self._options
         parts = [(options.split, "")]
         if options.validation_split:
@@ -629,9 +604,7 @@ class _Reading:
             splits[name] = _split_of(writer.documents, self._mark.text_bytes[name], shards)
         digests = [shard.sha256 for name in SPLITS for shard in splits[name].shards]
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        self._notes.remove()
-        left_out = {"num_duplicates": 0, "num_not_text": self._mark.left_out}
-        _write_manifest(self._folder, options, self._tokenizer, digest, splits, **left_out)
+        return {"corpus_sha256": digest, **splits, "num_duplicates": 0, "num_not_text": self._mark.left_out}
 
     def _stream(self, split: str) -> Any:
         if split not in self._streams:
@@ -639,10 +612,7 @@ class _Reading:
             there = ", ".join(self._streams) or "none"
             raise DataError(f"{setting} is {split!r}: {self._options.path} has {there}")
         stream, wanted = self._streams[split], self._options.field
-        columns = stream.column_names
-        if columns is not None:  # The columns may be unknown before the first document.
-            if wanted not in columns:
-                raise self._without_field(columns)
+        if wanted in (stream.column_names or ()):  # The columns may be unknown before the first document.
             stream = stream.select_columns([wanted])
         if self._mark.state is not None:
             stream.load_state_dict(self._mark.state)
@@ -650,11 +620,11 @@ class _Reading:
 
     def _read(self, stream: Any, into: str) -> None:
         """Read one stream to its end; write its documents ``into`` a split or, if that is empty, split by digest."""
-        for batch in self._batches(stream, into):
-            encoded = self._tokenizer.encode_batch([text for _, text in batch])
-            for (name, text), ids in zip(batch, encoded, strict=True):
+        for batch in _batches(self._documents(stream, into)):
+            encoded = self._tokenizer.encode_batch([text for _, text, _ in batch])
+            for (name, _, size), ids in zip(batch, encoded, strict=True):
                 self._writers[name].write(ids)
-                self._mark.text_bytes[name] += len(text.encode())
+                self._mark.text_bytes[name] += size
             self._told(TOLD_AS, sum(self._mark.text_bytes.values()), 0)
             if max(writer.held for writer in self._writers.values()) >= self._options.shard_tokens:
                 self._cut(stream.state_dict())
@@ -663,31 +633,23 @@ class _Reading:
         through = sum(self._mark.text_bytes.values())
         self._told(TOLD_AS, through, through)
 
-    def _batches(self, stream: Any, into: str) -> Iterator[Batch]:
-        """Yield batches of about ``BATCH_BYTES``; at each yield the stream's position is just after the batch."""
-        batch, held, wanted = Batch(), 0, self._options.field
+    def _documents(self, stream: Any, into: str) -> Iterator[Text]:
+        """Yield the stream's documents that are text, and count all in the mark."""
+        wanted = self._options.field
         for row in self._rows(stream):
             if wanted not in row:
-                raise self._without_field(row)
+                there = ", ".join(map(str, row)) or "none"
+                raise DataError(f"field is {wanted!r}: the documents of {self._options.path} have {there}")
             text = "" if row[wanted] is None else row[wanted]
             if not isinstance(text, str):
                 kind = type(text).__name__
                 raise DataError(f"field is {wanted!r}: in document {self._mark.documents} it is not text but {kind}")
             self._mark.documents += 1
-            try:
-                content = text.encode()
-            except UnicodeEncodeError:
-                content = b""  # The tokenizer could not restore it.
+            content = _utf8(text)
             self._mark.left_out += not content
             if content:
                 low = hashlib.sha256(content).digest()[0] < VALIDATION_FIRST_BYTE
-                batch.append((into or ("validation" if low else "train"), text))
-                held += len(content)
-            if held >= BATCH_BYTES:
-                yield batch
-                batch, held = Batch(), 0
-        if batch:
-            yield batch
+                yield into or ("validation" if low else "train"), text, len(content)
 
     def _rows(self, stream: Any) -> Iterator[Mapping[str, Any]]:
         bound = self._options.documents_max
@@ -696,10 +658,6 @@ class _Reading:
         except Exception as error:
             where = f"the stream of {self._options.path!r} broke off after {self._mark.documents:,} documents"
             raise DataError(f"{where}: {_line(error)}; the next start resumes after the last complete shard") from error
-
-    def _without_field(self, columns: Any) -> DataError:
-        there = ", ".join(map(str, columns)) or "none"
-        return DataError(f"field is {self._options.field!r}: the documents of {self._options.path} have {there}")
 
     def _cut(self, state: dict[str, Any] | None) -> None:
         for writer in self._writers.values():
@@ -713,9 +671,8 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _describe_files(
-    options: DataOptions, tokenizer: Tokenizer, root: Path, files: Sequence[Path], folder: Path
-) -> None:
+def _describe_files(options: DataOptions, tokenizer: Tokenizer, root: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """Return what the manifest says of ``files``, which stay where they are."""
     splits = {}
     for name in SPLITS:
         mine = [file for file in files if file.name.startswith("val") == (name == "validation")]
@@ -730,7 +687,7 @@ def _describe_files(
     digests = sorted(shard.sha256 for split in splits.values() for shard in split.shards)
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()
     where = {"num_duplicates": 0, "num_not_text": 0, "dtype": options.dtype, "source": str(root.resolve())}
-    _write_manifest(folder, options, tokenizer, digest, splits, **where)
+    return {"corpus_sha256": digest, **splits, **where}
 
 
 def _shard(file: Path, root: Path, dtype: str, tokenizer: Tokenizer) -> Shard:

@@ -228,7 +228,7 @@ def begun(patch: pytest.MonkeyPatch, wanted: DataOptions, cache: Path, last: int
 
 
 def test_after_a_process_that_died_only_the_rest_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "ENCODE_BYTES", 1000)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 1000)
     wanted, cache = options(write_text(tmp_path / "text"), shard_tokens=1024), tmp_path / "cache"
     whole, heard = prepare_corpus(wanted, tmp_path / "whole"), list[tuple[str, int, int]]()
     before = len(begun(monkeypatch, wanted, cache, 12).texts)
@@ -254,7 +254,7 @@ SHARD = 16
 
 def written(folder: Path, upto: int | None = None, text: str = "this") -> tuple[list[Shard], int]:
     """The shards after the documents before ``upto``, and with how many of them there were already."""
-    writer = ShardWriter(folder, "train", SHARD, ByteTokenizer(False), Notes(folder, text, 2))
+    writer = ShardWriter(Notes(folder, text, 2), "train", SHARD, ByteTokenizer(False))
     begun = writer.documents
     for ids in DOCUMENTS[begun:upto]:
         writer.write(ids)
@@ -307,7 +307,7 @@ def test_a_shard_that_is_cut_and_a_note_with_a_flipped_bit_are_written_again(
 def test_what_is_behind_the_last_mark_is_written_again(tmp_path: Path) -> None:
     notes = Notes(tmp_path, "this", 2, marked=True)
     assert notes.mark is None
-    writer = ShardWriter(tmp_path, "train", 1000, ByteTokenizer(False), notes)
+    writer = ShardWriter(notes, "train", 1000, ByteTokenizer(False))
     for number, ids in enumerate(DOCUMENTS[:9]):
         writer.write(ids)
         if number in (3, 6):
@@ -446,8 +446,10 @@ def test_what_another_state_of_the_data_or_release_of_the_library_left_is_thrown
 
 def test_what_cannot_be_streamed_is_said_in_one_line(tmp_path: Path) -> None:
     root, cache = streamed(tmp_path / "set"), tmp_path / "cache"
+    columns = streamed(tmp_path / "columns", as_parquet)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"field": "body"}, r"^field is 'body': the documents of .*set have number, text$"),
+        ({"field": "body", "path": columns}, r"^field is 'body': the documents of .*columns have number, text$"),
         ({"field": "number"}, r"^field is 'number': in document 0 it is not text but int$"),
         ({"name": "small"}, r"^path is .*set': .*'small' not found"),
         ({"pattern": "*.csv"}, r"no file in it matches pattern='\*\.csv'"),
