@@ -76,11 +76,11 @@ KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_":
 class Loop:
     """The loop that a user writes without us."""
 
-    def __init__(self, model: torch.nn.Module, wrapped: torch.nn.Module, stream: TokenStream, precision: str) -> None:
+    def __init__(self, model: Transformer, wrapped: torch.nn.Module, stream: TokenStream, precision: str) -> None:
         self._model, self._wrapped, self._stream = model, wrapped, stream
         # Our own optimizers, without the code around them.
         ours: InnerOptimizers = build_optimizers(model, InnerOptions(optimizer="muon"), precision)
-        self._optimizers = [optimizer for optimizer, _ in ours._parts.values()]
+        self._optimizers = list(ours._parts.values())
         self._dtype = autocast_dtype(precision, torch.device("cpu"))
         self._cursor = 0
         self.optimizer_cpu_s = 0.0

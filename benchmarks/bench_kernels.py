@@ -52,7 +52,7 @@ class Way:
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
             loss.backward()
-            for optimizer, _ in self.optimizers._parts.values():
+            for optimizer in self.optimizers._parts.values():
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()

@@ -241,24 +241,24 @@ class Bench:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
-    def _warm(self, recipe: Recipe, seed: int) -> tuple[Tensor, dict[str, Tensor], dict[str, float | int | bool]]:
+    def _warm(self, recipe: Recipe, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the values after a short training of one site with the batch of all, and its optimizer's state."""
         path = self.folder / f"warm-{self.mark}-{recipe.mark}{seed}.pt"
         if not path.exists():
             site = Site(self, recipe.inner, seed, 0, 1, recipe.sites * (recipe.batch or self.size.batch))
             for _ in range(self.size.warm_steps):
                 site.step(0.0)
-            torch.save((site.values(), *site.inner.state_dict()), path)
-        found: tuple[Tensor, dict[str, Tensor], dict[str, float | int | bool]] = torch.load(path, weights_only=True)
-        return found
+            torch.save((site.values(), site.inner.state_dict()), path)
+        theta, tensors, *_ = torch.load(path, weights_only=True)  # Older files have a third, which is empty.
+        return theta, tensors
 
     def _train_loss(self, arm: Arm, seed: int) -> float:
         recipe, state = arm.recipe, NOTHING
-        theta, tensors, numbers = self._warm(recipe, seed)
+        theta, tensors = self._warm(recipe, seed)
         batch = recipe.batch or self.size.batch
         sites = [Site(self, recipe.inner, seed, index, recipe.sites, batch) for index in range(recipe.sites)]
         for site in sites:
-            site.inner.load_state_dict({name: value.clone() for name, value in tensors.items()}, numbers)
+            site.inner.load_state_dict({name: value.clone() for name, value in tensors.items()})
             site.steps = self.size.warm_steps
         authors = arm.up.startswith(AUTHORS)
         up, down = make_codec("fp32" if authors else arm.up), make_codec(arm.down)

@@ -18,15 +18,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from diloco.inner import require
 from diloco.inner.parallel import box_of, is_cut, local, sides_cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
+    from torch.optim.optimizer import ParamsT
+
+    from diloco.inner.model import Transformer
     from diloco.inner.parallel import SiteGroup
 
 STEADY = 1e-6
@@ -36,7 +39,7 @@ STEADY = 1e-6
 class Muon(torch.optim.Muon):
     """Muon for DTensors and plain matrices.  Its state is that of torch's Muon: ``momentum_buffer``, sharded alike."""
 
-    def __init__(self, matrices: Iterable[Tensor], *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    def __init__(self, matrices: ParamsT, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
         """``dtype`` is that of the Newton-Schulz steps; ``options`` are those of torch's Muon but ``adjust_lr_fn``."""
         super().__init__(matrices, **options)
         self._dtype = dtype
@@ -166,24 +169,24 @@ def lr_factor(options: InnerOptions, progress: float, step: int) -> float:
 class InnerOptimizers:
     """One or two torch optimizers that step as one.  They keep references to the parameters and no copies.
 
-    The state is a flat set of tensors and plain JSON values by parameter name, so that it needs no pickle.
+    The state is a flat set of tensors by parameter name, so that it needs no pickle: torch keeps all of it in tensors.
     Hyperparameters are not part of it: after a resume, the options of the new start apply.
     """
 
-    def __init__(self, parts: Mapping[str, tuple[torch.optim.Optimizer, list[str]]], options: InnerOptions) -> None:
-        self.options = options
-        self._parts = dict(parts)
+    def __init__(self, parts: Mapping[str, torch.optim.Optimizer], options: InnerOptions) -> None:
+        """``parts`` were made with named parameters."""
+        self.options, self._parts = options, parts
         self._peaks = [float(group["lr"]) for group in self._groups]
         self._parameters = [parameter for group in self._groups for parameter in group["params"]]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers, which are other objects once a state was loaded."""
-        return [group for optimizer, _ in self._parts.values() for group in optimizer.param_groups]
+        return [group for optimizer in self._parts.values() for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for optimizer, _ in self._parts.values():
+        for optimizer in self._parts.values():
             optimizer.zero_grad(set_to_none=True)
 
     def clip(self, group: SiteGroup | None = None) -> float:
@@ -212,7 +215,7 @@ class InnerOptimizers:
 
     def step(self) -> None:
         """Apply the gradients."""
-        for optimizer, _ in self._parts.values():
+        for optimizer in self._parts.values():
             optimizer.step()
 
     def set_lr_factor(self, factor: float) -> None:
@@ -225,76 +228,58 @@ class InnerOptimizers:
         """The current learning rate of the first optimizer: Muon's under ``muon``, else AdamW's or SGD's."""
         return float(self._groups[0]["lr"])
 
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, float | int | bool]]:
-        """Return tensors (references, not copies) and plain values, both named ``part/parameter/field``."""
-        tensors: dict[str, Tensor] = {}
-        values: dict[str, float | int | bool] = {}
-        for part, (optimizer, names) in self._parts.items():
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state's tensors (references, not copies), named ``part/parameter/field``."""
+        found: dict[str, Tensor] = {}
+        for part, optimizer in self._parts.items():
+            names = _names(optimizer)
             for index, fields in optimizer.state_dict()["state"].items():
-                for key, value in fields.items():
-                    path = f"{part}/{names[index]}/{key}"
-                    if isinstance(value, Tensor):
-                        tensors[path] = value
-                    else:
-                        values[path] = value
-        return tensors, values
+                found |= {f"{part}/{names[index]}/{key}": value for key, value in fields.items()}
+        return found
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, float | int | bool]) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the state of ``state_dict``.  ValueError names a part or parameter that these optimizers do not have."""
         states: dict[str, dict[int, dict[str, object]]] = {part: {} for part in self._parts}
-        for path, value in (*tensors.items(), *values.items()):
+        for path, value in tensors.items():
             part, _, rest = path.partition("/")
             name, _, key = rest.rpartition("/")
             require(part in self._parts, "optimizer state", path, f"one of {', '.join(self._parts)} first")
-            names = self._parts[part][1]
+            names = _names(self._parts[part])
             require(name in names, "optimizer state", path, f"a parameter that {part} steps")
             states[part].setdefault(names.index(name), {})[key] = value
-        for part, (optimizer, _) in self._parts.items():
+        for part, optimizer in self._parts.items():
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": states[part], "param_groups": groups})
 
 
-def build_optimizers(model: nn.Module, options: InnerOptions, precision: str = "fp32") -> InnerOptimizers:
+def _names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the parameters' names, in the order in which torch numbers their states."""
+    return [name for group in optimizer.param_groups for name in group["param_names"]]
+
+
+def build_optimizers(model: Transformer, options: InnerOptions, precision: str = "fp32") -> InnerOptimizers:
     """Build optimizers over ``model``, with every parameter in exactly one of them.
 
     ``model`` is the plain module, not its DDP wrapper, after ``Spread`` has sharded it.  ``precision`` is the format of
     Muon's own products, "bf16" or "fp32".  It must be the same on all ranks of a site: see ``resolve_precision``.
     """
     require(precision in ("bf16", "fp32"), "precision", precision, "bf16 or fp32")
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    parts: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}
-    if options.optimizer == "muon":
-        # The matrices of hidden layers: of each Linear that is neither a head nor tied.
-        embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-        ids = {
-            id(module.weight)
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and name.rpartition(".")[2] != "head"
-        } - embeddings
-        hidden = {name: parameter for name, parameter in trained.items() if id(parameter) in ids}
-        trained = {name: parameter for name, parameter in trained.items() if id(parameter) not in ids}
-        if hidden:
-            muon = Muon(
-                list(hidden.values()),
-                dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-                lr=options.muon_lr,
-                momentum=options.muon_momentum,
-                weight_decay=options.muon_weight_decay,
-            )
-            parts["muon"] = (muon, list(hidden))
+    left = dict(model.named_parameters())
     if options.optimizer == "sgd":
-        parts["sgd"] = (torch.optim.SGD(list(trained.values()), lr=options.lr), list(trained))
-        return InnerOptimizers(parts, options)
-    # torch numbers a state by position over all groups in order, so the names are kept in that order.
-    matrices = [name for name, parameter in trained.items() if parameter.ndim >= 2]
-    vectors = [name for name, parameter in trained.items() if parameter.ndim < 2]
-    groups = [
-        {"params": [trained[name] for name in names], "weight_decay": decay}
-        for names, decay in ((matrices, options.weight_decay), (vectors, 0.0))
-        if names
-    ]
-    if groups:
-        betas = (options.betas[0], options.betas[1])
-        adamw = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=True)
-        parts["adamw"] = (adamw, matrices + vectors)
+        return InnerOptimizers({"sgd": torch.optim.SGD(left.items(), lr=options.lr)}, options)
+    parts: dict[str, torch.optim.Optimizer] = {}
+    if options.optimizer == "muon":
+        hidden = [name for name, parameter in left.items() if name.startswith("blocks.") and parameter.ndim == 2]
+        parts["muon"] = Muon(
+            [(name, left.pop(name)) for name in hidden],
+            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+            lr=options.muon_lr,
+            momentum=options.muon_momentum,
+            weight_decay=options.muon_weight_decay,
+        )
+    matrices = [each for each in left.items() if each[1].ndim >= 2]
+    vectors = [each for each in left.items() if each[1].ndim < 2]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (options.betas[0], options.betas[1])
+    parts["adamw"] = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=True)
     return InnerOptimizers(parts, options)

@@ -151,13 +151,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **buffers}
 
 
-def capture_state(
-    model: nn.Module, optimizers: InnerOptimizers
-) -> tuple[dict[str, Tensor], dict[str, float | int | bool]]:
-    """Return the tensors of the model and the optimizers (references), and the optimizers' plain values."""
-    tensors, values = optimizers.state_dict()
+def capture_state(model: nn.Module, optimizers: InnerOptimizers) -> dict[str, Tensor]:
+    """Return the tensors of the model and the optimizers (references)."""
     named = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
-    return {**named, **{f"optimizer/{name}": tensor for name, tensor in tensors.items()}}, values
+    return named | {f"optimizer/{name}": tensor for name, tensor in optimizers.state_dict().items()}
 
 
 @torch.no_grad()
@@ -532,7 +529,7 @@ class Trainer:
             else:
                 tensors[path] = found.read(key)
         try:
-            self.optimizers.load_state_dict(tensors, found.meta["optimizer"])
+            self.optimizers.load_state_dict(tensors)
         except ValueError as error:
             raise CheckpointError(f"{found.path} is of another optimizer: {error}") from error
         mine = found.part(f"random/{self.group.rank}")
@@ -641,7 +638,6 @@ class Trainer:
             if not self.group.is_first:
                 return None
         extra_tensors, extra_meta = extra_state() if extra_state else ({}, {})
-        tensors, values = capture_state(self.model, self.optimizers)
         own |= {f"extra/{key}": tensor for key, tensor in extra_tensors.items()}
         told = {
             "step": self.step,
@@ -653,4 +649,5 @@ class Trainer:
             "data": self.stream.identity,
             "last": asdict(self._last),
         }
-        return tensors, own, {"trainer": told, "optimizer": values, "extra": extra_meta}
+        meta = {"trainer": told, "optimizer": {}, "extra": extra_meta}  # Earlier releases read "optimizer".
+        return capture_state(self.model, self.optimizers), own, meta

@@ -58,7 +58,6 @@ class Warm:
     step: int
     values: Mapping[str, Tensor]
     tensors: Mapping[str, Tensor]
-    plain: Mapping[str, float | int | bool]
     optimizer: str
 
     def save(self, path: Path) -> None:
@@ -66,7 +65,7 @@ class Warm:
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"values/{name}": each for name, each in self.values.items()}
         tensors |= {f"inner/{name}": each for name, each in self.tensors.items()}
-        told = {"step": self.step, "optimizer": self.optimizer, "plain": dict(self.plain)}
+        told = {"step": self.step, "optimizer": self.optimizer}
         write_file(path, safetensors.torch.save(tensors, {TOLD: json.dumps(told)}))
 
     @staticmethod
@@ -88,7 +87,7 @@ class Warm:
         for name, each in tensors.items():
             part, _, key = name.partition("/")
             parts[part][key] = each
-        return cls(told["step"], parts["values"], parts["inner"], told["plain"], told["optimizer"])
+        return cls(told["step"], parts["values"], parts["inner"], told["optimizer"])
 
 
 class _Training:
@@ -104,7 +103,7 @@ class _Training:
         if warm is not None:
             _put(self.model, warm.values)
             if self.trainer.optimizers.options.optimizer == warm.optimizer:
-                self.trainer.optimizers.load_state_dict(warm.tensors, warm.plain)
+                self.trainer.optimizers.load_state_dict(warm.tensors)
             self.trainer.step = warm.step
 
     def steps(self, count: int) -> None:
@@ -130,7 +129,7 @@ class Control(_Training):
         """Return its state now: references to tensors, which change with its next step."""
         trainer = self.trainer
         values = {name: each.detach() for name, each in named_parameters_once(self.model).items()}
-        return Warm(trainer.step, values, *trainer.optimizers.state_dict(), trainer.optimizers.options.optimizer)
+        return Warm(trainer.step, values, trainer.optimizers.state_dict(), trainer.optimizers.options.optimizer)
 
 
 class _Site(_Training):

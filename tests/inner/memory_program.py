@@ -56,7 +56,7 @@ def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copies of all that a rank holds."""
-    tensors, _ = capture_state(trainer.model, trainer.optimizers)
+    tensors = capture_state(trainer.model, trainer.optimizers)
     return {name: local(tensor).clone() for name, tensor in tensors.items()}
 
 

@@ -29,7 +29,7 @@ def test_muon_takes_the_hidden_matrices_and_adamw_all_else(tied: bool) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizers.step()
     parts: dict[str, set[str]] = {"muon": set(), "adamw": set()}
-    for path in optimizers.state_dict()[0]:
+    for path in optimizers.state_dict():
         part, name, _ = path.split("/")
         parts[part].add(name)
     hidden = {name for name, parameter in model.named_parameters() if name.startswith("blocks") and parameter.ndim == 2}
@@ -40,7 +40,7 @@ def test_state_of_another_model_is_refused_by_name() -> None:
     optimizers = build_optimizers(tiny(), InnerOptions())
     for name in ("adamw/nowhere/exp_avg", "muon/norm.weight/momentum"):
         with pytest.raises(ValueError, match=name):
-            optimizers.load_state_dict({name: torch.zeros(1)}, {})
+            optimizers.load_state_dict({name: torch.zeros(1)})
 
 
 def test_the_rate_that_is_told_is_muons() -> None:
@@ -69,7 +69,7 @@ def test_gradients_are_clipped_as_torch_does_and_one_that_is_not_finite_is_told(
 
     def clipped(bound: float) -> float:
         sgd = torch.optim.SGD(parameters)
-        return float(InnerOptimizers({"sgd": (sgd, ["0", "1"])}, InnerOptions(clip=bound)).clip(group))
+        return float(InnerOptimizers({"sgd": sgd}, InnerOptions(clip=bound)).clip(group))
 
     assert clipped(0.0) == pytest.approx(4.0)
     assert parameters[0].grad.tolist() == [2.0] * 3

@@ -61,7 +61,7 @@ def make(
 
 def everything(made: Trainer) -> dict[str, torch.Tensor]:
     """All tensors that a trainer's future depends on."""
-    optimizer, _ = made.optimizers.state_dict()
+    optimizer = made.optimizers.state_dict()
     counters = torch.tensor([made.step, made.tokens, made.cursor, made.nonfinite_steps])
     named = {name: parameter.detach() for name, parameter in made.model.named_parameters()}
     return {"random": torch.get_rng_state(), "counters": counters, **named, **optimizer}
@@ -351,8 +351,8 @@ def tiny(dim: int = 16, tied: bool = True) -> Transformer:
 
 def test_of_a_tied_pair_one_is_saved_and_what_is_of_another_model_is_named(tmp_path: Path) -> None:
     model = tiny()
-    tensors, values = capture_state(model, build_optimizers(model, InnerOptions()))
-    found = checkpoint.load(checkpoint.save(tmp_path, "step-1", tensors, {"optimizer": values}))
+    tensors = capture_state(model, build_optimizers(model, InnerOptions()))
+    found = checkpoint.load(checkpoint.save(tmp_path, "step-1", tensors, {}))
     assert set(found.part("model")) == {name for name, _ in model.named_parameters()}, "and no tables"
     with pytest.raises(CheckpointError, match=r"another model: .* is \(.*\) here and \(.*\) there"):
         load_parameters(found, tiny(dim=32))
