@@ -66,9 +66,9 @@ class Tokenizer:
         return str(self._own.decode(list(ids)))
 
     def field_form(self) -> tokenizers.Tokenizer:
-        """Return the same tokenizer as an object of ``tokenizers``, with the end of a file as a special token."""
+        """Return the same tokenizer as an object of ``tokenizers``, where the end of a file is a token with a text."""
         made = tokenizers.Tokenizer.from_str(self._own.to_str())
-        if self.end_of_file is not None:
+        if self.end_of_file is not None and made.id_to_token(self.end_of_file) is None:
             made.add_special_tokens([END])
             assert made.token_to_id(END) == self.end_of_file, "the end of a file is the last id"
         return made
@@ -107,31 +107,25 @@ def _shipped() -> tuple[tokenizers.Tokenizer, str]:
     return tokenizers.Tokenizer.from_str(shipped.decode()), hashlib.sha256(shipped).hexdigest()
 
 
-class FileTokenizer(Tokenizer):
-    """The tokenizer of the file ``path``.  The files beside it define which token ends a text.
+def _of_file(path: str, end_of_file: bool) -> Tokenizer:
+    """Return the tokenizer of the file ``path``; the files beside it define which token ends a text.
 
-    ``name`` is derived from the content, so that it is the same wherever the file is.
+    Its name is derived from the content, so that it is the same wherever the file is.  ValueError names a file that is
+    no tokenizer, or without a token that ends a text if ``end_of_file``.
     """
-
-    def __init__(self, path: str, end_of_file: bool) -> None:
-        """ValueError names a file that is no tokenizer, or without a token that ends a text if ``end_of_file``."""
-        text = _read(Path(path))
-        try:
-            own = tokenizers.Tokenizer.from_str(text.decode())
-        except Exception as error:  # The library has no error class of its own.
-            raise ValueError(f"tokenizer is {path!r}: not a tokenizer.json: {str(error)[:200]}") from error
-        own.no_truncation()
-        own.no_padding()
-        own.encode_special_tokens = True  # A special token spelled in a text stays text, so no document ends another.
-        vocab_size = max(own.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        require(vocab_size <= VOCAB_SIZE_MAX, "tokenizer", path, f"{vocab_size} ids, at most {VOCAB_SIZE_MAX}")
-        end = _end_of(Path(path), own) if end_of_file else None
-        digest = hashlib.sha256(text + f"\0{end}".encode()).hexdigest()
-        super().__init__(f"file-{digest[:16]}", own, vocab_size, end, digest)
-
-    def field_form(self) -> tokenizers.Tokenizer:
-        """Return the tokenizer as read from the file."""
-        return tokenizers.Tokenizer.from_str(self._own.to_str())
+    text = _read(Path(path))
+    try:
+        own = tokenizers.Tokenizer.from_str(text.decode())
+    except Exception as error:  # The library has no error class of its own.
+        raise ValueError(f"tokenizer is {path!r}: not a tokenizer.json: {str(error)[:200]}") from error
+    own.no_truncation()
+    own.no_padding()
+    own.encode_special_tokens = True  # A special token spelled in a text stays text, so no document ends another.
+    vocab_size = max(own.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    require(vocab_size <= VOCAB_SIZE_MAX, "tokenizer", path, f"{vocab_size} ids, at most {VOCAB_SIZE_MAX}")
+    end = _end_of(Path(path), own) if end_of_file else None
+    digest = hashlib.sha256(text + f"\0{end}".encode()).hexdigest()
+    return Tokenizer(f"file-{digest[:16]}", own, vocab_size, end, digest)
 
 
 def _read(path: Path) -> bytes:
@@ -176,7 +170,7 @@ def make_tokenizer(name: str, end_of_file: bool = True) -> Tokenizer:
     """Return the tokenizer called ``name``, or that of the file ``name``; ValueError names an unknown one."""
     check_name(name)
     if name not in TOKENIZERS:
-        return FileTokenizer(name, end_of_file)
+        return _of_file(name, end_of_file)
     if name == "bytes":
         return ByteTokenizer(end_of_file)
     own, digest = _shipped()

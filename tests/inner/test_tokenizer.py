@@ -87,6 +87,11 @@ def test_the_end_is_what_the_files_beside_say(beside: dict[str, object], tmp_pat
     assert make_tokenizer(path, False).end_of_file is None
 
 
+def test_an_end_of_a_file_with_a_text_of_its_own_gets_no_other(tmp_path: Path) -> None:
+    made = make_tokenizer(file_of(tmp_path, config={"eos_token_id": 5}))
+    assert (made.end_of_file, made.field_form().get_vocab_size()) == (5, made.vocab_size)
+
+
 def test_the_name_is_that_of_the_content_and_text_is_prepared_with_it(tmp_path: Path) -> None:
     for folder in ("here", "there", "other"):
         (tmp_path / folder).mkdir()
