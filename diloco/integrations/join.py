@@ -288,7 +288,7 @@ def _parameters(
     if not held & trained:
         raise ValueError("optimizer trains none of the model's parameters: make it from model.parameters()")
     whole: dict[str, str] = {}
-    for told, others in map(json.loads, group.all_gather_bytes(json.dumps([digests, [*buffers]]).encode())):
+    for told, others in group.all_gather_json([digests, [*buffers]]):
         buffers = dict.fromkeys(others) | buffers
         for name in [name for name in told if whole.get(name, told[name]) != told[name]]:
             raise ValueError(f"model has {name}, which is frozen, with different values on two ranks of this site")
@@ -358,7 +358,7 @@ def _config(group: PresentGroup, own: dict[str, object], run: str | None, data: 
             told = {"kind": error.kind, "text": error.text}
         except ValueError as error:
             told = {"text": str(error).replace("address is", "syncer is", 1)}
-    told = json.loads(group.all_gather_bytes(json.dumps(told).encode())[0])
+    told = group.all_gather_json(told)[0]
     if "kind" in told:
         text = join_text(known, str(told["kind"]), str(told["text"]))
         raise JoinFailed(str(told["kind"]), text.replace("(site.", "("))
@@ -528,12 +528,12 @@ class Outer:
                     why = {"kind": error.kind if isinstance(error, JoinFailed) else "", "text": str(error)}
                     with suppress(GroupError):
                         Orders(self._group).go_on(stop=True)
-                        self._group.all_gather_bytes(json.dumps(why).encode())
+                        self._group.all_gather_json(why)
                     raise
             else:
                 self._follower = follower_of(self._config, self._holding)
                 if self._follower.follow():
-                    why = json.loads(self._group.all_gather_bytes(b"")[0])
+                    why = self._group.all_gather_json({})[0]
                     raise JoinFailed(why["kind"], why["text"]) if why["kind"] else ValueError(why["text"])
             if self._counted is not None:
                 hook = self._counted.register_step_post_hook(lambda *_: self._stepped())
