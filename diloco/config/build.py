@@ -16,7 +16,7 @@ import torch
 from diloco.codec.registry import make_codec, usual_feedback
 from diloco.config import connecting
 from diloco.config.compose import quorum, shared_config
-from diloco.config.errors import ConfigError, options_of, refusing, require, section
+from diloco.config.errors import ConfigError, options_of, require, section
 from diloco.config.model_files import file_fragments, file_shapes, is_of_file, load_values
 from diloco.config.placing import has_several, placement_of
 from diloco.config.regional import is_region
@@ -25,9 +25,7 @@ from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest, TokenStream, UnitPlaces
 from diloco.inner.holding import ParallelOptions, Spread, check_cut
 from diloco.inner.model import (
-    CompileError,
     ComputeOptions,
-    KernelsError,
     ModelOptions,
     Transformer,
     kernels_of,
@@ -607,14 +605,13 @@ def check_kernels(config: RunConfig) -> None:
     if config.inner.kernels == "torch":
         return
     where = device(config)
-    with refusing(KernelsError, begin=f"inner.kernels is {config.inner.kernels!r}: "):
+    with section("inner"):
         kernels_of(config.inner.kernels, where)
 
 
 def spread(config: RunConfig, model: Transformer, group: SiteGroup) -> Spread:
     """Distribute ``model``, in place, over the ranks of this site, to be computed with the settings of ``inner``."""
-    kernels = f"inner.kernels is {config.inner.kernels!r}: "
-    with refusing(KernelsError, begin=kernels), refusing(CompileError, begin="inner.compile is true: "):
+    with section("inner"):
         prepare(model, options_of(ComputeOptions, config.inner, "inner"), group.device)
     with section("site"):
         return Spread(model, group, _parallel_options(config.site))

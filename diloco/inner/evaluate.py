@@ -10,27 +10,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from diloco.inner import require
-from diloco.inner.model import next_token_loss, rotate
+from diloco.inner.holding import Spread
+from diloco.inner.model import rotate
+from diloco.inner.parallel import SiteGroup
 from diloco.inner.precision import autocast_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from diloco.inner.holding import Spread
-    from diloco.inner.model import Attention, Transformer
+    from diloco.inner.model import Transformer
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    model: Transformer,
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     precision: str = "auto",
@@ -40,32 +41,28 @@ def evaluate(
 
     With ``together`` (required for a sharded model) it is a collective: ranks share the batches, and all get the mean.
     """
-    where = together.group.device if together else next(model.parameters()).device
-    dtype = autocast_dtype(precision, where, together.group if together else None)
+    if together is None:
+        here = next(model.parameters()).device
+        together = Spread(model, SiteGroup(device=here.type, local_rank=here.index or 0))
+    group, where, rank = together.group, together.group.device, together.data_rank
+    dtype = autocast_dtype(precision, where, group)
     was_training, every = model.training, list(batches)
     model.eval()
-    summed, tokens = 0.0, 0
-    rank, world = (together.data_rank, together.data_world) if together else (0, 1)
+    summed = tokens = 0.0
     try:
-        for first in range(0, len(every), world):
+        for first in range(0, len(every), together.data_world):
             # Repeats of the last batch, which do not count, make the number of calls equal on all ranks.
             inputs, targets = every[min(first + rank, len(every) - 1)]
             with torch.autocast(where.type, dtype=dtype, enabled=dtype is not None):
-                if together is not None:
-                    loss = model(inputs.to(where), targets.to(where))
-                else:
-                    loss = next_token_loss(model(inputs.to(where)), targets.to(where))
+                loss = model(inputs.to(where), targets.to(where))
             if first + rank < len(every):
                 summed += float(loss) * targets.numel()
                 tokens += targets.numel()
     finally:
         model.train(was_training)
-        if together is not None:
-            together.put_away()
-    if together is not None:
-        summed, all_tokens = together.group.all_reduce_sum([summed, float(tokens)])
-        tokens = round(all_tokens)
-    require(tokens > 0, "batches", tokens, "at least one batch to evaluate")
+        together.put_away()
+    summed, tokens = group.all_reduce_sum([summed, tokens])
+    require(tokens > 0, "batches", round(tokens), "at least one batch to evaluate")
     return summed / tokens
 
 
@@ -75,8 +72,7 @@ Pair = tuple[list[int], list[int]]
 """Tokens of a text and of its continuation; at least one of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Likelihood:
+class Likelihood(NamedTuple):
     """The continuation's log-probability in ``nats``, and whether each of its tokens is the likeliest one there."""
 
     nats: float
@@ -86,8 +82,8 @@ class Likelihood:
 @torch.no_grad()
 def likelihoods(
     model: Transformer, pairs: Sequence[Pair], *, batch: int = 16, precision: str = "auto"
-) -> Iterator[tuple[int, Likelihood]]:
-    """Yield the index and the likelihood of each of ``pairs``, the longest first, with at most ``batch`` at once.
+) -> list[Likelihood]:
+    """Return the likelihood of each of ``pairs``; at most ``batch`` are read at once.
 
     Text beyond the model's context is cut off at the beginning of the first part.  ValueError names an invalid part.
     """
@@ -101,12 +97,14 @@ def likelihoods(
         highest = max(max(before), max(behind))
         require(highest < options.vocab_size, "token", highest, f"below the model's {options.vocab_size}")
         rows.append(([*before, *behind][-options.context - 1 : -1], list(behind)))
+    found: dict[int, Likelihood] = {}
     order = sorted(range(len(rows)), key=lambda place: -len(rows[place][0]))
     while order:
         logits_each = len(rows[order[0]][0]) * options.vocab_size
         count = max(1, min(batch, LOGITS_MAX // logits_each))
         places, order = order[:count], order[count:]
-        yield from zip(places, _read(model, [rows[place] for place in places], precision), strict=True)
+        found |= zip(places, _read(model, [rows[place] for place in places], precision), strict=True)
+    return [found[place] for place in range(len(rows))]
 
 
 def _read(model: Transformer, rows: Sequence[Pair], precision: str) -> list[Likelihood]:
@@ -173,31 +171,20 @@ class Reader:
         end = begin + len(tokens)
         x = model.embedding(torch.tensor([list(tokens)], device=model.cosines.device))
         cosines, sines = model.cosines[begin:end], model.sines[begin:end]
-        for block, kept in zip(model.layers, self._kept, strict=True):
-            x = x + self._attend(block.attention, block.attention_norm(x), kept, cosines, sines)
-            x = x + block.feed_forward(block.feed_forward_norm(x))
+        seen = torch.ones(len(tokens), end, dtype=torch.bool, device=x.device).tril(begin)
+        for block, (keys, values) in zip(model.blocks, self._kept, strict=True):
+            query, key, value = block.attention.split(block.attention_norm(x))
+            query = rotate(query, cosines, sines)
+            keys[:, :, begin:end] = rotate(key, cosines, sines)
+            values[:, :, begin:end] = value
+            mixed = functional.scaled_dot_product_attention(
+                query, keys[:, :, :end], values[:, :, :end], attn_mask=seen, enable_gqa=keys.shape[1] != query.shape[1]
+            )
+            x = x + block.attention.join(mixed)
+            x = x + block.feed_forward(block.feed_forward_norm(x), kernels=model.kernels)
         self.length = end
         logits: Tensor = model.head(model.norm(x[0, -1]))
         return logits
-
-    def _attend(
-        self, attention: Attention, x: Tensor, kept: tuple[Tensor, Tensor], cosines: Tensor, sines: Tensor
-    ) -> Tensor:
-        """Return ``attention`` of ``x`` [1, T, dim] over the cached and the new positions; extends the cache."""
-        begin, end = self.length, self.length + x.shape[1]
-        query, key, value = (
-            part.view(1, end - begin, -1, attention.head_dim).transpose(1, 2)
-            for part in (attention.query(x), attention.key(x), attention.value(x))
-        )
-        kept[0][:, :, begin:end] = rotate(key, cosines, sines)
-        kept[1][:, :, begin:end] = value
-        keys, values = kept[0][:, :, :end], kept[1][:, :, :end]
-        seen = torch.ones(end - begin, end, dtype=torch.bool, device=x.device).tril(begin)
-        mixed = functional.scaled_dot_product_attention(
-            rotate(query, cosines, sines), keys, values, attn_mask=seen, enable_gqa=keys.shape[1] != query.shape[1]
-        )
-        projected: Tensor = attention.output(mixed.transpose(1, 2).reshape(1, end - begin, -1))
-        return projected
 
 
 def generate(

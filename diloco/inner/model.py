@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,9 @@ from diloco.inner import require
 from diloco.inner.parallel import local, put
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 KINDS = ("torch", "liger")
-
-
-class KernelsError(RuntimeError):
-    """The requested kernels are not available here; the message says what to do."""
 
 
 class Kernels:
@@ -59,13 +55,14 @@ class Kernels:
 
 
 class LigerKernels(Kernels):
-    """Operations computed by liger-kernel; KernelsError if it is not installed."""
+    """Operations computed by liger-kernel; ValueError if it is not installed."""
 
     def __init__(self) -> None:
         try:
             from liger_kernel import ops
         except ImportError as error:
-            raise KernelsError(f"liger-kernel is not installed ({error}): pip install 'diloco[fused]'") from error
+            why = f"liger-kernel is not installed ({error}): pip install 'diloco[fused]'"
+            raise ValueError(f"kernels is 'liger': {why}") from error
         self._ops: Any = ops
 
     def normalised(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -92,11 +89,10 @@ class LigerKernels(Kernels):
 
 
 def kernels_of(kind: str, device: torch.device) -> Kernels:
-    """Return the kernels called ``kind``; KernelsError if they are not available on ``device``."""
+    """Return the kernels called ``kind``; ValueError if they are not available on ``device``."""
     if kind == "torch":
         return Kernels()
-    if device.type == "cpu":
-        raise KernelsError("its kernels are for accelerators, and this is a CPU: use torch")
+    require(device.type != "cpu", "kernels", kind, "its kernels are for accelerators, and this is a CPU: use torch")
     return LigerKernels()
 
 
@@ -142,21 +138,19 @@ class ComputeOptions:
         require(not self.loss_chunk, "kernels", self.kernels, "torch with loss_chunk: liger's loss is in parts anyway")
 
 
-class CompileError(RuntimeError):
-    """torch.compile does not work on this machine; the message says what is missing."""
-
-
 def prepare(model: Transformer, options: ComputeOptions, device: torch.device) -> None:
-    """Set ``options`` on ``model``; CompileError or KernelsError if the machine does not support them."""
+    """Set ``options`` on ``model``; ValueError if the machine does not support them."""
     model.loss_chunk = options.loss_chunk
-    model.compute_by(kernels_of(options.kernels, device))
+    model.kernels = kernels_of(options.kernels, device)
     if options.compile:
         try:  # So that a missing compiler shows now and not in the first step.
             torch.compile(lambda x: functional.silu(x) * 2.0)(torch.ones(8, device=device))
         except Exception as error:  # compilers, and their absence, raise errors of any kind
             why = " ".join(str(error).split())
-            raise CompileError(f"torch.compile does not work here on {device.type}: {why[:300]}") from error
-    for block in model.layers:
+            raise ValueError(
+                f"compile is true: torch.compile does not work here on {device.type}: {why[:300]}"
+            ) from error
+    for block in model.blocks:
         block.keeps = options.activation_checkpoint
         if options.compile:
             block.layer = torch.compile(block.layer)  # type: ignore[method-assign]
@@ -204,10 +198,9 @@ class ModelOptions:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        require(self.vocab_size >= 2, "vocab_size", self.vocab_size, "at least 2")
-        require(self.layers >= 1, "layers", self.layers, "at least 1")
-        require(self.dim >= 2, "dim", self.dim, "at least 2")
-        require(self.heads >= 1, "heads", self.heads, "at least 1")
+        for name, least in (("vocab_size", 2), ("layers", 1), ("dim", 2), ("heads", 1), ("context", 1)):
+            value = getattr(self, name)
+            require(value >= least, name, value, f"at least {least}")
         require(self.dim % self.heads == 0, "heads", self.heads, f"a divisor of dim={self.dim}")
         require(
             self.head_dim % 2 == 0, "heads", self.heads, f"dim/heads must be even for rotary positions, dim={self.dim}"
@@ -216,7 +209,6 @@ class ModelOptions:
         wanted = f"0 or a divisor of heads={self.heads}"
         require(self.heads % self.kv_heads_used == 0, "kv_heads", self.kv_heads, wanted)
         require(self.ffn_dim >= 0, "ffn_dim", self.ffn_dim, "0 (derived) or more")
-        require(self.context >= 1, "context", self.context, "at least 1")
         require(self.rope_theta > 1.0, "rope_theta", self.rope_theta, "above 1")
         require(self.norm_eps > 0.0, "norm_eps", self.norm_eps, "positive")
 
@@ -291,7 +283,6 @@ class Attention(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.kernels = Kernels()
         self.head_dim = options.head_dim
         kv_dim = options.kv_heads_used * options.head_dim
         self.query = Linear(options.dim, options.dim, bias=False)
@@ -299,16 +290,21 @@ class Attention(nn.Module):
         self.value = Linear(options.dim, kv_dim, bias=False)
         self.output = Linear(options.dim, options.dim, bias=False)
 
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor, *, kernels: Kernels) -> Tensor:
         """Map [B, T, dim] to [B, T, dim]."""
-        batch, length, _ = x.shape
-        query, key, value = (
-            part.view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for part in (self.query(x), self.key(x), self.value(x))
-        )
-        query, key = self.kernels.rotated(query, key, cosines, sines)
-        mixed = causal_attention(query, key, value)
-        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
+        query, key, value = self.split(x)
+        query, key = kernels.rotated(query, key, cosines, sines)
+        return self.join(causal_attention(query, key, value))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value of ``x`` [B, T, dim], each [B, heads, T, head_dim]."""
+        parts = (self.query(x), self.key(x), self.value(x))
+        query, key, value = (part.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for part in parts)
+        return query, key, value
+
+    def join(self, mixed: Tensor) -> Tensor:
+        """Map the attended values [B, heads, T, head_dim] to [B, T, dim]."""
+        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -317,14 +313,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.kernels = Kernels()
         self.gate = Linear(options.dim, options.ffn_dim_used, bias=False)
         self.up = Linear(options.dim, options.ffn_dim_used, bias=False)
         self.down = Linear(options.ffn_dim_used, options.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, kernels: Kernels) -> Tensor:
         """Map [..., dim] to [..., dim]."""
-        mapped: Tensor = self.down(self.kernels.gated(self.gate(x), self.up(x)))
+        mapped: Tensor = self.down(kernels.gated(self.gate(x), self.up(x)))
         return mapped
 
 
@@ -333,7 +328,6 @@ class Block(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.kernels = Kernels()
         self.attention_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
         self.attention = Attention(options)
         self.feed_forward_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
@@ -341,19 +335,20 @@ class Block(nn.Module):
         self.keeps = "none"
         """The block's ``ComputeOptions.activation_checkpoint``."""
 
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor, kernels: Kernels) -> Tensor:
         """Map [B, T, dim] to [B, T, dim]."""
+        given = (x, cosines, sines, kernels)
         if self.keeps == "none" or not torch.is_grad_enabled():
-            return self.layer(x, cosines, sines)
+            return self.layer(*given)
         # Nothing here is random, so no random state needs to be preserved.
-        again = partial(checkpoint, self.layer, x, cosines, sines, use_reentrant=False, preserve_rng_state=False)
+        again = partial(checkpoint, self.layer, *given, use_reentrant=False, preserve_rng_state=False)
         made: Tensor = again(context_fn=contexts()) if self.keeps == "selective" else again()
         return made
 
-    def layer(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    def layer(self, x: Tensor, cosines: Tensor, sines: Tensor, kernels: Kernels) -> Tensor:
         """Compute the block: attention, then feed-forward, each added to the residual stream."""
-        x = x + self.attention(self.kernels.normalised(self.attention_norm, x), cosines, sines)
-        mixed: Tensor = x + self.feed_forward(self.kernels.normalised(self.feed_forward_norm, x))
+        x = x + self.attention(kernels.normalised(self.attention_norm, x), cosines, sines, kernels=kernels)
+        mixed: Tensor = x + self.feed_forward(kernels.normalised(self.feed_forward_norm, x), kernels=kernels)
         return mixed
 
 
@@ -371,10 +366,11 @@ class Transformer(nn.Module):
         super().__init__()
         self.options = options
         self.kernels = Kernels()
+        """They compute all operations but matrix products."""
         self.loss_chunk = 0
         """Tokens whose logits exist at the same time; 0 for all."""
         self.embedding = Embedding(options.vocab_size, options.dim)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(options) for _ in range(options.layers)))
         self.norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
         self.head = Linear(options.dim, options.vocab_size, bias=False)
         if options.tied:
@@ -421,7 +417,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         cosines, sines = self.cosines[:length], self.sines[:length]
         for block in self.blocks:
-            x = block(x, cosines, sines)
+            x = block(x, cosines, sines, self.kernels)
         x = self.kernels.normalised(self.norm, x)
         if targets is not None and self.kernels.fused_loss is not None:
             return self.kernels.fused_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -429,17 +425,6 @@ class Transformer(nn.Module):
             return chunked_loss(self.head, x, targets, self.loss_chunk)
         logits: Tensor = self.head(x)
         return logits if targets is None else next_token_loss(logits, targets)
-
-    def compute_by(self, kernels: Kernels) -> None:
-        """Use ``kernels`` for all operations but matrix products."""
-        self.kernels = kernels
-        for block in self.layers:
-            block.kernels = block.attention.kernels = block.feed_forward.kernels = kernels
-
-    @property
-    def layers(self) -> list[Block]:
-        """The blocks, typed as ``Block``."""
-        return [block for block in self.blocks if isinstance(block, Block)]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

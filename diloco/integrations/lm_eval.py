@@ -67,7 +67,7 @@ class OurModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         del kwargs
         pairs = [(before, behind) for _, before, behind in requests]
-        return [(each.nats, each.is_likeliest) for each in self._scored(pairs)]
+        return list(likelihoods(self._model, pairs, precision=self._precision))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return each whole text's log likelihood, in windows of the model's context that predict each token once."""
@@ -81,17 +81,13 @@ class OurModel(TemplateLM):
             found = [make_disjoint_window(window) for window in windows]
             pairs += found
             sizes.append(len(found))
-        scored = iter(self._scored(pairs))
+        scored = iter(likelihoods(self._model, pairs, precision=self._precision))
         return [sum(next(scored).nats for _ in range(size)) for size in sizes]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the model's continuation of each text, up to the first of the texts that end it."""
         del disable_tqdm
         return [self._generated(*request.args) for request in requests]
-
-    def _scored(self, pairs: Sequence[Pair]) -> list[Any]:
-        found = dict(likelihoods(self._model, pairs, precision=self._precision))
-        return [found[place] for place in range(len(pairs))]
 
     def _generated(self, text: str, told: Mapping[str, Any]) -> str:
         wanted = dict(told)
