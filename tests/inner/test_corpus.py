@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import sys
 import sysconfig
@@ -245,6 +246,22 @@ def test_after_a_process_that_died_only_the_rest_is_encoded(tmp_path: Path, monk
     assert train[-1] == (whole.train.text_bytes, whole.train.text_bytes)
 
 
+def test_a_text_that_changed_under_the_same_size_and_time_is_prepared_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 1000)
+    text = write_text(tmp_path / "text")
+    wanted = options(text, shard_tokens=1024)
+    begun(monkeypatch, wanted, tmp_path / "cache", 12)
+    file = text / "000.txt"
+    before = file.stat()
+    file.write_bytes(file.read_bytes()[::-1])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = Counting(monkeypatch)
+    made = prepare_corpus(wanted, tmp_path / "cache")
+    assert len(after.texts) == made.train.documents + made.validation.documents
+
+
 # --- Shards that are written in several goes --------------------------------------------------------------------------
 
 
@@ -283,6 +300,7 @@ def test_wherever_it_is_broken_off_it_goes_on_and_ends_in_the_same(tmp_path: Pat
         assert found == wanted
         assert begun >= min(1, upto // 8), "not from the beginning"
         assert content(folder) == content(tmp_path / "whole")
+        assert written(folder) == (wanted, len(DOCUMENTS)), "a line that was torn hides none of the later ones"
 
 
 def test_a_shard_that_is_cut_and_a_note_with_a_flipped_bit_are_written_again(

@@ -283,6 +283,15 @@ def test_without_targets_and_without_gradients(liger: LigerKernels) -> None:
         assert float(model(tokens, tokens)) == pytest.approx(float(plain(tokens, tokens)), rel=1e-6)
 
 
+def test_a_model_is_computed_by_the_kernels_that_were_asked_for(
+    liger: LigerKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.inner.model.kernels_of", lambda kind, device: {"liger": liger}[kind])
+    model = Transformer(PLAIN)
+    prepare(model, ComputeOptions(kernels="liger"), DEVICE)
+    assert model.kernels is liger
+
+
 def test_it_is_refused_on_a_cpu_and_where_it_is_not_there_and_not_imported_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

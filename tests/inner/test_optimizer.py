@@ -36,6 +36,13 @@ def test_muon_takes_the_hidden_matrices_and_adamw_all_else(tied: bool) -> None:
     assert parts == {"muon": hidden, "adamw": {name for name, _ in model.named_parameters()} - hidden}
 
 
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = tiny()
+    groups = build_optimizers(model, InnerOptions(weight_decay=0.1))._groups
+    decays = {name: group["weight_decay"] for group in groups for name in group["param_names"]}
+    assert decays == {name: 0.1 * (each.ndim == 2) for name, each in model.named_parameters()}
+
+
 def test_state_of_another_model_is_refused_by_name() -> None:
     optimizers = build_optimizers(tiny(), InnerOptions())
     for name in ("adamw/nowhere/exp_avg", "muon/norm.weight/momentum"):
