@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -39,14 +39,14 @@ from torch import Tensor
 
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import require
-from diloco.inner.parallel import Box, box_of, is_keeper, local
+from diloco.inner.parallel import Box, SiteGroup, box_of, is_keeper, local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from diloco.durable import Disk
-    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.holding import Spread
 
 
 TEMPORARY = ".tmp-"
@@ -55,6 +55,10 @@ MANIFEST = "manifest.json"
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written or read; the message names the file."""
+
+
+class LateError(CheckpointError):
+    """A checkpoint is still being written when the wait for it ends."""
 
 
 @contextlib.contextmanager
@@ -73,6 +77,23 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
+
+
+@contextlib.contextmanager
+def attempting(root: Path, name: str, disk: Disk) -> Iterator[None]:
+    """As ``writing``; a failed attempt is also removed, so that several do not fill a full disk further."""
+    try:
+        with writing(root / name):
+            yield
+    except CheckpointError:
+        discard(root, name, disk)
+        raise
+
+
+def discard(root: Path, name: str, disk: Disk) -> None:
+    """Remove what was written of ``root/name`` before its publication, if that is possible."""
+    with contextlib.suppress(OSError):
+        disk.remove(root / f"{TEMPORARY}{name}", Step.CHECKPOINT_PRUNE)
 
 
 def write_sealed(path: Path, told: Mapping[str, Any], disk: Disk) -> None:
@@ -135,22 +156,20 @@ class Entry:
 class Checkpoint:
     """An open checkpoint.  Opening reads only its manifests; values read before ``verify`` may be damaged."""
 
-    def __init__(self, path: Path, skipped: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.skipped = skipped
-        """One message for each newer checkpoint that was skipped, with the reason."""
         self.digests: dict[str, str] = {}
         """Sha256 hex of each tensor file; in format 2 one file for each rank that wrote it."""
         self._boxes: dict[str, list[tuple[str, tuple[int, ...], Box]]] = {}
         manifest = path / MANIFEST
         told = read_sealed(manifest)
         try:
-            self._format = told["format"]
+            form = told["format"]
             self.meta: dict[str, Any] = told["meta"]
             """The writer's plain values, as JSON."""
-            if self._format not in (WHOLE, PARTS):
-                raise CheckpointError(f"{manifest} has format {self._format!r}, and this program reads 1 and 2")
-            if self._format == WHOLE:
+            if form not in (WHOLE, PARTS):
+                raise CheckpointError(f"{manifest} has format {form!r}, and this program reads 1 and 2")
+            if form == WHOLE:
                 self.digests = {f"{part}.safetensors": str(facts["sha256"]) for part, facts in told["files"].items()}
                 return
             for rank, digest in told["ranks"].items():
@@ -179,7 +198,7 @@ class Checkpoint:
         found: dict[str, list[tuple[str, Box]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(self.digests):
-            for name, shape, box in self._boxes[file] if self._format == PARTS else self._listed(file):
+            for name, shape, box in self._boxes[file] if file in self._boxes else self._listed(file):
                 if shapes.setdefault(name, shape) != shape:
                     raise CheckpointError(f"{self.path} holds {name} in two shapes, {shapes[name]} and {shape}")
                 found.setdefault(name, []).append((file, box))
@@ -205,9 +224,8 @@ class Checkpoint:
         for file, held, meet in entry.meets(wanted):
             inside = meet.seen_from(held).slices if meet else tuple(slice(0, 0) for _ in held.sizes)
             path = self.path / file
-            key = name if self._format == PARTS else name.removeprefix(f"{path.stem}/")
             with reading(path), safe_open(path, "pt") as tensors:
-                found: Tensor = tensors.get_slice(key)[inside]
+                found: Tensor = tensors.get_slice(name.removeprefix(f"{path.stem}/"))[inside]
             if values is None:
                 values = torch.empty(wanted.sizes, dtype=found.dtype)
             if meet is not None:
@@ -259,28 +277,22 @@ def save(
     """
     require(keep >= 0, "keep", keep, "0 (all) or more")
     path, temporary = root / name, root / f"{TEMPORARY}{name}"
-    try:
-        with writing(path):
-            disk.settle(root, Step.CHECKPOINT_FOLDER)
-            disk.remove(temporary, Step.CHECKPOINT_PRUNE)
-            disk.make_folder(temporary, Step.CHECKPOINT_BEGIN)
-            files = {}
-            parts: dict[str, dict[str, Tensor]] = {}
-            for key, tensor in tensors.items():
-                part, slash, rest = key.partition("/")
-                require(bool(slash and rest and part.isidentifier()), "tensor name", key, "part/rest")
-                parts.setdefault(part, {})[rest] = tensor.detach().contiguous()
-            for part, named in parts.items():
-                file = temporary / f"{part}.safetensors"
-                digest = _write_tensors(file, named, disk)
-                files[part] = {"bytes": file.stat().st_size, "sha256": digest}
-            told = {"format": WHOLE, "files": files, "meta": dict(meta)}
-            write_sealed(temporary / MANIFEST, told, disk)
-            publish(root, name, keep, disk)
-    except CheckpointError:
-        with contextlib.suppress(OSError):  # So failed attempts do not fill a full disk further.
-            disk.remove(temporary, Step.CHECKPOINT_PRUNE)
-        raise
+    with attempting(root, name, disk):
+        disk.settle(root, Step.CHECKPOINT_FOLDER)
+        disk.remove(temporary, Step.CHECKPOINT_PRUNE)
+        disk.make_folder(temporary, Step.CHECKPOINT_BEGIN)
+        files = {}
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            part, slash, rest = key.partition("/")
+            require(bool(slash and rest and part.isidentifier()), "tensor name", key, "part/rest")
+            parts.setdefault(part, {})[rest] = tensor.detach().contiguous()
+        for part, named in parts.items():
+            file = temporary / f"{part}.safetensors"
+            digest = _write_tensors(file, named, disk)
+            files[part] = {"bytes": file.stat().st_size, "sha256": digest}
+        write_sealed(temporary / MANIFEST, {"format": WHOLE, "files": files, "meta": dict(meta)}, disk)
+        publish(root, name, keep, disk)
     return path
 
 
@@ -314,32 +326,40 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     return found
 
 
-def latest(root: Path, *, verify: bool = True, group: SiteGroup | None = None) -> Checkpoint | None:
-    """Return the newest valid checkpoint, as ``load`` opens it, or None.  Its ``skipped`` names damaged newer ones.
+def latest(root: Path, *, verify: bool = True) -> Checkpoint | None:
+    """Return the newest valid checkpoint, as ``load`` opens it, or None.
 
-    With ``group`` it is a collective, and the ranks share the verification.  CheckpointError if there are checkpoints
-    and all are damaged: starting from nothing would be a silent loss.
+    CheckpointError if there are checkpoints and all are damaged: starting from nothing would be a silent loss.
     """
-    rank, world = (group.rank, group.world) if group is not None else (0, 1)
-    said: Callable[[str], list[str]] = group.all_gather_json if group is not None else lambda text: [text]
-    left = names(root) if rank == 0 else []
+    found, _ = newest(root, SiteGroup(device="cpu"), verify=verify)
+    return found
+
+
+def newest(
+    root: Path, group: SiteGroup, *, after: str = "", verify: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest valid checkpoint of a name above ``after``, and a message for each damaged one above that.
+
+    A collective: the ranks share the verification.  CheckpointError as in ``latest``, unless there is an ``after``.
+    """
+    left = [name for name in names(root) if name > after] if group.is_first else []
     skipped: list[str] = []
-    while name := said(left.pop() if left else "")[0]:
+    while name := group.all_gather_json(left.pop() if left else "")[0]:
         why, found = "", None
         try:
-            found = Checkpoint(root / name, tuple(skipped))
+            found = Checkpoint(root / name)
             if verify:
-                found.verify(rank, world)
+                found.verify(group.rank, group.world)
                 assert found.entries is not None
         except CheckpointError as error:
             why = str(error)
-        whys = [each for each in said(why) if each]
-        if found is not None and not whys:
-            return found
-        skipped.append(whys[0])
-    if skipped:
+        why = group.first_error(why)
+        if not why:
+            return found, skipped
+        skipped.append(why)
+    if skipped and not after:
         raise CheckpointError(f"no checkpoint in {root} is valid: {'; '.join(skipped)}")
-    return None
+    return None, skipped
 
 
 def _write_tensors(file: Path, tensors: dict[str, Tensor], disk: Disk) -> str:
@@ -347,54 +367,6 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor], disk: Disk) -> str:
     disk.make(file, lambda path: safetensors.torch.save_file(tensors, path), Step.CHECKPOINT_FILE)
     disk.sync_file(file, Step.CHECKPOINT_FILE)
     return digest_of_file(file)
-
-
-class AsyncWriter:
-    """Writes checkpoints in a background thread, one at a time.
-
-    The caller must not change the tensors afterwards: it gives clones.  The next call here raises an error of the
-    background write.  ``synchronous`` writes in the caller's thread, for deterministic runs.
-    """
-
-    def __init__(self, root: Path, synchronous: bool) -> None:
-        self.root, self._synchronous = root, synchronous
-        self._written: Future[object] | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a write is under way; raises the error of the last one if it failed."""
-        written = self._written
-        if written is None or not written.done():
-            return written is not None
-        self._written = None
-        written.result()
-        return False
-
-    def start(self, write: Callable[[], object]) -> None:
-        """Start ``write``; must not be called while ``busy``."""
-        if self.busy:
-            raise AssertionError("one checkpoint at a time: check busy first")
-        if self._synchronous:
-            write()
-            return
-        self._written = Future()
-        # A daemon, so that a disk that hangs cannot keep a dying process alive; wait() is the orderly end.
-        work = (self._written, write)
-        threading.Thread(target=self._write, args=work, name="checkpoint-writer", daemon=True).start()
-
-    def wait(self, bound_s: float) -> None:
-        """Wait for the write under way; CheckpointError after ``bound_s`` seconds or if the write failed."""
-        if self._written is not None:
-            futures.wait([self._written], bound_s)
-        if self.busy:
-            raise CheckpointError(f"a checkpoint in {self.root} is still being written after {bound_s:g} s")
-
-    @staticmethod
-    def _write(written: Future[object], write: Callable[[], object]) -> None:
-        try:
-            written.set_result(write())
-        except BaseException as error:  # of any kind, also a Rust library's panic: the caller's thread raises it
-            written.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,20 +410,22 @@ def commit(root: Path, name: str, world: int, meta: Mapping[str, Any], keep: int
     folder = root / f"{TEMPORARY}{name}"
     ranks = [rank_name(rank) for rank in range(world)]
     files = {file.name for rank in ranks for file in files_of(folder, rank)}
-    with writing(root / name):
+    with attempting(root, name, disk):
         for left in sorted(folder.iterdir()):
             if left.name not in files:  # left by an attempt with more ranks that died
                 disk.remove(left, Step.CHECKPOINT_PRUNE)
-        publish_parts(root, name, {rank: digest_of_file(folder / f"{rank}.json") for rank in ranks}, meta, keep, disk)
+        digests = {rank: digest_of_file(folder / f"{rank}.json") for rank in ranks}
+    publish_parts(root, name, digests, meta, keep, disk)
 
 
 def publish_parts(
     root: Path, name: str, digests: Mapping[str, str], meta: Mapping[str, Any], keep: int, disk: Disk
 ) -> None:
     """Write the manifest with the ``digests`` of the ranks' own manifests, by rank name, and publish the checkpoint."""
-    told = {"format": PARTS, "ranks": digests, "meta": dict(meta)}
-    write_sealed(root / f"{TEMPORARY}{name}" / MANIFEST, told, disk)
-    publish(root, name, keep, disk)
+    with attempting(root, name, disk):
+        told = {"format": PARTS, "ranks": digests, "meta": dict(meta)}
+        write_sealed(root / f"{TEMPORARY}{name}" / MANIFEST, told, disk)
+        publish(root, name, keep, disk)
 
 
 def files_of(folder: Path, rank: str) -> list[Path]:
@@ -464,40 +438,180 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-class PartWriter:
-    """One rank's side of writing in parts.  All ranks call all methods alike; those that communicate are marked."""
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a checkpoint holds; the tensors are references, which a writer copies."""
 
-    def __init__(self, root: Path, keep: int, synchronous: bool, wait_s: float, group: SiteGroup, disk: Disk) -> None:
-        self._root, self._keep, self._wait_s, self._group, self._disk = root, keep, wait_s, group, disk
-        self.writer = AsyncWriter(root, synchronous)
+    tensors: Mapping[str, Tensor]
+    """The model's and the optimizers', which the ranks hold together."""
+    extra: Mapping[str, Tensor]
+    """Those of this rank alone."""
+    random: Mapping[str, Tensor]
+    """The state of this rank's generators."""
+    meta: Mapping[str, Any]
+    """Plain values; only those of rank 0 are kept."""
+
+
+class Writer:
+    """One rank's side of writing a site's checkpoints into a folder, in a background thread, one at a time.
+
+    All ranks call all methods alike; those that communicate are marked.  An error of the background write is raised by
+    the next call that asks for it.  ``synchronous`` writes in the caller's thread, for deterministic runs.
+    """
+
+    in_memory = False
+    """Whether the folder is in memory, and the checkpoints are removed at the end of the run."""
+
+    def __init__(self, root: Path, keep: int, synchronous: bool, wait_s: float, spread: Spread, disk: Disk) -> None:
+        self._root, self._keep, self.synchronous, self._wait_s, self._disk = root, keep, synchronous, wait_s, disk
+        self.group, self._place = spread.group, spread.place
+        self._written: Future[object] | None = None
+
+    def begin(self, *, resumed: bool) -> None:
+        """Prepare the folder before the first step.  A collective.
+
+        CheckpointError if it cannot be used, or holds checkpoints and the run did not resume from one.
+        """
+        left = names(self._root) if not resumed else []
+        if left:
+            raise CheckpointError(
+                f"{self._root} already holds {left[-1]}, and this run did not resume: resume, or use another folder"
+            )
+
+    def words(self) -> list[float]:
+        """Return this rank's numbers for the collective at the end of a step; ``heard`` gets their sums."""
+        return []
+
+    def heard(self, words: Sequence[float]) -> str:
+        """Take the sums of all ranks' ``words``.  Return why a checkpoint could not be written, if one could not."""
+        return ""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a checkpoint can begin; raises the error of the last one if it failed on this rank."""
+        return not self.busy
+
+    def submit(self, name: str, state: State) -> None:
+        """Copy ``state`` and start to write it as ``name``.  A collective."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait until no rank is writing.  A collective.
+
+        CheckpointError if a write failed, LateError if one is not done in time.
+        """
+        self._agree(self._waited())
+
+    def _waited(self) -> str:
+        """Wait for this rank's write; return why it failed or is not done in time."""
+        try:
+            self.wait(self._wait_s)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def _agree(self, why: str) -> None:
+        """Raise the error of this rank, or else of another one, if there is any.  A collective."""
+        told = self.group.all_gather_json([why, self.busy])
+        whys = [each for each, _ in told if each]
+        if whys:
+            kind = LateError if any(busy for _, busy in told) else CheckpointError
+            raise kind(why or whys[0])
+
+    # The thread.
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is under way; raises the error of the last one if it failed."""
+        written = self._written
+        if written is None or not written.done():
+            return written is not None
+        self._written = None
+        written.result()
+        return False
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Start ``write``; must not be called while ``busy``.  The caller must not change what is written."""
+        if self.busy:
+            raise AssertionError("one checkpoint at a time: check busy first")
+        written: Future[object] = Future()
+        self._written = written
+
+        def run() -> None:
+            try:
+                written.set_result(write())
+            except BaseException as error:  # of any kind, also a Rust library's panic: the caller's thread raises it
+                written.set_exception(error)
+
+        if self.synchronous:
+            run()
+        else:
+            # A daemon, so that a disk that hangs cannot keep a dying process alive; wait() is the orderly end.
+            threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+
+    def wait(self, bound_s: float) -> None:
+        """Wait for the write under way; CheckpointError after ``bound_s`` seconds or if the write failed."""
+        if self._written is not None:
+            futures.wait([self._written], bound_s)
+        if self.busy:
+            raise CheckpointError(f"a checkpoint in {self._root} is still being written after {bound_s:g} s")
+
+
+class WholeWriter(Writer):
+    """Rank 0 writes each checkpoint (format 1): every rank holds the whole model."""
+
+    def submit(self, name: str, state: State) -> None:
+        """See ``Writer``."""
+        states = {
+            f"random/{rank}/{kind}": theirs
+            for kind, mine in state.random.items()
+            for rank, theirs in enumerate(self.group.all_gather(mine))
+        }
+        if self.group.is_first:
+            held = {**state.tensors, **state.extra, **states}
+            clones = {key: tensor.detach().to("cpu", copy=True) for key, tensor in held.items()}
+            self.start(partial(save, self._root, name, clones, state.meta, self._keep, self._disk))
+
+
+class PartWriter(Writer):
+    """Each rank writes its own part (format 2)."""
+
+    def __init__(self, root: Path, keep: int, synchronous: bool, wait_s: float, spread: Spread, disk: Disk) -> None:
+        super().__init__(root, keep, synchronous, wait_s, spread, disk)
         self._name = ""
         """Name of the checkpoint whose parts are being written; empty if none."""
         self._meta: Mapping[str, Any] = {}
         self._why = ""
         """Why this rank's part could not be written; empty if it has not failed."""
-        self._tidies = group.is_first
+        self._tidies = self.group.is_first
         """Whether this rank is the one that publishes and removes in its folder."""
 
-    def begin(self) -> None:
-        """Remove what writers that died have left.  A collective; CheckpointError if the folder cannot be used."""
+    def begin(self, *, resumed: bool) -> None:
+        """See ``Writer``; what writers that died have left is removed."""
         why = ""
-        if self._group.is_first:
+        if self._tidies:
             try:
-                self._disk.settle(self._root, Step.CHECKPOINT_FOLDER)
-                for left in sorted(self._root.glob(f"{TEMPORARY}*")):
-                    self._disk.remove(left, Step.CHECKPOINT_PRUNE)
+                self._tidy()
             except OSError as error:
-                why = f"no checkpoint can be written in {self._root}: {error}"
-        if any(self._group.all_reduce_sum([float(bool(why))])):
-            raise CheckpointError(why or f"rank 0 can write no checkpoint in {self._root}")
+                how = "kept in memory, in" if self.in_memory else "written in"
+                why = f"no checkpoint can be {how} {self._root}: {error}"
+        if why := self.group.first_error(why):
+            raise CheckpointError(why)
+        super().begin(resumed=resumed)
+
+    def _tidy(self) -> None:
+        """Make this machine's folder, and remove what is left in it of checkpoints that were not published."""
+        self._disk.settle(self._root, Step.CHECKPOINT_FOLDER)
+        for left in sorted(self._root.glob(f"{TEMPORARY}*")):
+            self._disk.remove(left, Step.CHECKPOINT_PRUNE)
 
     def words(self) -> list[float]:
-        """Return [part done, part failed] of this rank as 0 or 1; ``heard`` gets the sums over the ranks."""
+        """Return [part done, part failed] of this rank as 0 or 1."""
         if not self._name:
             return [0.0, 0.0]
         if not self._why:
             try:
-                if self.writer.busy:
+                if self.busy:
                     return [0.0, 0.0]
             except CheckpointError as error:
                 self._why = str(error)
@@ -505,55 +619,42 @@ class PartWriter:
 
     @property
     def is_free(self) -> bool:
-        """Whether a checkpoint can begin; raises the error of the last one if rank 0 could not finish it."""
-        return not self._name and not self.writer.busy
+        """See ``Writer``; it raises if this rank could not publish the last checkpoint."""
+        return not self._name and not self.busy
 
-    def submit(self, name: str, parts: Mapping[str, Part], meta: Mapping[str, Any]) -> None:
-        """Start writing this rank's ``parts`` of ``name``; only rank 0's ``meta`` is kept."""
-        self._name, self._meta, self._why = name, meta, ""
-        try:
-            self.writer.start(lambda: self._write(name, parts))
-        except CheckpointError as error:  # If synchronous, the write ran in this thread.
-            self._why = str(error)
+    def submit(self, name: str, state: State) -> None:
+        """See ``Writer``."""
+        rank = self.group.rank
+        own = {**state.extra, **{f"random/{rank}/{kind}": mine for kind, mine in state.random.items()}}
+        parts = kept(state.tensors, own, self._place)
+        self._name, self._meta, self._why = name, state.meta, ""
+        self.start(lambda: self._write_part(name, parts))
 
     def heard(self, words: Sequence[float]) -> str:
-        """Take the sums of all ranks' ``words``; publish once all parts are done.  Return why a part failed, if any."""
+        """See ``Writer``; publishes once all parts are done."""
         done, failed = words
-        if not self._name or done + failed < self._group.world:
+        if not self._name or done + failed < self.group.world:
             return ""
         name, self._name = self._name, ""
         if failed:
             if self._tidies:
-                with contextlib.suppress(OSError):
-                    self._disk.remove(self._root / f"{TEMPORARY}{name}", Step.CHECKPOINT_PRUNE)
+                discard(self._root, name, self._disk)
             return self._why or f"another rank could not write its part of {self._root / name}"
         self._finish(name, self._meta)
         return ""
 
-    def _write(self, name: str, parts: Mapping[str, Part]) -> None:
+    def _write_part(self, name: str, parts: Mapping[str, Part]) -> None:
         """Make this rank's part durable; runs in the background."""
-        write_part(self._root, name, self._group.rank, parts, self._disk)
+        write_part(self._root, name, self.group.rank, parts, self._disk)
 
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
         """Publish the checkpoint; all ranks call it once all parts are durable."""
         if self._tidies:
-            self.writer.start(lambda: commit(self._root, name, self._group.world, meta, self._keep, self._disk))
+            self.start(lambda: commit(self._root, name, self.group.world, meta, self._keep, self._disk))
 
     def settle(self) -> None:
-        """Wait until no rank is writing.  A collective; CheckpointError if a write failed or is not done in time."""
-        why = ""
-        for _ in range(2):  # the parts; then rank 0's publishing
-            try:
-                self.writer.wait(self._wait_s)
-            except CheckpointError as error:
-                if self._name:
-                    self._why = str(error)
-                else:
-                    why = str(error)
-            try:
-                why = self.heard(self._group.all_reduce_sum(self.words())) or why
-            except CheckpointError as error:  # If synchronous, rank 0 publishes in this thread.
-                why = str(error)
-        [failed] = self._group.all_reduce_sum([float(bool(why))])
-        if failed:
-            raise CheckpointError(why or f"the first rank could not finish a checkpoint in {self._root}")
+        """See ``Writer``; waits for the parts, and then for their publication."""
+        why = self._waited()
+        self._why = self._why or why
+        why = self.heard(self.group.all_reduce_sum(self.words())) or why
+        self._agree(why or self._waited())

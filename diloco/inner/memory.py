@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.inner.checkpoint import Part
+    from diloco.inner.holding import Spread
     from diloco.inner.parallel import SiteGroup
 
 CHUNK_BYTES = 16 << 20
@@ -195,40 +196,37 @@ ROOM_LEFT = 0.1
 class MemoryWriter(PartWriter):
     """One rank's side of checkpoints in memory.  The constructor is a collective; all ranks call all methods alike."""
 
-    def __init__(self, root: Path, synchronous: bool, wait_s: float, group: SiteGroup, disk: Disk) -> None:
+    in_memory = True
+
+    def __init__(
+        self,
+        root: Path,
+        synchronous: bool,
+        wait_s: float,
+        spread: Spread,
+        log: Callable[[str, dict[str, object]], None],
+        disk: Disk,
+    ) -> None:
         """``root`` is this machine's folder in memory, used by this site only."""
-        super().__init__(root, KEPT, synchronous, wait_s, group, disk)
+        super().__init__(root, KEPT, synchronous, wait_s, spread, disk)
         private_folder(root)
-        self._machines = Machines(group, root)
+        self._machines = Machines(self.group, root)
         self._tidies = self._machines.is_first_here
+        self._log = log
         self._digest = ""
         """Sha256 hex of the manifest of this rank's part."""
         self._bytes = 0
         self._taken = ""
         """Name of the checkpoint that this process resumed from; empty if none."""
-        self._fresh = 0
-
-    def fresh(self) -> dict[str, object]:
-        """Return the bytes of all ranks' parts and the copies of each, for a checkpoint that was completed since the
-        last call; empty if none was."""
-        size, self._fresh = self._fresh, 0
-        return {"bytes": size, "copies": min(2, len(self._machines.ranks))} if size else {}
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Remove everything but the checkpoint that this process resumed from.  A collective."""
-        why = ""
-        if self._tidies:
-            try:
-                private_folder(self._root)
-                for left in sorted(self._root.iterdir()):
-                    if left.name != self._taken:
-                        self._disk.remove(left, Step.CHECKPOINT_PRUNE)
-            except OSError as error:
-                why = f"no checkpoint can be kept in memory, in {self._root}: {error}"
-        if any(self._group.all_reduce_sum([float(bool(why))])):
-            raise CheckpointError(why or f"a machine of this site can keep no checkpoint in memory, in {self._root}")
+    def _tidy(self) -> None:
+        """Remove everything but the checkpoint that this process resumed from."""
+        private_folder(self._root)
+        for left in sorted(self._root.iterdir()):
+            if left.name != self._taken:
+                self._disk.remove(left, Step.CHECKPOINT_PRUNE)
 
     def end(self) -> None:
         """Remove the folder, which a run does not need after its orderly end.  A collective."""
@@ -238,8 +236,8 @@ class MemoryWriter(PartWriter):
             with contextlib.suppress(OSError):  # Not worth an error: the starter of the ranks removes what is left.
                 self._disk.remove(self._root, Step.CHECKPOINT_PRUNE)
 
-    def _write(self, name: str, parts: Mapping[str, Part]) -> None:
-        folder, mine = self._root / f"{TEMPORARY}{name}", rank_name(self._group.rank)
+    def _write_part(self, name: str, parts: Mapping[str, Part]) -> None:
+        folder, mine = self._root / f"{TEMPORARY}{name}", rank_name(self.group.rank)
         why: CheckpointError | None = None
         try:
             with writing(self._root / name):
@@ -249,14 +247,14 @@ class MemoryWriter(PartWriter):
                 if self._bytes > (1.0 - ROOM_LEFT) * free:
                     where = f"{self._root}, where {free:,} are free and a tenth must stay free"
                     raise CheckpointError(f"{self._bytes:,} bytes do not fit into {where}")
-                write_part(self._root, name, self._group.rank, parts, self._disk)
+                write_part(self._root, name, self.group.rank, parts, self._disk)
                 self._digest = digest_of_file(folder / f"{mine}.json")
         except CheckpointError as error:
             # Raised only after the exchange, which tells the waiting ranks that this part is absent.
             why = error
             with contextlib.suppress(OSError):
                 self._disk.remove(folder / f"{mine}.safetensors", Step.CHECKPOINT_PRUNE)
-        second, firsts = self._machines.second_of(self._group.rank), self._machines.firsts_of(self._group.rank)
+        second, firsts = self._machines.second_of(self.group.rank), self._machines.firsts_of(self.group.rank)
         sends = {} if second is None else {second: files_of(folder, mine)}
         try:
             self._machines.exchange(sends, {rank: files_of(folder, rank_name(rank)) for rank in firsts}, self._disk)
@@ -268,22 +266,14 @@ class MemoryWriter(PartWriter):
             raise why
 
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
-        mine = {"digest": self._digest, "bytes": self._bytes, "meta": meta if self._group.is_first else {}}
-        told = self._group.all_gather_json(mine)
+        mine = {"digest": self._digest, "bytes": self._bytes, "meta": meta if self.group.is_first else {}}
+        told = self.group.all_gather_json(mine)
         ranks = {rank_name(rank): each["digest"] for rank, each in enumerate(told)}
         if self._tidies:
-            self.writer.start(lambda: self._publish(name, ranks, told[0]["meta"]))
-        self._fresh = sum(each["bytes"] for each in told)
-
-    def _publish(self, name: str, ranks: Mapping[str, str], meta: Mapping[str, Any]) -> None:
-        """Publish this machine's parts of ``name``; remove them if that fails."""
-        try:
-            with writing(self._root / name):
-                publish_parts(self._root, name, ranks, meta, self._keep, self._disk)
-        except CheckpointError:
-            with contextlib.suppress(OSError):
-                self._disk.remove(self._root / f"{TEMPORARY}{name}", Step.CHECKPOINT_PRUNE)
-            raise
+            work = (self._root, name, ranks, told[0]["meta"], self._keep, self._disk)
+            self.start(lambda: publish_parts(*work))
+        size, copies = sum(each["bytes"] for each in told), min(2, len(self._machines.ranks))
+        self._log("memory_checkpoint", {"name": name, "bytes": size, "copies": copies})
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
@@ -291,7 +281,7 @@ class MemoryWriter(PartWriter):
         """Return the newest checkpoint whose every part is valid on some machine, after fetching the files that this
         machine's ranks read; and a message for each newer one that was skipped.  A collective."""
         skipped: list[str] = []
-        told = self._group.all_gather_json(_listed(self._root) if self._tidies else {})
+        told = self.group.all_gather_json(_listed(self._root) if self._tidies else {})
         known = {(name, facts["seal"]): facts for each in told for name, facts in each.items()}
         for (name, seal), facts in sorted(known.items(), reverse=True):
             if not seal:  # A machine's manifest is unreadable; another machine may have a valid one.
@@ -303,7 +293,7 @@ class MemoryWriter(PartWriter):
             why = self._brought(name, ranks, held, reads)
             if not why:
                 self._taken = name
-                return Checkpoint(self._root / name, tuple(skipped)), skipped
+                return Checkpoint(self._root / name), skipped
             skipped.append(why)
         return None, skipped
 
@@ -321,8 +311,8 @@ class MemoryWriter(PartWriter):
         machines, path = self._machines, self._root / name
         mine = sorted(held[machines.here] or ())
         among = machines.ranks[machines.here]
-        looked_at = mine[among.index(self._group.rank) :: len(among)]
-        said = self._group.all_gather_json({part: why for part in looked_at for why in [_wrong(path, part)] if why})
+        looked_at = mine[among.index(self.group.rank) :: len(among)]
+        said = self.group.all_gather_json({part: why for part in looked_at for why in [_wrong(path, part)] if why})
         whole = [
             {part for part in parts or () if not any(part in said[rank] for rank in machines.ranks[machine])}
             for machine, parts in enumerate(held)
@@ -343,7 +333,7 @@ class MemoryWriter(PartWriter):
             files = reads(Checkpoint(path))
         except CheckpointError as error:
             why = str(error)
-        read = self._group.all_gather_json({"why": why, "files": sorted(files)})
+        read = self.group.all_gather_json({"why": why, "files": sorted(files)})
         if whys := [each["why"] for each in read if each["why"]]:
             return str(whys[0])
         wanted = [{file for rank in among for file in read[rank]["files"]} for among in machines.ranks]
@@ -368,8 +358,7 @@ class MemoryWriter(PartWriter):
                 verify_part(path, come.stem)
         except CheckpointError as error:
             why = str(error)
-        whys = [each for each in self._group.all_gather_json(why) if each]
-        return str(whys[0]) if whys else ""
+        return self.group.first_error(why)
 
 
 def verify_part(folder: Path, rank: str) -> None:

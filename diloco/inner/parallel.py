@@ -309,6 +309,10 @@ class SiteGroup:
         """Return every rank's value ``mine``, of types that JSON has, in rank order."""
         return [json.loads(each) for each in self.all_gather_bytes(json.dumps(mine, allow_nan=False).encode())]
 
+    def first_error(self, mine: str) -> str:
+        """Return the first rank's message that is not empty, so that all ranks end alike; empty if there is none."""
+        return next((each for each in self.all_gather_json(mine) if each), "")
+
     def all_to_all(self, message: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
         """Send ``to[rank]`` values of the flat ``message``, which holds them in rank order, to each rank.
 

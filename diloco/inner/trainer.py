@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,16 @@ from torch import Tensor
 
 from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint, require
-from diloco.inner.checkpoint import AsyncWriter, Checkpoint, CheckpointError, PartWriter, kept, rank_name
+from diloco.inner.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    LateError,
+    PartWriter,
+    State,
+    WholeWriter,
+    Writer,
+    rank_name,
+)
 from diloco.inner.holding import Spread
 from diloco.inner.memory import MemoryWriter
 from diloco.inner.model import Transformer, flops_per_token
@@ -136,12 +144,16 @@ class Resumed:
     step: int
     tensors: Mapping[str, Tensor]
     meta: dict[str, Any]
-    skipped: tuple[str, ...]
     redo: StepInfo | None = None
 
 
 AfterStep = Callable[[StepInfo], Verdict]
 ExtraState = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
+
+
+def no_extra_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the extra state of a caller that has none."""
+    return {}, {}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -173,177 +185,79 @@ def load_parameters(found: Checkpoint, model: nn.Module) -> None:
         local(tensor).copy_(found.read(f"model/{name}", box_of(tensor, name)))
 
 
-Captured = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]
-Capture = Callable[[bool, bool], Captured | None]
-"""Arguments: whether every rank writes its part, and whether ``after_step`` was called for the step.  Returns the
-site's common tensors, those of this rank alone (both references), and plain values; None on a rank that writes nothing.
-A collective."""
 Log = Callable[[str, dict[str, object]], None]
 
 
 class Saving:
-    """Writes the checkpoints of one trainer into the folder ``root``; with None it writes none there.
+    """Decides when ``writer`` writes a checkpoint of a trainer's state.  All ranks decide alike."""
 
-    If every rank holds the whole model, rank 0 writes.  If each holds a part, each writes its own.  Checkpoints in
-    ``memory`` are always in parts.
-    """
-
-    def __init__(
-        self,
-        root: Path | None,
-        every_steps: int,
-        options: TrainerOptions,
-        spread: Spread,
-        log: Log,
-        disk: Disk,
-        memory: MemoryWriter | None = None,
-    ) -> None:
-        """With ``memory`` the checkpoints go there, and ``root`` is None."""
-        self._root, self._every_steps, self._keep, self._disk = root, every_steps, options.checkpoints_kept, disk
-        self._wait_s, self._synchronous = options.checkpoint_wait_s, options.deterministic
-        self._spread, self._group, self._log = spread, spread.group, log
-        self._memory = memory
-        self._parts: PartWriter | None = memory
-        self.writer: AsyncWriter | None = memory.writer if memory is not None else None
-        if root is not None and spread.is_sharded:
-            self._parts = PartWriter(root, self._keep, self._synchronous, self._wait_s, spread.group, disk)
-            self.writer = self._parts.writer
-        elif root is not None:
-            self.writer = AsyncWriter(root, self._synchronous)
-        self._num_writing = spread.group.world if self._parts is not None else 1
+    def __init__(self, writer: Writer, every_steps: int, capture: Callable[[bool], State | None], log: Log) -> None:
+        """``capture`` is told whether ``after_step`` was called for the step; None if the state cannot be saved."""
+        self.writer, self._every_steps, self._capture, self._log = writer, every_steps, capture, log
         self.written = ""
         """Name of the newest checkpoint that is written or being written."""
         self._due = False
         self._now = False
 
-    def begin(self, *, resumed: bool) -> None:
-        """Prepare the folder before the first step.  A collective.
-
-        CheckpointError if the folder holds checkpoints and the run did not resume from one.
-        """
-        if self._parts is not None:
-            self._parts.begin()
-        left = checkpoint.names(self._root) if self._root and not resumed else []
-        if left:
-            raise CheckpointError(
-                f"{self._root} already holds {left[-1]}, and this run did not resume: resume, or use another folder"
-            )
-
     def words(self, step: int) -> list[float]:
         """Return this rank's numbers for the collective at the end of ``step``; ``heard`` gets their sums."""
         self._due = self._due or (self._every_steps > 0 and step % self._every_steps == 0)
-        # A write still under way makes the due checkpoint wait for a later step instead of blocking training.
-        free = self._parts is not None or self._group.is_first
-        if free:
-            try:
-                free = self._parts.is_free if self._parts is not None else not (self.writer is None or self.writer.busy)
-            except CheckpointError as error:
-                # The next one is tried when it is due.  The older ones are valid: a full disk does not end training.
-                self._not_written(step, str(error))
-        return [float(free and self._due), *(self._parts.words() if self._parts is not None else ())]
+        free = True
+        try:
+            # A write still under way makes the due checkpoint wait for a later step instead of blocking training.
+            free = self.writer.is_free
+        except CheckpointError as error:
+            # The next one is tried when it is due.  The older ones are valid: a full disk does not end training.
+            self._not_written(step, str(error))
+        return [float(free and self._due), *self.writer.words()]
 
     def heard(self, step: int, words: Sequence[float], sound: bool) -> None:
         """Take the sums of all ranks' ``words``, and decide whether to save now.
 
         A state that may hold NaN (not ``sound``) is not saved; the checkpoint waits for the next step.
         """
-        if self._parts is not None:
-            why = self._parts.heard(words[1:])
-            if why:
-                self._not_written(step, why)
-            self._say_fresh()
-        self._now = words[0] == self._num_writing and sound
+        why = self.writer.heard(words[1:])
+        if why:
+            self._not_written(step, why)
+        self._now = words[0] == self.writer.group.world and sound
 
-    def if_due(self, step: int, model: nn.Module, capture: Capture) -> None:
+    def if_due(self, step: int) -> None:
         """Save the state before ``after_step`` if ``heard`` decided so.  A failed write is logged, not raised."""
         if self._now:
             self._due = False
             try:
-                self._save(step, model, capture, after_step_done=False)
+                self._save(step, after_step_done=False)
             except CheckpointError as error:
                 self._not_written(step, str(error))
 
-    def at_end(self, step: int, model: nn.Module, capture: Capture) -> None:
+    def at_end(self, step: int) -> None:
         """Save the state after ``after_step``, unless that checkpoint exists, and wait until it is written."""
-        if self.writer is None:
-            return
         try:
-            self._settle()
+            self.writer.settle()
+        except LateError:
+            raise
         except CheckpointError as error:
-            busy = self.writer.busy
-            if self._parts is not None:  # All ranks must decide alike.
-                busy = any(self._group.all_reduce_sum([float(busy)]))
-            if busy:
-                raise
             # An earlier checkpoint failed: log it.  If the last one, below, fails, the run fails.
             self._not_written(step, str(error))
         if self.written != _name(step, after_step_done=True):
-            self._save(step, model, capture, after_step_done=True)
-            self._settle()
-
-    def newest(
-        self, memory: MemoryWriter | None, reads: Callable[[Checkpoint], set[str]]
-    ) -> tuple[Checkpoint | None, Sequence[str]]:
-        """Return the newest valid checkpoint in ``memory`` or on disk, and messages about newer ones that were skipped.
-
-        A collective.  The disk is not read if memory has one as new.  ``reads`` returns the files that this rank will
-        read.
-        """
-        hot, skipped = memory.newest(reads) if memory is not None else (None, [])
-        if hot is not None:
-            there = checkpoint.names(self._root)[-1:] if self._root and self._group.is_first else []
-            if hot.path.name >= self._group.all_gather_json("".join(there))[0]:
-                return hot, skipped
-        try:
-            found = checkpoint.latest(self._root, group=self._group) if self._root is not None else None
-        except CheckpointError as error:
-            if hot is None:
-                raise
-            return hot, [*skipped, str(error)]
-        if found is None or (hot is not None and hot.path.name > found.path.name):
-            return hot, [*skipped, *(found.skipped if found is not None else ())]
-        return found, [*skipped, *found.skipped]
-
-    def _settle(self) -> None:
-        """Wait for the write under way; CheckpointError if it failed or is not done in time."""
-        assert self.writer is not None
-        if self._parts is not None:
-            self._parts.settle()
-        else:
-            self.writer.wait(self._wait_s)
+            self._save(step, after_step_done=True)
+            self.writer.settle()
 
     def _not_written(self, step: int, why: str) -> None:
         self.written = ""
-        what = "checkpoint not written" if self._memory is None else "memory checkpoint not written"
+        what = "memory checkpoint not written" if self.writer.in_memory else "checkpoint not written"
         self._log("note", {"note": what, "why": why, "step": step})
 
-    def _say_fresh(self) -> None:
-        if self._memory is not None and (fresh := self._memory.fresh()):
-            self._log("memory_checkpoint", {"name": self.written, **fresh})
-
-    def _save(self, step: int, model: nn.Module, capture: Capture, after_step_done: bool) -> None:
-        """Clone the state in the training thread and hand the clones to the writer.  A collective."""
-        assert self.writer is not None
+    def _save(self, step: int, after_step_done: bool) -> None:
+        """Hand the state to the writer.  A collective."""
         self.written = name = _name(step, after_step_done)
-        held = model_tensors(model) if self._parts is not None or self._group.is_first else {}
-        lost = next((each for each, value in held.items() if not bool(torch.isfinite(local(value)).all())), "")
-        if lost:
-            self._log("note", {"note": "checkpoint not written", "why": f"parameter {lost} is not finite"})
-        if any(self._group.all_reduce_sum([float(bool(lost))])):
+        state = self._capture(after_step_done)
+        if state is None:
             return
-        captured = capture(self._parts is not None, after_step_done)
-        if captured is None:
-            return
-        tensors, own, meta = captured
-        if self._parts is not None:
-            self._parts.submit(name, kept(tensors, own, self._spread.place), meta)
-            if self._synchronous:
-                self._parts.settle()
-                self._say_fresh()
-        else:
-            clones = {key: tensor.detach().to("cpu", copy=True) for key, tensor in {**tensors, **own}.items()}
-            self.writer.start(partial(checkpoint.save, self.writer.root, name, clones, meta, self._keep, self._disk))
-        if self._memory is None:
+        self.writer.submit(name, state)
+        if self.writer.synchronous:
+            self.writer.settle()
+        if not self.writer.in_memory:
             self._log("checkpoint", {"step": step, "name": name})
 
 
@@ -393,13 +307,20 @@ class Trainer:
         """Rank 0 calls it at the end of each step: whether ``after_step`` may read or write the model's values."""
         self._progress: float | None = None
         self._log: Log = log or (lambda what, fields: None)
-        self.saving = Saving(checkpoint_dir, options.checkpoint_steps, options, self.spread, self._log, disk)
+        self._extra_state = no_extra_state
+        self._checkpoint_dir = checkpoint_dir
+        how = (options.deterministic, options.checkpoint_wait_s, self.spread)
+        self.saving: Saving | None = None
+        if checkpoint_dir is not None:
+            kind = PartWriter if self.spread.is_sharded else WholeWriter
+            writer = kind(checkpoint_dir, options.checkpoints_kept, *how, disk)
+            self.saving = Saving(writer, steps, self._capture, self._log)
+        self._savings = [self.saving] if self.saving is not None else []
+        self._memory: MemoryWriter | None = None
         every = options.memory_checkpoint_every_steps
-        self._savings, self._memory = [self.saving], None
         if memory_dir is not None and every:
-            wait_s, synchronous = options.checkpoint_wait_s, options.deterministic
-            self._memory = MemoryWriter(memory_dir, synchronous, wait_s, group, disk)
-            self._savings.append(Saving(None, every, options, self.spread, self._log, disk, self._memory))
+            self._memory = MemoryWriter(memory_dir, *how, self._log, disk)
+            self._savings.append(Saving(self._memory, every, self._capture, self._log))
         self._last: StepInfo | None = None
         self._redo: StepInfo | None = None
 
@@ -409,24 +330,24 @@ class Trainer:
         until_step: int | None = None,
         until_tokens: int | None = None,
         after_step: AfterStep = lambda info: Verdict(),
-        extra_state: ExtraState | None = None,
+        extra_state: ExtraState = no_extra_state,
     ) -> RunEnd:
         """Train until a bound is reached or ``after_step`` returns stop; then write a last checkpoint, if enabled.
 
-        ``extra_state`` returns the caller's state, which each checkpoint includes.  It is called on rank 0; for a
-        checkpoint in parts, on every rank that was given one.  Its tensors then have different names on each rank, and
-        only rank 0's plain values are kept.
+        ``extra_state`` returns the caller's state, which each checkpoint includes.  It is called on every rank.  Its
+        tensors have different names on each rank; a checkpoint written by rank 0 alone has only those of rank 0.  Only
+        rank 0's plain values are kept.
         Raises TrainingError after ``nonfinite_max`` non-finite steps in a row.  Raises CheckpointError if the last
         checkpoint cannot be written, the folder cannot be used, or it holds checkpoints that were not resumed.
         """
-        for each in self._savings:
-            each.begin(resumed=self._last is not None)
+        for saving in self._savings:
+            saving.writer.begin(resumed=self._last is not None)
         if self._last is None:
             torch.manual_seed(self.options.seed + self.group.rank)
         if self._asked_progress is not None and self._progress is None:
             mine = self._asked_progress() if self.group.is_first else 0.0
             self._progress = self.group.all_reduce_sum([mine])[0]
-        capture = partial(self._capture, extra_state)
+        self._extra_state = extra_state
         with deterministic(self.options.deterministic):
             redo, self._redo = self._redo, None
             verdict = after_step(redo) if redo is not None else Verdict()
@@ -439,7 +360,7 @@ class Trainer:
                     break
                 info = self._train_step(until_step, until_tokens)
                 for saving in self._savings:
-                    saving.if_due(self.step, self.model, capture)
+                    saving.if_due(self.step)
                 self._log("step", self._facts(info))
                 verdict = after_step(info)
                 if info.applied:
@@ -452,8 +373,8 @@ class Trainer:
                         f"steps {first} to {info.step} gave no finite loss and gradient ({why}), nonfinite_max="
                         f"{self.options.nonfinite_max}: lower the learning rate, or check the data"
                     )
-            if self._last is not None and self._nonfinite_in_row == 0:
-                self.saving.at_end(self.step, self.model, capture)
+            if self.saving is not None and self._last is not None and self._nonfinite_in_row == 0:
+                self.saving.at_end(self.step)
             if self._memory is not None:
                 self._memory.end()
         return RunEnd(verdict.reason or "asked to stop", self.step, self.tokens)
@@ -469,7 +390,7 @@ class Trainer:
         CheckpointError if all checkpoints are damaged or it is of another model.
         """
         began = time.perf_counter()
-        found, skipped = (found, found.skipped) if found else self.saving.newest(self._memory, self._files_read)
+        found, skipped = (found, []) if found else self._newest()
         for words in skipped:
             self._log("note", {"note": "checkpoint skipped", "why": words})
         if found is None:
@@ -481,13 +402,24 @@ class Trainer:
         self._last = StepInfo(**told["last"])
         # ``passes`` was agreed before the restart: this time ``after_step`` may use the model's values.
         self._redo = None if told["after_step_done"] else replace(self._last, passes=False)
-        self.saving.written = found.path.name
+        for saving in self._savings:
+            saving.written = found.path.name
         if told["data"] != self.stream.identity:
             self._log("note", {"note": "other data than before", "why": "text, split, sharing or seed has changed"})
         facts = {"step": self.step, "tokens": self.tokens, "path": str(found.path)}
         self._log("resumed", {**facts, "read_s": time.perf_counter() - began})
-        extra = found.meta["extra"]
-        return Resumed(self.step, found.part("extra"), extra, tuple(skipped), self._redo)
+        return Resumed(self.step, found.part("extra"), found.meta["extra"], self._redo)
+
+    def _newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest valid checkpoint in memory or on disk, and messages about newer ones that were skipped.
+
+        A collective.  Of the disk only checkpoints newer than the one in memory are read.
+        """
+        hot, skipped = self._memory.newest(self._files_read) if self._memory is not None else (None, [])
+        if self._checkpoint_dir is None:
+            return hot, skipped
+        found, damaged = checkpoint.newest(self._checkpoint_dir, self.group, after=hot.path.name if hot else "")
+        return found or hot, skipped + damaged
 
     def _files_read(self, found: Checkpoint) -> set[str]:
         """Return the files of a checkpoint in parts that this rank reads to resume.
@@ -622,23 +554,16 @@ class Trainer:
             facts["mfu"] = operations / step_s / peak
         return facts
 
-    def _capture(self, extra_state: ExtraState | None, in_parts: bool, after_step_done: bool) -> Captured | None:
-        """Return the state as tensors (references) and plain values, None on a rank that writes nothing.  A
-        collective."""
+    def _capture(self, after_step_done: bool) -> State | None:
+        """Return what a checkpoint holds; None if a parameter of any rank is not finite.  A collective."""
         assert self._last is not None
-        if in_parts:
-            rank = self.group.rank
-            own = {f"random/{rank}/{kind}": mine for kind, mine in random_state(self.group.device).items()}
-        else:
-            own = {
-                f"random/{rank}/{kind}": theirs
-                for kind, mine in random_state(self.group.device).items()
-                for rank, theirs in enumerate(self.group.all_gather(mine))
-            }
-            if not self.group.is_first:
-                return None
-        extra_tensors, extra_meta = extra_state() if extra_state else ({}, {})
-        own |= {f"extra/{key}": tensor for key, tensor in extra_tensors.items()}
+        held = model_tensors(self.model).items()
+        lost = next((name for name, value in held if not bool(torch.isfinite(local(value)).all())), "")
+        if lost:
+            self._log("note", {"note": "checkpoint not written", "why": f"parameter {lost} is not finite"})
+        if any(self.group.all_reduce_sum([float(bool(lost))])):
+            return None
+        extra_tensors, extra_meta = self._extra_state()
         told = {
             "step": self.step,
             "tokens": self.tokens,
@@ -649,5 +574,7 @@ class Trainer:
             "data": self.stream.identity,
             "last": asdict(self._last),
         }
+        extra = {f"extra/{key}": tensor for key, tensor in extra_tensors.items()}
         meta = {"trainer": told, "optimizer": {}, "extra": extra_meta}  # Earlier releases read "optimizer".
-        return capture_state(self.model, self.optimizers), own, meta
+        tensors = capture_state(self.model, self.optimizers)
+        return State(tensors, extra, random_state(self.group.device), meta)

@@ -652,7 +652,7 @@ class Outer:
         except (KeyError, TypeError) as error:
             raise ValueError(f"state does not come from state_dict: it has no {error}") from error
         self.steps, self._tokens_total = steps, tokens
-        self._restored = Resumed(steps, dict(tensors), dict(meta), ())
+        self._restored = Resumed(steps, dict(tensors), dict(meta))
 
     # --- a step ------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
     def also(info: StepInfo) -> None:
         if trainer._memory is not None:
             try:
-                trainer._memory.writer.wait(60)
+                trainer._memory.wait(60)
             except CheckpointError as error:
                 trainer._memory._why = str(error)  # What the next step would have found by itself.
             trainer.group.all_reduce_sum([0.0])
@@ -72,10 +72,9 @@ class Life:
 
     def begin(self, disk: Disk = PLAIN_DISK, folder: Path | None = None) -> Trainer:
         """A new life, and what it says."""
-        trainer, self.facts = build(self.case, self.corpus, self.group, folder, self.memory, disk), []
-        for who in (trainer, *trainer._savings):
-            who._log = lambda what, fields: self.facts.append((what, fields))
-        return trainer
+        self.facts = []
+        log = lambda *told: self.facts.append(told)  # noqa: E731
+        return build(self.case, self.corpus, self.group, folder, self.memory, disk, log=log)
 
     def said(self, what: str) -> list[dict[str, object]]:
         return [fields for name, fields in self.facts if name == what]

@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner import checkpoint, precision
-from diloco.inner.checkpoint import CheckpointError, names
+from diloco.inner.checkpoint import CheckpointError, PartWriter, names
 from diloco.inner.data import TokenStream, load_manifest, validation_batches
 from diloco.inner.evaluate import evaluate
 from diloco.inner.holding import ParallelOptions, Spread
 from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, prepare
 from diloco.inner.optimizer import InnerOptions, Muon, build_optimizers, whole
 from diloco.inner.parallel import SiteGroup, local, put
-from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions
+from diloco.inner.trainer import ExtraState, Log, StepInfo, Trainer, TrainerOptions, no_extra_state
 from tests.inner.conftest import NoRoom, damage, steps_of
 
 SEQUENCES = 8
@@ -78,6 +78,7 @@ def build(
     memory: Path | None = None,
     disk: Disk = PLAIN_DISK,
     seed: int = 5,
+    log: Log | None = None,
 ) -> Trainer:
     """A trainer of ``case`` for the ranks of ``group``; one rank alone draws the same batches."""
     sharded = group.world > 1 and case.parallel["parallel"] != "ddp"
@@ -91,18 +92,21 @@ def build(
     stream = TokenStream(load_manifest(corpus), "train", 16, inner.batch_sequences, **place)
     steps = {"checkpoint_steps": 2 if folder else 0, "memory_checkpoint_every_steps": 2 if memory else 0}
     options = TrainerOptions(precision="fp32", **steps)
-    where: dict[str, Any] = {"checkpoint_dir": folder, "memory_dir": memory, "disk": disk, "spread": spread}
+    where: dict[str, Any] = {"checkpoint_dir": folder, "memory_dir": memory, "disk": disk, "spread": spread, "log": log}
     progress = lambda: 0.5 if group.is_first else 0.0  # noqa: E731
     return Trainer(model, build_optimizers(model, inner), stream, options, group, progress=progress, **where)
 
 
 def trained(
-    trainer: Trainer, until_step: int = STEPS, extra: Any = None, also: Callable[[StepInfo], object] = lambda info: None
+    trainer: Trainer,
+    until_step: int = STEPS,
+    extra: ExtraState = no_extra_state,
+    also: Callable[[StepInfo], object] = lambda info: None,
 ) -> list[tuple[float, float]]:
     """Train; loss and norm of the gradient at every step, after which ``also`` is called."""
 
     def written(info: StepInfo) -> None:
-        if trainer.saving.writer is not None:
+        if trainer.saving is not None:
             trainer.saving.writer.wait(60)  # so that the next step finds it written
         also(info)
 
@@ -178,8 +182,8 @@ def save_and_resume(corpus: Path, group: SiteGroup, out: Path) -> None:
     """Each layout is saved beside training, and taken up in the same one, in another, and by fewer ranks."""
     for name in ("fsdp", "hsdp", "tp+fsdp"):
         folder, notes = out / f"{name}-checkpoints", []
-        trainer = build(CASES[name], corpus, group, folder)
-        trainer._log = trainer.saving._log = lambda what, fields, notes=notes: notes.append((what, fields))
+        log = lambda what, fields, notes=notes: notes.append((what, fields))  # noqa: E731
+        trainer = build(CASES[name], corpus, group, folder, log=log)
 
         def extra() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             return {f"mine.{group.rank}": torch.full((2,), float(group.rank))}, {"rank": group.rank}
@@ -214,21 +218,19 @@ def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) ->
 def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     """One rank's full disk costs a checkpoint, not the training; at the end every rank says so."""
     folder, notes = out / "full", []
-    trainer = build(CASES["fsdp"], corpus, group, folder)
-    assert trainer.saving._parts is not None
-    trainer.saving._log = lambda what, fields: notes.append((what, fields))
-    if group.rank == 2:
-        trainer.saving._parts._disk = NoRoom()
+    disk = NoRoom() if group.rank == 2 else PLAIN_DISK
+    trainer = build(CASES["fsdp"], corpus, group, folder, disk=disk, log=lambda *told: notes.append(told))
+    assert trainer.saving is not None
+    writer = trainer.saving.writer
+    assert isinstance(writer, PartWriter)
     told: list[StepInfo] = []
 
     def also(info: StepInfo) -> None:
         told.append(info)
-        assert trainer.saving.writer is not None
-        assert trainer.saving._parts is not None
         try:
-            trainer.saving.writer.wait(60)
+            writer.wait(60)
         except CheckpointError:
-            trainer.saving._parts._why = "full"  # what the next step would have found by itself
+            writer._why = "full"  # what the next step would have found by itself
 
     with pytest.raises(CheckpointError, match=r"step-0000000004-end") as error:
         steps_of(trainer, 4, also)
@@ -241,8 +243,8 @@ def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
 def outlast(corpus: Path, group: SiteGroup, out: Path) -> None:
     """Where one rank still writes when the run ends, every rank says so."""
     trainer, gate = build(CASES["fsdp"], corpus, group, out / "slow"), threading.Event()
-    assert trainer.saving._parts is not None
-    trainer.saving._parts._wait_s = 0.2
+    assert trainer.saving is not None
+    trainer.saving.writer._wait_s = 0.2
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 2:
             patch.setattr(checkpoint, "write_part", lambda *given: gate.wait(60))
@@ -260,11 +262,12 @@ def damage_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     if group.is_first:
         damage(folder / NAMES[-1] / "rank-00002.safetensors")
     group.all_reduce_sum([0.0])
-    found = build(CASES["fsdp"], corpus, group, folder).resume()
+    notes: list[Any] = []
+    found = build(CASES["fsdp"], corpus, group, folder, log=lambda *told: notes.append(told)).resume()
     assert found is not None
     assert found.step == 2
-    assert len(found.skipped) == 1
-    assert f"{NAMES[-1]}/rank-00002.safetensors is damaged" in found.skipped[0]
+    (whys,) = [fields["why"] for what, fields in notes if what == "note"]
+    assert f"{NAMES[-1]}/rank-00002.safetensors is damaged" in whys
 
 
 def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:

@@ -11,19 +11,22 @@ import torch
 from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import (
-    AsyncWriter,
     Checkpoint,
     CheckpointError,
     Part,
     PartWriter,
+    State,
+    WholeWriter,
     commit,
     kept,
     latest,
     load,
     names,
+    newest,
     save,
     write_part,
 )
+from diloco.inner.holding import Spread
 from diloco.inner.parallel import Box, SiteGroup
 from tests.inner.conftest import NoRoom, damage
 from tests.power import RecordingDisk, cuts_at, lay_out, state_after, told_at, without_syncs
@@ -67,11 +70,13 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, fil
     damage(save(tmp_path, "step-2", some(2), {"step": 2}) / file, harm)
     with pytest.raises(CheckpointError, match=rf"step-2/{file}"):
         load(tmp_path / "step-2")
-    found = latest(tmp_path)
+    found, skipped = newest(tmp_path, SiteGroup(device="cpu"))
     assert found is not None
     assert found.meta == {"step": 1}
-    assert len(found.skipped) == 1
-    assert file in found.skipped[0]
+    assert len(skipped) == 1
+    assert file in skipped[0]
+    assert newest(tmp_path, SiteGroup(device="cpu"), after="step-1") == (None, skipped)
+    assert newest(tmp_path, SiteGroup(device="cpu"), after="step-2") == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -157,12 +162,17 @@ def test_a_tensor_with_a_hole_or_held_twice_or_of_two_shapes_is_no_checkpoint(tm
 PLACE = {"replicate": 0, "shard": 0, "tensor": 0}
 
 
-def part(value: float) -> dict[str, Part]:
-    return {"model/a": Part(torch.full((2, 3), value), (0, 0), (2, 3))}
+def state(value: float) -> State:
+    return State({"model/a": torch.full((2, 3), value)}, {}, {}, {})
 
 
 def writer(root: Path, synchronous: bool = False, disk: Disk = PLAIN_DISK) -> PartWriter:
-    return PartWriter(root, 2, synchronous, 20.0, SiteGroup(device="cpu"), disk)
+    return PartWriter(root, 2, synchronous, 20.0, spread(), disk)
+
+
+def spread() -> Spread:
+    """Of one rank."""
+    return Spread(torch.nn.Identity(), SiteGroup(device="cpu"))
 
 
 def test_what_is_kept_are_copies_and_of_copies_one() -> None:
@@ -186,22 +196,22 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
 
     monkeypatch.setattr(checkpoint, "write_part", slow)
     made = writer(tmp_path)
-    made.begin()
+    made.begin(resumed=False)
     assert made.is_free
-    made.submit("step-1", part(1.0), {"step": 1})
+    made.submit("step-1", state(1.0))
     assert made.words() == [0.0, 0.0]
     assert not made.is_free
     assert made.heard([0.0, 0.0]) == ""
     gate.set()
-    made.writer.wait(20)
+    made.wait(20)
     assert names(tmp_path) == []  # It is whole, and no rank has said so yet.
     assert made.words() == [1.0, 0.0]
     assert made.heard([1.0, 0.0]) == ""
     made.settle()
     assert names(tmp_path) == ["step-1"]
     assert made.is_free
-    made.submit("step-2", part(1.0), {"step": 2})
-    made.writer.wait(20)
+    made.submit("step-2", state(1.0))
+    made.wait(20)
     assert "another rank could not write its part of" in made.heard([0.0, 1.0])
     made.settle()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"], "nothing is left of it"
@@ -213,9 +223,9 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
 def test_a_write_that_dies_is_said_and_costs_one_checkpoint(tmp_path: Path, end: str, synchronous: bool) -> None:
     disk, whole, parts = NoRoom(), tmp_path / "whole", tmp_path / "parts"
     made, disk.end = writer(parts, synchronous, disk), end
-    made.begin()
+    made.begin(resumed=False)
     save(whole, "step-1", some(1), {})
-    made.submit("step-1", part(1.0), {})
+    made.submit("step-1", state(1.0))
     with pytest.raises(CheckpointError, match=r"step-1 could not be written: .*No space left"):
         made.settle()
     with pytest.raises(CheckpointError, match=r"step-2 could not be written: .*No space left"):
@@ -223,7 +233,7 @@ def test_a_write_that_dies_is_said_and_costs_one_checkpoint(tmp_path: Path, end:
     assert names(parts) == []
     assert names(whole) == ["step-1"]
     disk.end = "nothing"
-    made.submit("step-2", part(2.0), {})
+    made.submit("step-2", state(2.0))
     made.settle()
     save(whole, "step-2", some(2), {}, disk=disk)
     assert names(parts) == ["step-2"]
@@ -231,21 +241,23 @@ def test_a_write_that_dies_is_said_and_costs_one_checkpoint(tmp_path: Path, end:
 
 
 def test_what_a_dead_attempt_left_is_removed_and_only_the_newest_are_kept(tmp_path: Path) -> None:
-    write_part(tmp_path, "step-3", 5, part(5.0))
+    part = {"model/a": Part(torch.ones(2, 3), (0, 0), (2, 3))}
+    write_part(tmp_path, "step-3", 5, part)
     for number in range(4):
         commit_of_two(tmp_path, f"step-{number}", float(number), PLAIN_DISK)
     assert sorted(file.name for file in (tmp_path / "step-3").iterdir()) == [
         "manifest.json",
         *(f"rank-0000{rank}.{end}" for rank in (0, 1) for end in ("json", "safetensors")),
     ]
-    write_part(tmp_path, "step-4", 0, part(5.0))
-    writer(tmp_path).begin()
+    write_part(tmp_path, "step-4", 0, part)
+    with pytest.raises(CheckpointError, match="already holds step-3, and this run did not resume"):
+        writer(tmp_path).begin(resumed=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
     save(tmp_path, "step-5", some(5), {}, keep=0)
     assert names(tmp_path) == ["step-2", "step-3", "step-5"]
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*file"):
-        writer(tmp_path / "file").begin()
+        writer(tmp_path / "file").begin(resumed=False)
 
 
 def commit_of_two(root: Path, name: str, value: float, disk: Disk) -> None:
@@ -260,7 +272,7 @@ def wrong_after_cuts(tmp_path: Path, forgets: Step | None) -> int:
     root = tmp_path / "recorded"
     root.mkdir(parents=True)
     disk = RecordingDisk(root)
-    PartWriter(root / "checkpoints", 2, True, 20.0, SiteGroup(device="cpu"), disk).begin()
+    writer(root / "checkpoints", True, disk).begin(resumed=False)
     for number in (1, 2, 3):
         commit_of_two(root / "checkpoints", f"step-{number}", float(number), disk)
         disk.tell(number)
@@ -290,11 +302,11 @@ def test_a_writer_that_a_panic_ends_is_free_again_and_tells_the_next_caller(tmp_
     def panics() -> None:
         raise PanicException("index out of bounds")
 
-    writer = AsyncWriter(tmp_path, synchronous=False)
-    writer.start(panics)
+    made = WholeWriter(tmp_path, 2, False, 30.0, spread(), PLAIN_DISK)
+    made.start(panics)
     with pytest.raises(PanicException):
-        writer.wait(30.0)
-    assert not writer.busy
+        made.wait(30.0)
+    assert not made.busy
 
 
 def test_a_power_cut_leaves_the_last_that_was_whole(tmp_path: Path) -> None:

@@ -41,12 +41,12 @@ def test_the_newer_of_memory_and_disk_is_taken(life: Life, tmp_path: Path) -> No
     damage(disk / "step-0000000003" / "model.safetensors")
     found = life.begin(folder=disk).resume()
     assert found is not None
-    assert (found.step, found.skipped) == (4, ())  # Nothing of the disk was read.
+    assert (found.step, life.said("note")) == (4, [])  # Nothing of the disk was read.
     (disk / "step-0000000003").rename(disk / "step-0000000009")
     found = life.begin(folder=disk).resume()
     assert found is not None
     assert found.step == 4
-    assert "step-0000000009/model.safetensors is damaged" in found.skipped[0]
+    assert "step-0000000009/model.safetensors is damaged" in str(life.said("note")[0]["why"])
     damage(disk / "step-0000000009" / "model.safetensors")  # Which makes it whole.
     assert life.begin(folder=disk).resume() is not None
     assert str(disk) in str(life.said("resumed")[0]["path"])

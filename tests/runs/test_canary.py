@@ -192,7 +192,7 @@ def test_where_every_rank_has_all_no_rank_but_the_first_owns_anything(tmp_path: 
     config, two = compose(SMALL), compose(TWO)
     follower = owning_follower_of(config, SiteDir(tmp_path), held(config), None, PLAIN_DISK)
     assert follower.state() == ({}, {})
-    restored = Resumed(1, {}, {"parts": [{}, {}]}, (), None)
+    restored = Resumed(1, {}, {"parts": [{}, {}]})
     assert len(owning_follower_of(two, SiteDir(tmp_path), held(two), restored, PLAIN_DISK)._layouts) == 2
 
 
