@@ -389,10 +389,13 @@ def kept(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], place: Mappin
     return found
 
 
-def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk: Disk = PLAIN_DISK) -> None:
-    """Write the ``parts`` of ``rank`` into the temporary folder of ``root/name``; durable when it returns."""
+def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk: Disk = PLAIN_DISK) -> str:
+    """Write the ``parts`` of ``rank`` into the temporary folder of ``root/name``; durable when it returns.
+
+    Returns the digest of the rank's own manifest.
+    """
     folder = root / f"{TEMPORARY}{name}"
-    file = folder / f"{rank_name(rank)}.safetensors"
+    listed, file = files_of(folder, rank_name(rank))
     boxes = {
         key: {"starts": part.starts, "sizes": tuple(part.values.shape), "shape": part.shape}
         for key, part in parts.items()
@@ -401,8 +404,9 @@ def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk
         disk.make_folder(folder, Step.CHECKPOINT_BEGIN)
         digest = _write_tensors(file, {key: part.values for key, part in parts.items()}, disk)
         told = {"format": PARTS, "sha256_of_file": digest, "tensors": boxes}
-        write_sealed(file.with_suffix(".json"), told, disk)
+        write_sealed(listed, told, disk)
         disk.sync_folder(folder, Step.CHECKPOINT_FOLDER)
+        return digest_of_file(listed)
 
 
 def commit(root: Path, name: str, world: int, meta: Mapping[str, Any], keep: int, disk: Disk = PLAIN_DISK) -> None:

@@ -52,7 +52,7 @@ from diloco.inner.checkpoint import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from diloco.durable import Disk
     from diloco.inner.checkpoint import Part
@@ -136,30 +136,15 @@ def _read(paths: Sequence[Path]) -> Iterator[Tensor]:
     """Yield the messages that transfer files: for each its size [1] int64, then its chunks, uint8."""
     for path in paths:
         try:
-            file = path.open("rb")
+            size = path.stat().st_size
         except OSError:
-            yield torch.tensor([ABSENT])
-            continue
-        with file:
-            left = path.stat().st_size
-            yield torch.tensor([left])
-            while left:
-                chunk = torch.zeros(min(left, CHUNK_BYTES), dtype=torch.uint8)
-                file.readinto(memoryview(chunk.numpy()))  # type: ignore[arg-type]
-                left -= len(chunk)
-                yield chunk
+            size = ABSENT
+        yield torch.tensor([size])
+        if size > 0:
+            yield from torch.split(torch.from_file(str(path), size=size, dtype=torch.uint8), CHUNK_BYTES)
 
 
-@contextlib.contextmanager
-def _noting(path: Path, whys: list[str]) -> Iterator[None]:
-    """Append a message about an error of writing ``path`` to ``whys`` instead of raising it."""
-    try:
-        yield
-    except OSError as error:
-        whys.append(f"{path} cannot be written: {error}")
-
-
-def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator[Tensor]:
+def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Iterator[Tensor]:
     """Yield empty buffers for the messages of ``_read``; each must be filled before the next one is requested.
 
     Appends to ``lacking`` a message for each file that was not received or not written.
@@ -167,24 +152,25 @@ def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator
     for path in paths:
         size = torch.zeros(1, dtype=torch.int64)
         yield size
-        left, whys, file = int(size), list[str](), None
+        left = int(size)
         if left == ABSENT:
             lacking.append(f"{path.name} was not received: its rank could not write it")
             continue
-        with _noting(path, whys):
+        try:
             disk.make_folder(path.parent, Step.CHECKPOINT_BEGIN)
-            file = disk.open(path, "wb", Step.CHECKPOINT_FILE)
-        while left:
-            chunk = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8)
-            yield chunk
-            left -= len(chunk)
-            with _noting(path, whys):
-                if file is not None and not whys:
+            with disk.open(path, "wb", Step.CHECKPOINT_FILE) as file:
+                for chunk in _buffers(left):
+                    yield chunk
+                    left -= len(chunk)
                     disk.write(file, memoryview(chunk.numpy()), Step.CHECKPOINT_FILE)  # type: ignore[arg-type]
-        with _noting(path, whys):
-            if file is not None:
-                file.close()
-        lacking += whys[:1]
+        except OSError as error:
+            lacking.append(f"{path} cannot be written: {error}")
+            yield from _buffers(left)  # The rest comes nevertheless.
+
+
+def _buffers(size: int) -> Iterator[Tensor]:
+    """Yield empty buffers for ``size`` bytes in chunks."""
+    return (torch.empty(min(CHUNK_BYTES, size - at), dtype=torch.uint8) for at in range(0, size, CHUNK_BYTES))
 
 
 KEPT = 2
@@ -237,33 +223,29 @@ class MemoryWriter(PartWriter):
                 self._disk.remove(self._root, Step.CHECKPOINT_PRUNE)
 
     def _write_part(self, name: str, parts: Mapping[str, Part]) -> None:
-        folder, mine = self._root / f"{TEMPORARY}{name}", rank_name(self.group.rank)
-        why: CheckpointError | None = None
+        folder, rank = self._root / f"{TEMPORARY}{name}", self.group.rank
+        second, firsts = self._machines.second_of(rank), self._machines.firsts_of(rank)
+        sends = {} if second is None else {second: files_of(folder, rank_name(rank))}
+        receives = {first: files_of(folder, rank_name(first)) for first in firsts}
         try:
-            with writing(self._root / name):
-                self._bytes = sum(part.values.nbytes for part in parts.values())
-                told = os.statvfs(self._root)
-                free = told.f_bavail * told.f_frsize
-                if self._bytes > (1.0 - ROOM_LEFT) * free:
-                    where = f"{self._root}, where {free:,} are free and a tenth must stay free"
-                    raise CheckpointError(f"{self._bytes:,} bytes do not fit into {where}")
-                write_part(self._root, name, self.group.rank, parts, self._disk)
-                self._digest = digest_of_file(folder / f"{mine}.json")
-        except CheckpointError as error:
-            # Raised only after the exchange, which tells the waiting ranks that this part is absent.
-            why = error
-            with contextlib.suppress(OSError):
-                self._disk.remove(folder / f"{mine}.safetensors", Step.CHECKPOINT_PRUNE)
-        second, firsts = self._machines.second_of(self.group.rank), self._machines.firsts_of(self.group.rank)
-        sends = {} if second is None else {second: files_of(folder, mine)}
-        try:
-            self._machines.exchange(sends, {rank: files_of(folder, rank_name(rank)) for rank in firsts}, self._disk)
-            for rank in [] if why else firsts:
-                verify_part(folder, rank_name(rank))
-        except CheckpointError as error:
-            why = why or error
-        if why is not None:
-            raise why
+            self._write_own(name, parts)
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):  # It tells the waiting ranks that this part is absent.
+                self._machines.exchange(sends, receives, self._disk)
+            raise
+        self._machines.exchange(sends, receives, self._disk)
+        for first in firsts:
+            verify_part(folder, rank_name(first))
+
+    def _write_own(self, name: str, parts: Mapping[str, Part]) -> None:
+        self._bytes = sum(part.values.nbytes for part in parts.values())
+        with writing(self._root / name):
+            told = os.statvfs(self._root)
+        free = told.f_bavail * told.f_frsize
+        if self._bytes > (1.0 - ROOM_LEFT) * free:
+            where = f"{self._root}, where {free:,} are free and a tenth must stay free"
+            raise CheckpointError(f"{self._bytes:,} bytes do not fit into {where}")
+        self._digest = write_part(self._root, name, self.group.rank, parts, self._disk)
 
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
         mine = {"digest": self._digest, "bytes": self._bytes, "meta": meta if self.group.is_first else {}}
