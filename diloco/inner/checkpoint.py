@@ -39,7 +39,7 @@ from torch import Tensor
 
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import require
-from diloco.inner.parallel import Box, SiteGroup, box_of, is_keeper, local
+from diloco.inner.parallel import Box, SiteGroup, box_of, is_keeper, local, whole_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -77,6 +77,21 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
+
+
+@contextlib.contextmanager
+def failing_alike(group: SiteGroup) -> Iterator[None]:
+    """Raise a CheckpointError of any rank's body on all ranks: its own, or else that of the first.  A collective."""
+    own: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        own = error
+    told = group.all_gather_json([str(own), isinstance(own, LateError)] if own is not None else None)
+    errors = [each for each in told if each is not None]
+    if errors:
+        kind = LateError if any(late for _, late in errors) else CheckpointError
+        raise kind(str(own) if own is not None else errors[0][0]) from own
 
 
 @contextlib.contextmanager
@@ -219,7 +234,7 @@ class Checkpoint:
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Return the values in ``box`` of the tensor ``name``, or all of them, as a new tensor on the CPU."""
         entry = self.entries[name]
-        wanted = box or Box((0,) * len(entry.shape), entry.shape)
+        wanted = box or whole_box(entry.shape)
         values: Tensor | None = None
         for file, held, meet in entry.meets(wanted):
             inside = meet.seen_from(held).slices if meet else tuple(slice(0, 0) for _ in held.sizes)
@@ -238,7 +253,7 @@ class Checkpoint:
         with reading(path), safe_open(path, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  (it is no dictionary)
                 shape = tuple(tensors.get_slice(key).get_shape())
-                yield f"{path.stem}/{key}", shape, Box((0,) * len(shape), shape)
+                yield f"{path.stem}/{key}", shape, whole_box(shape)
 
 
 class Prefixed(Mapping[str, "Tensor"]):
@@ -345,18 +360,15 @@ def newest(
     left = [name for name in names(root) if name > after] if group.is_first else []
     skipped: list[str] = []
     while name := group.all_gather_json(left.pop() if left else "")[0]:
-        why, found = "", None
         try:
-            found = Checkpoint(root / name)
-            if verify:
-                found.verify(group.rank, group.world)
-                assert found.entries is not None
-        except CheckpointError as error:
-            why = str(error)
-        why = group.first_error(why)
-        if not why:
+            with failing_alike(group):
+                found = Checkpoint(root / name)
+                if verify:
+                    found.verify(group.rank, group.world)
+                    assert found.entries is not None
             return found, skipped
-        skipped.append(why)
+        except CheckpointError as error:
+            skipped.append(str(error))
     if skipped and not after:
         raise CheckpointError(f"no checkpoint in {root} is valid: {'; '.join(skipped)}")
     return None, skipped
@@ -504,23 +516,8 @@ class Writer:
 
         CheckpointError if a write failed, LateError if one is not done in time.
         """
-        self._agree(self._waited())
-
-    def _waited(self) -> str:
-        """Wait for this rank's write; return why it failed or is not done in time."""
-        try:
+        with failing_alike(self.group):
             self.wait(self._wait_s)
-        except CheckpointError as error:
-            return str(error)
-        return ""
-
-    def _agree(self, why: str) -> None:
-        """Raise the error of this rank, or else of another one, if there is any.  A collective."""
-        told = self.group.all_gather_json([why, self.busy])
-        whys = [each for each, _ in told if each]
-        if whys:
-            kind = LateError if any(busy for _, busy in told) else CheckpointError
-            raise kind(why or whys[0])
 
     # The thread.
 
@@ -554,11 +551,11 @@ class Writer:
             threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
 
     def wait(self, bound_s: float) -> None:
-        """Wait for the write under way; CheckpointError after ``bound_s`` seconds or if the write failed."""
+        """Wait for the write under way; LateError after ``bound_s`` seconds, CheckpointError if the write failed."""
         if self._written is not None:
             futures.wait([self._written], bound_s)
         if self.busy:
-            raise CheckpointError(f"a checkpoint in {self._root} is still being written after {bound_s:g} s")
+            raise LateError(f"a checkpoint in {self._root} is still being written after {bound_s:g} s")
 
 
 class WholeWriter(Writer):
@@ -592,15 +589,13 @@ class PartWriter(Writer):
 
     def begin(self, *, resumed: bool) -> None:
         """See ``Writer``; what writers that died have left is removed."""
-        why = ""
-        if self._tidies:
+        with failing_alike(self.group):
             try:
-                self._tidy()
+                if self._tidies:
+                    self._tidy()
             except OSError as error:
                 how = "kept in memory, in" if self.in_memory else "written in"
-                why = f"no checkpoint can be {how} {self._root}: {error}"
-        if why := self.group.first_error(why):
-            raise CheckpointError(why)
+                raise CheckpointError(f"no checkpoint can be {how} {self._root}: {error}") from error
         super().begin(resumed=resumed)
 
     def _tidy(self) -> None:
@@ -658,7 +653,15 @@ class PartWriter(Writer):
 
     def settle(self) -> None:
         """See ``Writer``; waits for the parts, and then for their publication."""
-        why = self._waited()
-        self._why = self._why or why
-        why = self.heard(self.group.all_reduce_sum(self.words())) or why
-        self._agree(why or self._waited())
+        error: CheckpointError | None = None
+        try:
+            self.wait(self._wait_s)
+        except CheckpointError as raised:
+            error, self._why = raised, self._why or str(raised)
+        why = self.heard(self.group.all_reduce_sum(self.words()))
+        with failing_alike(self.group):
+            if error is not None:
+                raise error
+            if why:
+                raise CheckpointError(why)
+            self.wait(self._wait_s)

@@ -41,6 +41,7 @@ from diloco.inner.checkpoint import (
     PartWriter,
     check_digest,
     digest_of_file,
+    failing_alike,
     files_of,
     names,
     publish_parts,
@@ -270,59 +271,45 @@ class MemoryWriter(PartWriter):
                 skipped.append(facts["why"])
                 continue
             there = [told[first].get(name, {}) for first, *_ in self._machines.ranks]
-            held = [set(each["held"]) if each.get("seal") == seal else None for each in there]
-            ranks = facts["ranks"]
-            why = self._brought(name, ranks, held, reads)
-            if not why:
+            held = [set(each["held"]) if each.get("seal") == seal else set() for each in there]
+            try:
+                found = self._fetched(name, facts["ranks"], held, reads)
+            except CheckpointError as error:
+                skipped.append(str(error))
+            else:
                 self._taken = name
-                return Checkpoint(self._root / name), skipped
-            skipped.append(why)
+                return found, skipped
         return None, skipped
 
-    def _brought(
-        self,
-        name: str,
-        ranks: Sequence[str],
-        held: Sequence[set[str] | None],
-        reads: Callable[[Checkpoint], set[str]],
-    ) -> str:
-        """Fetch the files of ``name`` that this machine's ranks read; return the reason if that fails, else "".
+    def _fetched(
+        self, name: str, ranks: Sequence[str], held: Sequence[set[str]], reads: Callable[[Checkpoint], set[str]]
+    ) -> Checkpoint:
+        """Fetch the files of ``name`` that this machine's ranks read; all ranks fail alike.
 
-        ``held`` has each machine's set of parts, None if it does not have ``name`` with this manifest.
+        ``held`` has each machine's set of parts with this manifest.
         """
         machines, path = self._machines, self._root / name
-        mine = sorted(held[machines.here] or ())
         among = machines.ranks[machines.here]
-        looked_at = mine[among.index(self.group.rank) :: len(among)]
+        looked_at = sorted(held[machines.here])[among.index(self.group.rank) :: len(among)]
         said = self.group.all_gather_json({part: why for part in looked_at for why in [_wrong(path, part)] if why})
-        whole = [
-            {part for part in parts or () if not any(part in said[rank] for rank in machines.ranks[machine])}
-            for machine, parts in enumerate(held)
-        ]
-        lost = [part for part in ranks if not any(part in parts for parts in whole)]
+        whole = [parts.difference(*(said[rank] for rank in machines.ranks[at])) for at, parts in enumerate(held)]
+        lost = set(ranks).difference(*whole)
         if lost:
             whys = [why for each in said for part, why in each.items() if part in lost]
-            return f"{path} is not complete in the machines' memory: {'; '.join(whys) or f'no machine has {lost[0]}'}"
-        lists = [{f"{part}.json" for part in parts} for parts in whole]
-        for parts, there in zip(lists, held, strict=True):
-            parts |= {MANIFEST} if there is not None else set()
-        every = {MANIFEST, *(f"{part}.json" for part in ranks)}
-        why = self._bring(path, lists, [every] * len(lists))
-        if why:
-            return why
-        files: set[str] = set()
-        try:
-            files = reads(Checkpoint(path))
-        except CheckpointError as error:
-            why = str(error)
-        read = self.group.all_gather_json({"why": why, "files": sorted(files)})
-        if whys := [each["why"] for each in read if each["why"]]:
-            return str(whys[0])
-        wanted = [{file for rank in among for file in read[rank]["files"]} for among in machines.ranks]
-        return self._bring(path, [{f"{part}.safetensors" for part in parts} for parts in whole], wanted)
+            why = "; ".join(whys) or f"no machine has {min(lost)}"
+            raise CheckpointError(f"{path} is not complete in the machines' memory: {why}")
+        lists = [{MANIFEST, *(f"{part}.json" for part in parts)} if parts else set() for parts in whole]
+        self._bring(path, lists, [set[str]().union(*lists)] * len(lists))
+        with failing_alike(self.group):
+            found = Checkpoint(path)
+            files = sorted(reads(found))
+        read = self.group.all_gather_json(files)
+        wanted = [{file for rank in among for file in read[rank]} for among in machines.ranks]
+        self._bring(path, [{f"{part}.safetensors" for part in parts} for parts in whole], wanted)
+        return found
 
-    def _bring(self, path: Path, there: Sequence[set[str]], wanted: Sequence[set[str]]) -> str:
-        """Send each machine the files that are ``wanted`` on it and not ``there``; return the reason if one fails."""
+    def _bring(self, path: Path, there: Sequence[set[str]], wanted: Sequence[set[str]]) -> None:
+        """Send each machine the files that are ``wanted`` on it and not ``there``; all ranks fail alike."""
         machines = self._machines
         sends: dict[int, list[Path]] = {}
         receives: dict[int, list[Path]] = {}
@@ -333,14 +320,10 @@ class MemoryWriter(PartWriter):
                     sends.setdefault(machines.ranks[machine][0], []).append(path / file)
                 if self._tidies and machine == machines.here:
                     receives.setdefault(machines.ranks[source][0], []).append(path / file)
-        why = ""
-        try:
+        with failing_alike(self.group):
             machines.exchange(sends, receives, self._disk)
             for come in (each for files in receives.values() for each in files if each.suffix == ".safetensors"):
                 verify_part(path, come.stem)
-        except CheckpointError as error:
-            why = str(error)
-        return self.group.first_error(why)
 
 
 def verify_part(folder: Path, rank: str) -> None:

@@ -77,6 +77,11 @@ class Box:
         return Box(tuple(here - there for here, there in zip(self.starts, other.starts, strict=True)), self.sizes)
 
 
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box that is all of a tensor of ``shape``."""
+    return Box((0,) * len(shape), shape)
+
+
 class HoldingError(ValueError):
     """This site's layout of the model does not support exchange; the message names the parameter."""
 
@@ -87,11 +92,11 @@ def box_of(value: Tensor, name: str = "a tensor") -> Box:
     HoldingError, with ``name`` in its message, if what the rank holds is not one box of values.
     """
     if not is_cut(value):
-        return Box((0,) * value.ndim, value.shape)
+        return whole_box(value.shape)
     mesh, placements = value.device_mesh, value.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Box((0,) * value.ndim, (0,) * value.ndim)
+        return whole_box((0,) * value.ndim)
     starts, sizes, cuts = [0] * value.ndim, list(value.shape), [1] * value.ndim
     for side in sides_cut(value):
         dim = getattr(placements[side], "dim", None)
@@ -308,10 +313,6 @@ class SiteGroup:
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value ``mine``, of types that JSON has, in rank order."""
         return [json.loads(each) for each in self.all_gather_bytes(json.dumps(mine, allow_nan=False).encode())]
-
-    def first_error(self, mine: str) -> str:
-        """Return the first rank's message that is not empty, so that all ranks end alike; empty if there is none."""
-        return next((each for each in self.all_gather_json(mine) if each), "")
 
     def all_to_all(self, message: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
         """Send ``to[rank]`` values of the flat ``message``, which holds them in rank order, to each rank.

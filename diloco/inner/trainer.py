@@ -24,6 +24,7 @@ from diloco.inner import checkpoint, require
 from diloco.inner.checkpoint import (
     Checkpoint,
     CheckpointError,
+    Entry,
     LateError,
     PartWriter,
     State,
@@ -35,7 +36,7 @@ from diloco.inner.holding import Spread
 from diloco.inner.memory import MemoryWriter
 from diloco.inner.model import Transformer, flops_per_token
 from diloco.inner.optimizer import InnerOptimizers, lr_factor
-from diloco.inner.parallel import Box, alike, box_of, local
+from diloco.inner.parallel import alike, box_of, local, whole_box
 from diloco.inner.precision import PRECISIONS, autocast_dtype, deterministic, random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -167,6 +168,18 @@ def capture_state(model: nn.Module, optimizers: InnerOptimizers) -> dict[str, Te
     """Return the tensors of the model and the optimizers (references)."""
     named = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
     return named | {f"optimizer/{name}": tensor for name, tensor in optimizers.state_dict().items()}
+
+
+def alike_in(live: Mapping[str, Tensor], name: str, entry: Entry) -> Tensor | None:
+    """Return the tensor of the model that the ranks hold as they hold ``entry``, the tensor ``name`` of a checkpoint.
+
+    It is of the same parameter and shape.  None if there is none; then a rank reads all of ``entry``.
+    """
+    kind, _, path = name.partition("/")
+    if kind == "optimizer":  # It names the optimizer, the parameter and the field.
+        path = path.partition("/")[2].rpartition("/")[0]
+    found = live.get(path) if kind in ("model", "optimizer") else None
+    return found if found is not None and tuple(found.shape) == entry.shape else None
 
 
 @torch.no_grad()
@@ -426,21 +439,15 @@ class Trainer:
 
         If as many ranks wrote it, a rank's extra state is in its own file; otherwise it is read from all files.
         """
-        live = {f"model/{name}": tensor for name, tensor in model_tensors(self.model).items()}
-        rank, as_many = self.group.rank, len(found.digests) == self.group.world
-        files: set[str] = set()
+        rank, live, files = self.group.rank, model_tensors(self.model), set[str]()
+        own = {f"{rank_name(rank)}.safetensors"} if len(found.digests) == self.group.world else found.digests.keys()
         for name, entry in found.entries.items():
             kind, _, path = name.partition("/")
-            lies_in = {file for file, _ in entry.stretches}
-            if kind == "random":
-                files |= lies_in if path.startswith(f"{rank}/") else set()
-            elif kind == "extra":
-                files |= lies_in & {f"{rank_name(rank)}.safetensors"} if as_many else lies_in
-            else:
-                tensor = live.get(name if kind == "model" else f"model/{path.partition('/')[2].rpartition('/')[0]}")
-                whole = Box((0,) * len(entry.shape), entry.shape)
-                box = whole if tensor is None or tuple(tensor.shape) != entry.shape else box_of(tensor)
-                files |= {file for file, _, _ in entry.meets(box)}
+            if kind == "random" and not path.startswith(f"{rank}/"):
+                continue
+            like = alike_in(live, name, entry)
+            lies_in = {file for file, _, _ in entry.meets(whole_box(entry.shape) if like is None else box_of(like))}
+            files |= lies_in & own if kind == "extra" else lies_in
         return files
 
     def _restore(self, found: Checkpoint) -> None:
@@ -450,16 +457,14 @@ class Trainer:
         random state in the checkpoint (the site has grown) is seeded with the seed + its rank.
         """
         load_parameters(found, self.model)
-        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        tensors: dict[str, Tensor] = {}
+        live, tensors = model_tensors(self.model), dict[str, Tensor]()
         for path in found.part("optimizer"):
-            name = path.partition("/")[2].rpartition("/")[0]
-            parameter, key = parameters.get(name), f"optimizer/{path}"
-            if parameter is not None and tuple(parameter.shape) == found.entries[key].shape:
-                part = found.read(key, box_of(parameter)).to(local(parameter).device)
-                tensors[path] = alike(parameter, part)
+            name = f"optimizer/{path}"
+            like = alike_in(live, name, found.entries[name])
+            if like is None:
+                tensors[path] = found.read(name)
             else:
-                tensors[path] = found.read(key)
+                tensors[path] = alike(like, found.read(name, box_of(like)).to(local(like).device))
         try:
             self.optimizers.load_state_dict(tensors)
         except ValueError as error:
