@@ -424,13 +424,8 @@ def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk
 def commit(root: Path, name: str, world: int, meta: Mapping[str, Any], keep: int, disk: Disk = PLAIN_DISK) -> None:
     """Publish what ``world`` ranks have written as ``root/name``; delete all but the newest ``keep``."""
     folder = root / f"{TEMPORARY}{name}"
-    ranks = [rank_name(rank) for rank in range(world)]
-    files = {file.name for rank in ranks for file in files_of(folder, rank)}
     with attempting(root, name, disk):
-        for left in sorted(folder.iterdir()):
-            if left.name not in files:  # left by an attempt with more ranks that died
-                disk.remove(left, Step.CHECKPOINT_PRUNE)
-        digests = {rank: digest_of_file(folder / f"{rank}.json") for rank in ranks}
+        digests = {rank: digest_of_file(folder / f"{rank}.json") for rank in map(rank_name, range(world))}
     publish_parts(root, name, digests, meta, keep, disk)
 
 

@@ -164,9 +164,9 @@ class Holding:
         """Return what this rank holds of a parameter, as a view: writing to it writes to the model."""
         return local(self._parameters[name])
 
-    def is_whole(self, pieces: Sequence[Piece], at: int = 0) -> bool:
-        """Whether rank ``at`` holds all of ``pieces`` itself, so that it can read them without other ranks."""
-        return all(at in share.ranks for share in self._plan(pieces))
+    def is_whole(self, pieces: Sequence[Piece]) -> bool:
+        """Whether this rank holds all of ``pieces`` itself, so that it can read them without other ranks."""
+        return all(self.group.rank in share.ranks for share in self._plan(pieces))
 
     def rounded(self, pieces: Sequence[Piece], values: Tensor) -> Tensor:
         """Return the flat fp32 ``values`` of ``pieces`` as rounded by the parameters' dtypes when they are written.

@@ -432,7 +432,7 @@ class SiteTensors(Versions):
 
     def is_here(self, fragment: int) -> bool:
         """Return whether this rank holds all of the fragment's values, so that it can read them alone."""
-        return self.holding.is_whole(self.layout.fragments[fragment].pieces, self.holding.group.rank)
+        return self.holding.is_whole(self.layout.fragments[fragment].pieces)
 
     def arrived(self, fragment: int, version: int, values: Tensor, told: str, sites: int = 0) -> None:
         """Store a fetched version with its verified digest ``told``; ``sites`` is the number of sites merged in it, 0

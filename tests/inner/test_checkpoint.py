@@ -243,6 +243,7 @@ def test_a_write_that_dies_is_said_and_costs_one_checkpoint(tmp_path: Path, end:
 def test_what_a_dead_attempt_left_is_removed_and_only_the_newest_are_kept(tmp_path: Path) -> None:
     part = {"model/a": Part(torch.ones(2, 3), (0, 0), (2, 3))}
     write_part(tmp_path, "step-3", 5, part)
+    writer(tmp_path).begin(resumed=True)
     for number in range(4):
         commit_of_two(tmp_path, f"step-{number}", float(number), PLAIN_DISK)
     assert sorted(file.name for file in (tmp_path / "step-3").iterdir()) == [

@@ -90,7 +90,7 @@ def check_layout(name: str, group: SiteGroup) -> dict[str, object]:
             into = torch.full((sum(p.stop - p.start for p in pieces),), 7.0) if group.rank == at else None
             holding.gather(pieces, into, at)
             assert into is None or same(into, flat(pieces, values)), (at, pieces)
-            assert holding.is_whole(pieces, at) or not holding.is_copied(pieces)
+            assert holding.is_whole(pieces) or not holding.is_copied(pieces)
         new = dice("new", at)
         for pieces in cuts(at):
             holding.scatter(pieces, flat(pieces, new) if group.rank == at else None, of=at)
