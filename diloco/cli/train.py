@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -117,8 +118,8 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         began = time.monotonic()
         first = evaluator.score(model, together=together) if evaluator and resumed is None else None
         stopping.ask(lambda: None)
-        end = trainer.run(
-            until_tokens=config.run.tokens,
+        reason = trainer.run(
+            until_tokens=math.inf if config.run.tokens is None else config.run.tokens,
             after_step=clock.after_step,
             extra_state=lambda: ({}, {"seconds": clock.seconds()}),
         )
@@ -130,7 +131,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
             told = _summary(config, trainer, clock, first, last, time.monotonic() - began)
             told["status"] = "drained" if drained else "ok"
             write_file(run_dir.summary, json.dumps(told, indent=1).encode())
-            print(f"{config.run.name}: {end.reason}; {end.step} steps, {end.tokens:,} tokens")
+            print(f"{config.run.name}: {reason}; {trainer.step} steps, {trainer.tokens:,} tokens")
             print(f"val loss {last.val_loss:.4f} nats/token, {last.val_bits_per_byte:.4f} bits/byte; {run_dir.root}")
     return ExitCode.DRAINED if drained else ExitCode.OK
 

@@ -285,12 +285,11 @@ def save(
     keep: int = 3,
     disk: Disk = PLAIN_DISK,
 ) -> Path:
-    """Write ``root/name``, delete all but the newest ``keep`` checkpoints (0 deletes none), and return its path.
+    """Write ``root/name``, delete all but the newest ``keep`` checkpoints, and return its path.
 
     Once it returns, the checkpoint survives a power cut; if it dies before, the older ones are untouched.
     ``tensors`` are named ``part/rest``, on any device, and share no memory.  CheckpointError if it cannot be written.
     """
-    require(keep >= 0, "keep", keep, "0 (all) or more")
     path, temporary = root / name, root / f"{TEMPORARY}{name}"
     with attempting(root, name, disk):
         disk.settle(root, Step.CHECKPOINT_FOLDER)
@@ -321,7 +320,7 @@ def publish(root: Path, name: str, keep: int, disk: Disk) -> None:
     disk.rename(temporary, path, Step.CHECKPOINT_RENAME)
     disk.sync_folder(root, Step.CHECKPOINT_FOLDER)
     disk.remove(replaced, Step.CHECKPOINT_PRUNE)
-    for old in names(root)[:-keep] if keep else []:
+    for old in names(root)[:-keep]:
         if old != name:
             disk.remove(root / old, Step.CHECKPOINT_PRUNE)
 
@@ -468,6 +467,7 @@ class Writer:
 
     All ranks call all methods alike; those that communicate are marked.  An error of the background write is raised by
     the next call that asks for it.  ``synchronous`` writes in the caller's thread, for deterministic runs.
+    Each kind of writer adds ``submit``, which copies a state and starts to write it.
     """
 
     in_memory = False
@@ -490,21 +490,16 @@ class Writer:
             )
 
     def words(self) -> list[float]:
-        """Return this rank's numbers for the collective at the end of a step; ``heard`` gets their sums."""
-        return []
+        """Return this rank's numbers for the collective at the end of a step; ``heard`` gets the sums of all but the
+        first, which is whether a checkpoint can begin.
+
+        Raises the error of the last checkpoint if this rank could not finish it, once.
+        """
+        return [float(not self.busy)]
 
     def heard(self, words: Sequence[float]) -> str:
         """Take the sums of all ranks' ``words``.  Return why a checkpoint could not be written, if one could not."""
         return ""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether a checkpoint can begin; raises the error of the last one if it failed on this rank."""
-        return not self.busy
-
-    def submit(self, name: str, state: State) -> None:
-        """Copy ``state`` and start to write it as ``name``.  A collective."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait until no rank is writing.  A collective.
@@ -528,8 +523,7 @@ class Writer:
 
     def start(self, write: Callable[[], object]) -> None:
         """Start ``write``; must not be called while ``busy``.  The caller must not change what is written."""
-        if self.busy:
-            raise AssertionError("one checkpoint at a time: check busy first")
+        assert not self.busy, "one checkpoint at a time: check busy first"
         written: Future[object] = Future()
         self._written = written
 
@@ -557,7 +551,7 @@ class WholeWriter(Writer):
     """Rank 0 writes each checkpoint (format 1): every rank holds the whole model."""
 
     def submit(self, name: str, state: State) -> None:
-        """See ``Writer``."""
+        """Copy ``state`` and start to write it as ``name``.  A collective."""
         states = {
             f"random/{rank}/{kind}": theirs
             for kind, mine in state.random.items()
@@ -600,28 +594,22 @@ class PartWriter(Writer):
             self._disk.remove(left, Step.CHECKPOINT_PRUNE)
 
     def words(self) -> list[float]:
-        """Return [part done, part failed] of this rank as 0 or 1."""
+        """See ``Writer``; the others are whether this rank's part is done, and whether it failed."""
         if not self._name:
-            return [0.0, 0.0]
-        if not self._why:
-            try:
-                if self.busy:
-                    return [0.0, 0.0]
-            except CheckpointError as error:
-                self._why = str(error)
-        return [float(not self._why), float(bool(self._why))]
-
-    @property
-    def is_free(self) -> bool:
-        """See ``Writer``; it raises if this rank could not publish the last checkpoint."""
-        return not self._name and not self.busy
+            return [*super().words(), 0.0, 0.0]
+        done = False
+        try:
+            done = not self._why and not self.busy
+        except CheckpointError as error:
+            self._why = str(error)
+        return [0.0, float(done), float(self._why != "")]
 
     def submit(self, name: str, state: State) -> None:
-        """See ``Writer``."""
+        """Copy this rank's part of ``state`` and start to write it."""
         rank = self.group.rank
         own = {**state.extra, **{f"random/{rank}/{kind}": mine for kind, mine in state.random.items()}}
         parts = kept(state.tensors, own, self._place)
-        self._name, self._meta, self._why = name, state.meta, ""
+        self._name, self._meta = name, state.meta
         self.start(lambda: self._write_part(name, parts))
 
     def heard(self, words: Sequence[float]) -> str:
@@ -629,11 +617,12 @@ class PartWriter(Writer):
         done, failed = words
         if not self._name or done + failed < self.group.world:
             return ""
-        name, self._name = self._name, ""
+        name, why = self._name, self._why
+        self._name = self._why = ""
         if failed:
             if self._tidies:
                 discard(self._root, name, self._disk)
-            return self._why or f"another rank could not write its part of {self._root / name}"
+            return why or f"another rank could not write its part of {self._root / name}"
         self._finish(name, self._meta)
         return ""
 
@@ -648,15 +637,13 @@ class PartWriter(Writer):
 
     def settle(self) -> None:
         """See ``Writer``; waits for the parts, and then for their publication."""
-        error: CheckpointError | None = None
         try:
-            self.wait(self._wait_s)
-        except CheckpointError as raised:
-            error, self._why = raised, self._why or str(raised)
-        why = self.heard(self.group.all_reduce_sum(self.words()))
-        with failing_alike(self.group):
-            if error is not None:
-                raise error
-            if why:
-                raise CheckpointError(why)
-            self.wait(self._wait_s)
+            with failing_alike(self.group):
+                self.wait(self._wait_s)
+                if self._why:
+                    raise CheckpointError(self._why)
+        except CheckpointError:
+            self.heard([0.0, self.group.world])
+            raise
+        self.heard([self.group.world, 0.0])
+        super().settle()

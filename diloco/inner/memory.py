@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from diloco.inner.holding import Spread
     from diloco.inner.parallel import SiteGroup
 
+    Log = Callable[[str, dict[str, object]], None]
+
 CHUNK_BYTES = 16 << 20
 """Most bytes of a file in memory at a time, for each rank that this one sends to or receives from."""
 ABSENT = -1
@@ -185,15 +187,7 @@ class MemoryWriter(PartWriter):
 
     in_memory = True
 
-    def __init__(
-        self,
-        root: Path,
-        synchronous: bool,
-        wait_s: float,
-        spread: Spread,
-        log: Callable[[str, dict[str, object]], None],
-        disk: Disk,
-    ) -> None:
+    def __init__(self, root: Path, synchronous: bool, wait_s: float, spread: Spread, log: Log, disk: Disk) -> None:
         """``root`` is this machine's folder in memory, used by this site only."""
         super().__init__(root, KEPT, synchronous, wait_s, spread, disk)
         private_folder(root)

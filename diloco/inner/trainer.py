@@ -29,7 +29,6 @@ from diloco.inner.checkpoint import (
     PartWriter,
     State,
     WholeWriter,
-    Writer,
     rank_name,
 )
 from diloco.inner.holding import Spread
@@ -127,15 +126,6 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnd:
-    """Why ``run`` returned, and the counts at that time."""
-
-    reason: str
-    step: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Resumed:
     """The state restored from a checkpoint.  ``tensors`` and ``meta`` are what ``extra_state`` returned at its writing.
 
@@ -150,11 +140,6 @@ class Resumed:
 
 AfterStep = Callable[[StepInfo], Verdict]
 ExtraState = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
-
-
-def no_extra_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the extra state of a caller that has none."""
-    return {}, {}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -201,11 +186,15 @@ def load_parameters(found: Checkpoint, model: nn.Module) -> None:
 Log = Callable[[str, dict[str, object]], None]
 
 
+Capture = Callable[[bool], "State | None"]
+"""Returns what a checkpoint holds, None if it may not be saved.  It is told whether ``after_step`` was called for the
+step.  A collective."""
+
+
 class Saving:
     """Decides when ``writer`` writes a checkpoint of a trainer's state.  All ranks decide alike."""
 
-    def __init__(self, writer: Writer, every_steps: int, capture: Callable[[bool], State | None], log: Log) -> None:
-        """``capture`` is told whether ``after_step`` was called for the step; None if the state cannot be saved."""
+    def __init__(self, writer: WholeWriter | PartWriter, every_steps: int, capture: Capture, log: Log) -> None:
         self.writer, self._every_steps, self._capture, self._log = writer, every_steps, capture, log
         self.written = ""
         """Name of the newest checkpoint that is written or being written."""
@@ -215,14 +204,14 @@ class Saving:
     def words(self, step: int) -> list[float]:
         """Return this rank's numbers for the collective at the end of ``step``; ``heard`` gets their sums."""
         self._due = self._due or (self._every_steps > 0 and step % self._every_steps == 0)
-        free = True
         try:
-            # A write still under way makes the due checkpoint wait for a later step instead of blocking training.
-            free = self.writer.is_free
+            free, *others = self.writer.words()
         except CheckpointError as error:
             # The next one is tried when it is due.  The older ones are valid: a full disk does not end training.
             self._not_written(step, str(error))
-        return [float(free and self._due), *self.writer.words()]
+            free, *others = self.writer.words()
+        # A write still under way makes the due checkpoint wait for a later step instead of blocking training.
+        return [float(free and self._due), *others]
 
     def heard(self, step: int, words: Sequence[float], sound: bool) -> None:
         """Take the sums of all ranks' ``words``, and decide whether to save now.
@@ -257,7 +246,6 @@ class Saving:
             self.writer.settle()
 
     def _not_written(self, step: int, why: str) -> None:
-        self.written = ""
         what = "memory checkpoint not written" if self.writer.in_memory else "checkpoint not written"
         self._log("note", {"note": what, "why": why, "step": step})
 
@@ -320,7 +308,6 @@ class Trainer:
         """Rank 0 calls it at the end of each step: whether ``after_step`` may read or write the model's values."""
         self._progress: float | None = None
         self._log: Log = log or (lambda what, fields: None)
-        self._extra_state = no_extra_state
         self._checkpoint_dir = checkpoint_dir
         how = (options.deterministic, options.checkpoint_wait_s, self.spread)
         self.saving: Saving | None = None
@@ -340,12 +327,14 @@ class Trainer:
     def run(
         self,
         *,
-        until_step: int | None = None,
-        until_tokens: int | None = None,
+        until_step: float = math.inf,
+        until_tokens: float = math.inf,
         after_step: AfterStep = lambda info: Verdict(),
-        extra_state: ExtraState = no_extra_state,
-    ) -> RunEnd:
+        extra_state: ExtraState = lambda: ({}, {}),
+    ) -> str:
         """Train until a bound is reached or ``after_step`` returns stop; then write a last checkpoint, if enabled.
+
+        Returns why it stopped.
 
         ``extra_state`` returns the caller's state, which each checkpoint includes.  It is called on every rank.  Its
         tensors have different names on each rank; a checkpoint written by rank 0 alone has only those of rank 0.  Only
@@ -365,10 +354,10 @@ class Trainer:
             redo, self._redo = self._redo, None
             verdict = after_step(redo) if redo is not None else Verdict()
             while not verdict.stop:
-                if until_step is not None and self.step >= until_step:
+                if self.step >= until_step:
                     verdict = Verdict(stop=True, reason=f"reached step {until_step}")
                     break
-                if until_tokens is not None and self.tokens >= until_tokens:
+                if self.tokens >= until_tokens:
                     verdict = Verdict(stop=True, reason=f"reached {until_tokens} tokens")
                     break
                 info = self._train_step(until_step, until_tokens)
@@ -390,7 +379,7 @@ class Trainer:
                 self.saving.at_end(self.step)
             if self._memory is not None:
                 self._memory.end()
-        return RunEnd(verdict.reason or "asked to stop", self.step, self.tokens)
+        return verdict.reason or "asked to stop"
 
     def skip_data(self, cursor: int) -> None:
         """Move the data cursor forward to ``cursor``, never back.  Call it on all ranks alike."""
@@ -415,8 +404,8 @@ class Trainer:
         self._last = StepInfo(**told["last"])
         # ``passes`` was agreed before the restart: this time ``after_step`` may use the model's values.
         self._redo = None if told["after_step_done"] else replace(self._last, passes=False)
-        for saving in self._savings:
-            saving.written = found.path.name
+        if self.saving is not None:
+            self.saving.written = found.path.name
         if told["data"] != self.stream.identity:
             self._log("note", {"note": "other data than before", "why": "text, split, sharing or seed has changed"})
         facts = {"step": self.step, "tokens": self.tokens, "path": str(found.path)}
@@ -477,13 +466,12 @@ class Trainer:
 
     # One step.
 
-    def _train_step(self, until_step: int | None, until_tokens: int | None) -> StepInfo:
+    def _train_step(self, until_step: float, until_tokens: float) -> StepInfo:
         begin_ns = time.perf_counter_ns()
         inner, device = self.optimizers.options, self.group.device
         progress = self._progress
         if progress is None:  # Then measure it against the bounds of ``run``.
-            by_step = self.step / until_step if until_step else 0.0
-            progress = max(by_step, self.tokens / until_tokens if until_tokens else 0.0)
+            progress = max(self.step / until_step, self.tokens / until_tokens)
         self.optimizers.set_lr_factor(lr_factor(inner, progress, self.step))
         summed = torch.zeros((), device=device)
         for micro in range(inner.accumulation):

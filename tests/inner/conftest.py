@@ -14,7 +14,7 @@ import pytest
 from diloco.durable import Disk, Step
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest
-from diloco.inner.trainer import ExtraState, StepInfo, Trainer, Verdict, no_extra_state
+from diloco.inner.trainer import ExtraState, StepInfo, Trainer, Verdict
 from tests.layouts import heard, ranks
 
 
@@ -71,7 +71,7 @@ def steps_of(
     made: Trainer,
     until_step: int,
     also: Callable[[StepInfo], object] = lambda info: None,
-    extra_state: ExtraState = no_extra_state,
+    extra_state: ExtraState = lambda: ({}, {}),
 ) -> list[StepInfo]:
     """What is told of each step until then; ``also`` is called after each."""
     found: list[StepInfo] = []

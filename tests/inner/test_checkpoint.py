@@ -197,19 +197,18 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     monkeypatch.setattr(checkpoint, "write_part", slow)
     made = writer(tmp_path)
     made.begin(resumed=False)
-    assert made.is_free
+    assert made.words() == [1.0, 0.0, 0.0]
     made.submit("step-1", state(1.0))
-    assert made.words() == [0.0, 0.0]
-    assert not made.is_free
+    assert made.words() == [0.0, 0.0, 0.0]
     assert made.heard([0.0, 0.0]) == ""
     gate.set()
     made.wait(20)
     assert names(tmp_path) == []  # It is whole, and no rank has said so yet.
-    assert made.words() == [1.0, 0.0]
+    assert made.words() == [0.0, 1.0, 0.0]
     assert made.heard([1.0, 0.0]) == ""
     made.settle()
     assert names(tmp_path) == ["step-1"]
-    assert made.is_free
+    assert made.words() == [1.0, 0.0, 0.0]
     made.submit("step-2", state(1.0))
     made.wait(20)
     assert "another rank could not write its part of" in made.heard([0.0, 1.0])
@@ -254,8 +253,8 @@ def test_what_a_dead_attempt_left_is_removed_and_only_the_newest_are_kept(tmp_pa
     with pytest.raises(CheckpointError, match="already holds step-3, and this run did not resume"):
         writer(tmp_path).begin(resumed=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
-    save(tmp_path, "step-5", some(5), {}, keep=0)
-    assert names(tmp_path) == ["step-2", "step-3", "step-5"]
+    save(tmp_path, "step-5", some(5), {}, keep=2)
+    assert names(tmp_path) == ["step-3", "step-5"]
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*file"):
         writer(tmp_path / "file").begin(resumed=False)

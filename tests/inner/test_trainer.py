@@ -161,7 +161,7 @@ def test_a_checkpoint_comes_before_after_step_and_a_resume_calls_it_again(
 
     end = resumed.run(after_step=once_more)
     assert again == infos[-1:]
-    assert (end.reason, end.step) == ("drained", 4)
+    assert (end, resumed.step) == ("drained", 4)
     # The checkpoint at the end of a run was taken after after_step, which is therefore not called again.
     assert names(tmp_path)[-1] == "step-0000000004-end"
     third = make(manifest, tmp_path, deterministic=True)
@@ -292,17 +292,17 @@ def test_accumulating_small_batches_is_one_large_batch_and_bounds_stop_before_a_
     large = make(manifest, inner={"optimizer": "sgd", "lr": 0.5, "batch_sequences": 8})
     small = make(manifest, inner={"optimizer": "sgd", "lr": 0.5, "batch_sequences": 2, "accumulation": 4})
     for made in (large, small):
-        assert made.run(until_tokens=200).reason == "reached 200 tokens"
+        assert made.run(until_tokens=200) == "reached 200 tokens"
         made.run(until_step=3)
         end = made.run(until_step=3)
-        assert (end.reason, end.step, end.tokens, made.cursor) == ("reached step 3", 3, 3 * 8 * 16, 24)
+        assert (end, made.step, made.tokens, made.cursor) == ("reached step 3", 3, 3 * 8 * 16, 24)
     for name, parameter in large.model.named_parameters():
         assert torch.allclose(parameter, small.model.get_parameter(name), rtol=1e-4, atol=1e-6), name
     large.skip_data(5)
     assert large.cursor == 24
     large.skip_data(40)
     assert [info.cursor for info in steps_of(large, 4)] == [48]
-    assert large.run(until_step=9, after_step=lambda info: Verdict(stop=True)).reason == "asked to stop"
+    assert large.run(until_step=9, after_step=lambda info: Verdict(stop=True)) == "asked to stop"
     assert (large.step, large.tokens) == (5, 5 * 8 * 16)
 
 
