@@ -87,11 +87,11 @@ def failing_alike(group: SiteGroup) -> Iterator[None]:
         yield
     except CheckpointError as error:
         own = error
-    told = group.all_gather_json([str(own), isinstance(own, LateError)] if own is not None else None)
-    errors = [each for each in told if each is not None]
-    if errors:
-        kind = LateError if any(late for _, late in errors) else CheckpointError
-        raise kind(str(own) if own is not None else errors[0][0]) from own
+    told = group.all_gather_json([str(own or ""), isinstance(own, LateError)])
+    whys = [why for why, _ in told if why]
+    if whys:
+        kind = LateError if any(late for _, late in told) else CheckpointError
+        raise kind(str(own or whys[0])) from own
 
 
 @contextlib.contextmanager

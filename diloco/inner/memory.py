@@ -76,11 +76,14 @@ class Machines:
         """``folder`` is this machine's folder in memory, and must exist."""
         told = [each.decode() for each in group.all_gather_bytes(_identity(folder).encode())]
         names = list(dict.fromkeys(told))
-        self.of_rank = [names.index(each) for each in told]
-        """The index of each rank's machine."""
-        self.here = self.of_rank[group.rank]
-        self.ranks = [[rank for rank, at in enumerate(self.of_rank) if at == machine] for machine in range(len(names))]
+        self.here = names.index(told[group.rank])
+        self.ranks = [[rank for rank, each in enumerate(told) if each == name] for name in names]
         """The ranks of each machine."""
+        self.second: dict[int, int] = {}
+        """The rank on the next machine that keeps the second copy of each rank; empty if there is one machine."""
+        for ranks, others in zip(self.ranks, self.ranks[1:] + self.ranks[:1], strict=True):
+            if others is not ranks:
+                self.second |= {rank: others[at % len(others)] for at, rank in enumerate(ranks)}
         self.is_first_here = self.ranks[self.here][0] == group.rank
         """Whether this rank is the first of its machine, which publishes and transfers for it."""
         self._broken = ""
@@ -88,18 +91,6 @@ class Machines:
         if len(names) > 1:
             with group.bounded("making a group for copies"):
                 self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.timeout_s))
-
-    def second_of(self, rank: int) -> int | None:
-        """Return the rank on the next machine that keeps the second copy of ``rank``; None if there is one machine."""
-        if len(self.ranks) == 1:
-            return None
-        machine = self.of_rank[rank]
-        others = self.ranks[(machine + 1) % len(self.ranks)]
-        return others[self.ranks[machine].index(rank) % len(others)]
-
-    def firsts_of(self, rank: int) -> list[int]:
-        """Return the ranks whose second copy ``rank`` keeps."""
-        return [other for other in range(len(self.of_rank)) if self.second_of(other) == rank]
 
     def exchange(self, sends: Mapping[int, Sequence[Path]], receives: Mapping[int, Sequence[Path]], disk: Disk) -> None:
         """Send files to ranks, and write those received from others.  Both ends list the same files in the same order.
@@ -219,9 +210,9 @@ class MemoryWriter(PartWriter):
 
     def _write_part(self, name: str, parts: Mapping[str, Part]) -> None:
         folder, rank = self._root / f"{TEMPORARY}{name}", self.group.rank
-        second, firsts = self._machines.second_of(rank), self._machines.firsts_of(rank)
-        sends = {} if second is None else {second: files_of(folder, rank_name(rank))}
-        receives = {first: files_of(folder, rank_name(first)) for first in firsts}
+        second = self._machines.second
+        sends = {second[rank]: files_of(folder, rank_name(rank))} if rank in second else {}
+        receives = {first: files_of(folder, rank_name(first)) for first, keeper in second.items() if keeper == rank}
         try:
             self._write_own(name, parts)
         except CheckpointError:
@@ -229,7 +220,7 @@ class MemoryWriter(PartWriter):
                 self._machines.exchange(sends, receives, self._disk)
             raise
         self._machines.exchange(sends, receives, self._disk)
-        for first in firsts:
+        for first in receives:
             verify_part(folder, rank_name(first))
 
     def _write_own(self, name: str, parts: Mapping[str, Part]) -> None:

@@ -159,7 +159,7 @@ def exchange_files(group: SiteGroup, out: list[Path]) -> None:
         folder.mkdir()
     group.all_reduce_sum([0.0])
     between = Machines(group, mine)
-    assert (between.ranks, between.second_of(0), between.firsts_of(1)) == ([[0], [1]], 1, [0])
+    assert (between.ranks, between.second) == ([[0], [1]], {0: 1, 1: 0})
     content = bytes(range(256)) * (100 + group.rank)
     (mine / "large").write_bytes(content)
     (mine / "empty").write_bytes(b"")

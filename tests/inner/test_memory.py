@@ -119,13 +119,12 @@ def test_every_part_has_a_second_copy_on_the_next_machine(tmp_path: Path, monkey
     told = ["x", "x", "x", "y", "y", "z"]
     found = among(told, 3, tmp_path, monkeypatch)
     assert found.ranks == [[0, 1, 2], [3, 4], [5]]
-    assert [found.second_of(rank) for rank in range(6)] == [3, 4, 3, 5, 5, 0]
-    assert [found.firsts_of(rank) for rank in range(6)] == [[5], [], [], [0, 2], [1], [3, 4]]
+    assert found.second == {0: 3, 1: 4, 2: 3, 3: 5, 4: 5, 5: 0}
     assert found.is_first_here
     assert not among(told, 4, tmp_path, monkeypatch).is_first_here
-    assert among(["x", "x"], 0, tmp_path, monkeypatch).second_of(0) is None
+    assert among(["x", "x"], 0, tmp_path, monkeypatch).second == {}
     alone = Machines(SiteGroup(device="cpu"), tmp_path)
-    assert (alone.ranks, alone.here, alone.second_of(0), alone.firsts_of(0)) == ([[0]], 0, None, [])
+    assert (alone.ranks, alone.here, alone.second) == ([[0]], 0, {})
     (tmp_path / "other").mkdir()
     assert memory._identity(tmp_path) == memory._identity(tmp_path / "other" / "..")
     assert memory._identity(tmp_path) != memory._identity(tmp_path / "other")
