@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -42,7 +43,7 @@ from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.parallel import Box, HoldingError, box_of, local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
@@ -192,24 +193,14 @@ class Holding:
 
         Each value that ``at`` does not hold is sent once, by the first of the ranks that hold it.
         """
-        group, plan = self.group, self._plan(pieces)
-        away = [share for share in plan if at not in share.ranks]
-        if group.rank == at:
-            assert into is not None
+        plan = self._plan(pieces)
+        if into is not None:
             _check(into, plan)
             for part in _parts(share for share in plan if at in share.ranks):
                 part.of(into).copy_(self._held_of(part))
-        if not away:
-            return
-        sent = [[share for share in away if share.ranks[0] == rank] for rank in range(group.world)]
-        message = torch.empty(_numel(sent[group.rank]), device=group.device)
-        for part, values in _cut(message, _parts(sent[group.rank])):
-            values.copy_(self._held_of(part))
-        to = [message.numel() if rank == at else 0 for rank in range(group.world)]
-        come = group.all_to_all(message, to, [0 if into is None else _numel(shares) for shares in sent])
-        if into is not None:
-            for part, values in _cut(come, _parts(itertools.chain(*sent))):
-                part.of(into).copy_(values)
+        away = [share for share in plan if at not in share.ranks]
+        sent = [[share for share in away if share.ranks[0] == rank] for rank in range(self.group.world)]
+        self._exchange(at, into, sent, to_hub=True)
 
     def scatter(self, pieces: Sequence[Piece], values: Tensor | None, of: int = 0, *, own: bool = True) -> None:
         """Write the flat fp32 ``values`` of rank ``of`` into every rank's part of ``pieces``; the others pass None.
@@ -217,33 +208,45 @@ class Holding:
         Without ``own``, rank ``of`` does not write its own part: it has these values already.
         """
         group, plan = self.group, self._plan(pieces)
-        is_source = group.rank == of
-        if is_source:
-            assert values is not None
+        if values is not None:
             _check(values, plan)
             if own:
                 for part in _parts(share for share in plan if of in share.ranks):
                     self._held_of(part).copy_(part.of(values))
-        if self.is_copied(pieces):
-            if group.world > 1:
-                whole = values if values is not None else torch.empty(_numel(plan), device=group.device)
-                group.broadcast_(whole, of)
-                if not is_source:
-                    for part in _parts(plan):
-                        self._held_of(part).copy_(part.of(whole))
+        if not self.is_copied(pieces):
+            taken = [[share for share in plan if rank in share.ranks and rank != of] for rank in range(group.world)]
+            self._exchange(of, values, taken, to_hub=False)
+        elif group.world > 1:
+            whole = values if values is not None else torch.empty(_numel(plan), device=group.device)
+            group.broadcast_(whole, of)
+            if values is None:
+                for part in _parts(plan):
+                    self._held_of(part).copy_(part.of(whole))
+
+    def _exchange(self, hub: int, flat: Tensor | None, shares: Sequence[Sequence[Share]], *, to_hub: bool) -> None:
+        """Copy what the other ranks hold into the ``flat`` values of rank ``hub``, or, if not ``to_hub``, back.
+
+        ``shares`` has for each rank what it sends to ``hub``, or receives.
+        """
+        group, sends = self.group, (flat is not None) != to_hub
+        assert (flat is not None) == (group.rank == hub), "only the hub passes values"
+        if not any(shares):
             return
-        taken = [[share for share in plan if rank in share.ranks and rank != of] for rank in range(group.world)]
-        if not any(taken):
-            return
-        to = [0 if values is None else _numel(shares) for shares in taken]
-        message = torch.empty(sum(to), device=group.device)
-        if values is not None:
-            for part, room in _cut(message, _parts(itertools.chain(*taken))):
-                room.copy_(part.of(values))
-        mine = taken[group.rank]
-        come = group.all_to_all(message, to, [_numel(mine) if rank == of else 0 for rank in range(group.world)])
-        for part, found in _cut(come, _parts(mine)):
-            self._held_of(part).copy_(found)
+        if flat is not None:
+            place: Callable[[Part], Tensor] = partial(Part.of, values=flat)
+            parts, numels = _parts(itertools.chain(*shares)), [_numel(each) for each in shares]
+        else:
+            place, mine = self._held_of, shares[group.rank]
+            parts, numels = _parts(mine), [_numel(mine) if rank == hub else 0 for rank in range(group.world)]
+        nothing = [0] * group.world
+        message = torch.empty(sum(numels) if sends else 0, device=group.device)
+        if sends:
+            for part, values in _cut(message, parts):
+                values.copy_(place(part))
+        come = group.all_to_all(message, *((numels, nothing) if sends else (nothing, numels)))
+        if not sends:
+            for part, values in _cut(come, parts):
+                place(part).copy_(values)
 
     def _held_of(self, part: Part) -> Tensor:
         """Return ``part`` of what this rank holds, as a view."""
@@ -263,9 +266,7 @@ class Holding:
             hashed = hashlib.sha256()
             for name in (each for each in names if each in self._parameters):
                 hashed.update(self.part(name).to("cpu", torch.float32).contiguous().numpy().data)
-            mine = torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
-            digests = [bytes(digest.tolist()).hex() for digest in self.group.all_gather(mine)]
-            found.append(Compared(names, ranks, digests))
+            found.append(Compared(names, ranks, self.group.all_gather_json(hashed.hexdigest())))
         return found
 
     def _plan(self, pieces: Sequence[Piece]) -> tuple[Share, ...]:
@@ -429,8 +430,7 @@ class Spread:
     """One model, held by the ranks of a site.  Make it before the optimizers, because it may replace parameters."""
 
     def __init__(self, model: nn.Module, group: SiteGroup, options: ParallelOptions | None = None) -> None:
-        self.options = options or ParallelOptions()
-        self.group, self.sizes = group, self.options.sizes(group.world)
+        self.group, self.sizes = group, (options or ParallelOptions()).sizes(group.world)
         copies, shards, tensor = self.sizes
         self.is_sharded = shards > 1 or tensor > 1
         self.data_rank, self.data_world = group.rank // tensor, copies * shards

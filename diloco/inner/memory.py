@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import os
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ class Machines:
 
     def __init__(self, group: SiteGroup, folder: Path) -> None:
         """``folder`` is this machine's folder in memory, and must exist."""
-        told = [each.decode() for each in group.all_gather_bytes(_identity(folder).encode())]
+        told = group.all_gather_json(_identity(folder))
         names = list(dict.fromkeys(told))
         self.here = names.index(told[group.rank])
         self.ranks = [[rank for rank, each in enumerate(told) if each == name] for name in names]
@@ -238,8 +239,7 @@ class MemoryWriter(PartWriter):
         told = self.group.all_gather_json(mine)
         ranks = {rank_name(rank): each["digest"] for rank, each in enumerate(told)}
         if self._tidies:
-            work = (self._root, name, ranks, told[0]["meta"], self._keep, self._disk)
-            self.start(lambda: publish_parts(*work))
+            self.start(partial(publish_parts, self._root, name, ranks, told[0]["meta"], self._keep, self._disk))
         size, copies = sum(each["bytes"] for each in told), min(2, len(self._machines.ranks))
         self._log("memory_checkpoint", {"name": name, "bytes": size, "copies": copies})
 

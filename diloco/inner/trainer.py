@@ -5,7 +5,7 @@ then a checkpoint if one is due; then ``after_step(k)``.  After a resume from th
 ``after_step(k)`` again before step k + 1.  So that call must be repeatable from the state that ``extra_state`` saved.
 
 A checkpoint has the trainer's state as named tensors, ``model/...``, ``optimizer/...`` and ``random/<rank>/...``.
-``Saving`` decides when to write one, and which one to resume from.  All ranks decide alike.
+``Saving`` decides when to write one.  All ranks decide alike, also on the one to resume from.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def load_parameters(found: Checkpoint, model: nn.Module) -> None:
 Log = Callable[[str, dict[str, object]], None]
 
 
-Capture = Callable[[bool], "State | None"]
+Capture = Callable[[bool], State | None]
 """Returns what a checkpoint holds, None if it may not be saved.  It is told whether ``after_step`` was called for the
 step.  A collective."""
 

@@ -109,9 +109,7 @@ def among(told: list[str], rank: int, tmp_path: Path, monkeypatch: pytest.Monkey
     """As ``rank`` sees ranks of which each is on the machine that ``told`` names."""
     monkeypatch.setattr(memory.dist, "new_group", lambda **options: None)
     alone = SiteGroup(device="cpu")
-    group: Any = SimpleNamespace(
-        rank=rank, timeout_s=1.0, bounded=alone.bounded, all_gather_bytes=lambda mine: [each.encode() for each in told]
-    )
+    group: Any = SimpleNamespace(rank=rank, timeout_s=1.0, bounded=alone.bounded, all_gather_json=lambda mine: told)
     return Machines(group, tmp_path)
 
 
