@@ -157,15 +157,16 @@ class Entry:
     """One tensor: its full shape, and which file holds which box of it."""
 
     shape: tuple[int, ...]
-    stretches: tuple[tuple[str, Box], ...]
+    stretches: list[tuple[str, Box]]
 
-    def meets(self, wanted: Box) -> list[tuple[str, Box, Box | None]]:
+    def meets(self, wanted: Box) -> list[tuple[str, Box, Box]]:
         """Return the files to read for the box ``wanted``, each with the box that it holds and their intersection.
 
-        Without any intersection (an empty box or tensor) it is the first file with None, from which to read the dtype.
+        Without any (an empty box or tensor) it is the first file with an empty box, from which to read the dtype.
         """
         met = [(file, held, meet) for file, held in self.stretches for meet in [held.within(wanted)] if meet]
-        return list(met) or [(*self.stretches[0], None)]
+        file, held = self.stretches[0]
+        return met or [(file, held, Box(held.starts, (0,) * len(self.shape)))]
 
 
 class Checkpoint:
@@ -210,17 +211,17 @@ class Checkpoint:
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
         """All tensors by name."""
-        found: dict[str, list[tuple[str, Box]]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        found: dict[str, Entry] = {}
         for file in sorted(self.digests):
             for name, shape, box in self._boxes[file] if file in self._boxes else self._listed(file):
-                if shapes.setdefault(name, shape) != shape:
-                    raise CheckpointError(f"{self.path} holds {name} in two shapes, {shapes[name]} and {shape}")
-                found.setdefault(name, []).append((file, box))
-        for name, boxes in found.items():
-            if sum(math.prod(box.sizes) for _, box in boxes) != math.prod(shapes[name]):
+                entry = found.setdefault(name, Entry(shape, []))
+                if entry.shape != shape:
+                    raise CheckpointError(f"{self.path} holds {name} in two shapes, {entry.shape} and {shape}")
+                entry.stretches.append((file, box))
+        for name, entry in found.items():
+            if sum(math.prod(box.sizes) for _, box in entry.stretches) != math.prod(entry.shape):
                 raise CheckpointError(f"{self.path} does not hold every value of {name} once")
-        return {name: Entry(shapes[name], tuple(boxes)) for name, boxes in found.items()}
+        return found
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -237,14 +238,12 @@ class Checkpoint:
         wanted = box or whole_box(entry.shape)
         values: Tensor | None = None
         for file, held, meet in entry.meets(wanted):
-            inside = meet.seen_from(held).slices if meet else tuple(slice(0, 0) for _ in held.sizes)
             path = self.path / file
             with reading(path), safe_open(path, "pt") as tensors:
-                found: Tensor = tensors.get_slice(name.removeprefix(f"{path.stem}/"))[inside]
+                found: Tensor = tensors.get_slice(name.removeprefix(f"{path.stem}/"))[meet.seen_from(held).slices]
             if values is None:
                 values = torch.empty(wanted.sizes, dtype=found.dtype)
-            if meet is not None:
-                values[meet.seen_from(wanted).slices] = found
+            values[meet.seen_from(wanted).slices] = found
         assert values is not None, "an entry has a file"
         return values
 
