@@ -419,20 +419,14 @@ def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk
         return digest_of_file(listed)
 
 
-def commit(root: Path, name: str, world: int, meta: Mapping[str, Any], keep: int, disk: Disk = PLAIN_DISK) -> None:
-    """Publish what ``world`` ranks have written as ``root/name``; delete all but the newest ``keep``."""
-    folder = root / f"{TEMPORARY}{name}"
-    with attempting(root, name, disk):
-        digests = {rank: digest_of_file(folder / f"{rank}.json") for rank in map(rank_name, range(world))}
-    publish_parts(root, name, digests, meta, keep, disk)
+def commit(root: Path, name: str, digests: Sequence[str], meta: Mapping[str, Any], keep: int, disk: Disk) -> None:
+    """Publish what the ranks have written as ``root/name``; delete all but the newest ``keep``.
 
-
-def publish_parts(
-    root: Path, name: str, digests: Mapping[str, str], meta: Mapping[str, Any], keep: int, disk: Disk
-) -> None:
-    """Write the manifest with the ``digests`` of the ranks' own manifests, by rank name, and publish the checkpoint."""
+    ``digests`` are what ``write_part`` returned on each rank.
+    """
+    ranks = {rank_name(rank): digest for rank, digest in enumerate(digests)}
     with attempting(root, name, disk):
-        told = {"format": PARTS, "ranks": digests, "meta": dict(meta)}
+        told = {"format": PARTS, "ranks": ranks, "meta": dict(meta)}
         write_sealed(root / f"{TEMPORARY}{name}" / MANIFEST, told, disk)
         publish(root, name, keep, disk)
 
@@ -632,7 +626,13 @@ class PartWriter(Writer):
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
         """Publish the checkpoint; all ranks call it once all parts are durable."""
         if self._tidies:
-            self.start(lambda: commit(self._root, name, self.group.world, meta, self._keep, self._disk))
+            self.start(lambda: commit(self._root, name, self._digests(name), meta, self._keep, self._disk))
+
+    def _digests(self, name: str) -> list[str]:
+        """Return what ``write_part`` returned on each rank, from the files, which all ranks must see."""
+        folder = self._root / f"{TEMPORARY}{name}"
+        with writing(self._root / name):
+            return [digest_of_file(folder / f"{rank_name(rank)}.json") for rank in range(self.group.world)]
 
     def settle(self) -> None:
         """See ``Writer``; waits for the parts, and then for their publication."""

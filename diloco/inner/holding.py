@@ -466,10 +466,8 @@ class Spread:
         Between shards it reduces every time: to wait, every rank would have to keep a whole model's gradients, and a
         model is sharded because those do not fit.
         """
-        if self.is_sharded:
-            if self.sizes[0] > 1:
-                cast("FSDPModule", self.module).set_requires_all_reduce(last)
-            return nullcontext()
+        if self.is_sharded and self.sizes[0] > 1:
+            cast("FSDPModule", self.module).set_requires_all_reduce(last)
         if last or not isinstance(self.module, DistributedDataParallel):
             return nullcontext()
         return cast("AbstractContextManager[None]", self.module.no_sync())

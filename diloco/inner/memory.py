@@ -41,11 +41,11 @@ from diloco.inner.checkpoint import (
     CheckpointError,
     PartWriter,
     check_digest,
+    commit,
     digest_of_file,
     failing_alike,
     files_of,
     names,
-    publish_parts,
     rank_name,
     read_sealed,
     reading,
@@ -237,9 +237,9 @@ class MemoryWriter(PartWriter):
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
         mine = {"digest": self._digest, "bytes": self._bytes, "meta": meta if self.group.is_first else {}}
         told = self.group.all_gather_json(mine)
-        ranks = {rank_name(rank): each["digest"] for rank, each in enumerate(told)}
         if self._tidies:
-            self.start(partial(publish_parts, self._root, name, ranks, told[0]["meta"], self._keep, self._disk))
+            digests = [each["digest"] for each in told]
+            self.start(partial(commit, self._root, name, digests, told[0]["meta"], self._keep, self._disk))
         size, copies = sum(each["bytes"] for each in told), min(2, len(self._machines.ranks))
         self._log("memory_checkpoint", {"name": name, "bytes": size, "copies": copies})
 

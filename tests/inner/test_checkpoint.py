@@ -103,13 +103,14 @@ WHOLE = torch.arange(24.0).reshape(4, 6)
 
 def parted(root: Path, boxes: list[Box], shape: tuple[int, ...] = (4, 6)) -> Checkpoint:
     """A checkpoint of as many ranks as there are ``boxes``, each of which holds that of ``model/w``."""
+    digests = []
     for rank, box in enumerate(boxes):
         parts = {
             "model/w": Part(WHOLE[box.slices].contiguous(), box.starts, shape),
             f"random/{rank}/cpu": Part(torch.tensor([rank], dtype=torch.uint8), (0,), (1,)),
         }
-        write_part(root, "step-1", rank, parts)
-    commit(root, "step-1", len(boxes), {"step": 1}, 3)
+        digests.append(write_part(root, "step-1", rank, parts))
+    commit(root, "step-1", digests, {"step": 1}, 3, PLAIN_DISK)
     return Checkpoint(root / "step-1")
 
 
@@ -149,9 +150,9 @@ def test_a_tensor_with_a_hole_or_held_twice_or_of_two_shapes_is_no_checkpoint(tm
     for boxes in (QUARTERS[:3], [*ROWS, QUARTERS[0]]):
         with pytest.raises(CheckpointError, match="does not hold every value of model/w once"):
             assert parted(tmp_path, boxes).entries
-    for rank, shape in enumerate(((4, 6), (8, 6))):
-        write_part(tmp_path, "step-2", rank, {"model/w": Part(WHOLE, (0, 0), shape)})
-    commit(tmp_path, "step-2", 2, {}, 3)
+    parts = [{"model/w": Part(WHOLE, (0, 0), shape)} for shape in ((4, 6), (8, 6))]
+    digests = [write_part(tmp_path, "step-2", rank, part) for rank, part in enumerate(parts)]
+    commit(tmp_path, "step-2", digests, {}, 3, PLAIN_DISK)
     with pytest.raises(CheckpointError, match=r"holds model/w in two shapes, \(4, 6\) and \(8, 6\)"):
         assert Checkpoint(tmp_path / "step-2").entries
 
@@ -262,9 +263,9 @@ def test_what_a_dead_attempt_left_is_removed_and_only_the_newest_are_kept(tmp_pa
 
 def commit_of_two(root: Path, name: str, value: float, disk: Disk) -> None:
     """A checkpoint of two ranks, of which each holds a row."""
-    for rank in range(2):
-        write_part(root, name, rank, {"model/a": Part(torch.full((1, 3), value), (rank, 0), (2, 3))}, disk)
-    commit(root, name, 2, {"number": int(value)}, 2, disk)
+    parts = [{"model/a": Part(torch.full((1, 3), value), (rank, 0), (2, 3))} for rank in range(2)]
+    digests = [write_part(root, name, rank, part, disk) for rank, part in enumerate(parts)]
+    commit(root, name, digests, {"number": int(value)}, 2, disk)
 
 
 def wrong_after_cuts(tmp_path: Path, forgets: Step | None) -> int:

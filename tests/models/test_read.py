@@ -11,6 +11,7 @@ from diloco.config import build
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError, VerbError
 from diloco.config.model_files import write_folder
+from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import Part, commit, write_part
 from diloco.inner.evaluate import SamplingOptions, evaluate, generate
@@ -117,14 +118,15 @@ def test_what_was_trained_can_be_taken_also_from_parts_of_ranks_and_with_a_confi
     with pytest.raises(VerbError, match="does not say what was published"):
         take(str(folder.parent), version=2)
 
+    digests = []
     for rank in range(2):
         kept = {}
         for name, value in values.items():
             half = value.tensor_split(2)
             begin = (rank * len(half[0]), *[0] * (value.ndim - 1))
             kept[f"model/{name}"] = Part(half[rank].clone(), begin, tuple(value.shape))
-        write_part(folder, "step-0000000003", rank, kept)
-    commit(folder, "step-0000000003", 2, {}, 3)
+        digests.append(write_part(folder, "step-0000000003", rank, kept))
+    commit(folder, "step-0000000003", digests, {}, 3, PLAIN_DISK)
     taken = take(str(folder))
     assert all(torch.equal(taken.parameters[name], value) for name, value in values.items())
 
