@@ -237,6 +237,7 @@ def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     assert len(told) == 4
     assert "No space" in str(error.value)
     assert [fields["note"] for what, fields in notes if what == "note"] == ["checkpoint not written"] * 2
+    group.all_reduce_sum([0.0])
     assert not list(folder.iterdir())
 
 
