@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
 from tests.inner.spread_program import CASES, build, trained
 
@@ -48,6 +49,9 @@ def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path)
     trainer.may_act = lambda: (trainer.step % 2 == 1) == group.is_first
     told = trained(trainer, 3, also=lambda info: passes.append(info.passes))
     assert passes == [True, False, True]
+    newest = checkpoint.latest(out / "checkpoints")
+    assert newest is not None
+    assert [path for path in newest.entries if path.startswith("random/")] == ["random/0/cpu", "random/1/cpu"]
     save_file(dict(trainer.model.named_parameters()), out / f"straight-{rank}.safetensors")
     again = build(CASES["ddp"], corpus, group, out / "checkpoints")
     resumed = again.resume()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent import futures
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -216,6 +217,14 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     made.settle()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"], "nothing is left of it"
     made.settle()
+    for name, disk, words in (("step-3", NoRoom(), [0.0, 0.0, 1.0]), ("step-4", PLAIN_DISK, [0.0, 1.0, 0.0])):
+        made._disk = disk
+        made.submit(name, state(1.0))
+        futures.wait([made._written], 20)
+        assert made.words() == words, "what failed does not count for the next one"
+        assert ("No space left" in made.heard(words[1:])) == (name == "step-3")
+    made.settle()
+    assert names(tmp_path) == ["step-1", "step-4"]
 
 
 @pytest.mark.parametrize("end", [".safetensors", "manifest.json"])
@@ -230,8 +239,9 @@ def test_a_write_that_dies_is_said_and_costs_one_checkpoint(tmp_path: Path, end:
         made.settle()
     with pytest.raises(CheckpointError, match=r"step-2 could not be written: .*No space left"):
         save(whole, "step-2", some(2), {}, disk=disk)
-    assert names(parts) == []
-    assert names(whole) == ["step-1"]
+    assert not list(parts.iterdir()), "nothing is left of it"
+    assert [path.name for path in whole.iterdir()] == ["step-1"]
+    assert made.words() == [1.0, 0.0, 0.0]
     disk.end = "nothing"
     made.submit("step-2", state(2.0))
     made.settle()

@@ -168,6 +168,11 @@ def test_a_checkpoint_comes_before_after_step_and_a_resume_calls_it_again(
     third.resume()
     third.run(until_step=5, after_step=once_more)
     assert [info.step for info in again] == [4, 5]
+    facts: Facts = []
+    fourth = make(manifest, tmp_path, deterministic=True, facts=facts)
+    fourth.resume()
+    fourth.run(until_step=5)
+    assert [what for what, _ in facts] == ["resumed"], "it is written already"
 
 
 def test_a_resume_passes_over_a_damaged_checkpoint_in_words(manifest: CorpusManifest, tmp_path: Path) -> None:
