@@ -108,9 +108,12 @@ class Encoder:
             found, norm = seal_pieces(inputs.pieces, inputs.reference, sent, plain, payload)
             kept = Coded(plain, bytes_of(payload), numel)
             return Encoded(self.codec.closed(payload), kept, norm, found)
+        fed = None
+        if inputs.carried is not None:  # In memory allocated for the training stream.
+            fed = Fed(inputs.carried, *(torch.empty_like(inputs.local) for _ in range(3)))
         if self._passes is not None:
-            return self._encode_there(inputs, self._passes)
-        return self._encode_fetched(inputs)
+            return self._encode_there(inputs, fed, self._passes)
+        return self._encode_fetched(inputs, fed)
 
     def _feed_here(self, inputs: SealInputs, carried: Carried) -> Encoded:
         """Encode on the host with feedback, in ranges that are hashed and measured while still in the cache.  The
@@ -136,14 +139,11 @@ class Encoder:
         fed = Fed(carried, fresh, term, term if residual is None else residual)
         return Encoded(self.codec.closed(payload), decoded, sqrt(squares), found.text(), fed)
 
-    def _encode_there(self, inputs: SealInputs, passes: DevicePasses) -> Encoded:
+    def _encode_there(self, inputs: SealInputs, fed: Fed | None, passes: DevicePasses) -> Encoded:
         local, device = inputs.local, self._place.device
         payload, fault = passes.payload(local.numel(), device), new_fault(device)
         # The decoded values overwrite the copy of the site's values, as on the host.
         decoded, norm = local, torch.empty((), device=device)
-        fed = None
-        if inputs.carried is not None:
-            fed = Fed(inputs.carried, *(torch.empty_like(local) for _ in range(3)))
         told = self._room(payload.numel(), torch.uint8)
         told_fault, told_norm = self._room(1, torch.int32), self._room(1, torch.float32)
         with self._place.beside():
@@ -151,11 +151,8 @@ class Encoder:
                 sent = [values_of(each) for each in inputs.in_flight]
                 passes.encode((inputs.reference, local, *sent), payload, fault, decoded)
             else:
-                fed.fresh.copy_(inputs.pseudo_gradient())
-                fed.residual.copy_(fed.carried.onto(fed.fresh))
-                passes.encode((fed.residual,), payload, fault, decoded)
-                torch.sub(fed.fresh, decoded, out=fed.term)
-                fed.residual.sub_(decoded)
+                passes.encode((fed.measure(inputs),), payload, fault, decoded)
+                fed.subtract(decoded)
             torch.linalg.vector_norm(decoded, out=norm)
             told.copy_(payload, non_blocking=True)
             told_fault.copy_(fault, non_blocking=True)
@@ -165,25 +162,19 @@ class Encoder:
         here = self.codec.plain.decode(told.numpy().data, local.numel())
         return Encoded(closed, decoded, float(told_norm), digest(here), fed)
 
-    def _encode_fetched(self, inputs: SealInputs) -> Encoded:
+    def _encode_fetched(self, inputs: SealInputs, fed: Fed | None) -> Encoded:
         """Measure on the device, encode on the host, and compute the residual on the device."""
-        measured, there = self._room(inputs.local.numel(), torch.float32), torch.empty_like(inputs.local)
+        measured = self._room(inputs.local.numel(), torch.float32)
         with self._place.beside():
-            fresh = inputs.pseudo_gradient()
-            there.copy_(fresh if inputs.carried is None else inputs.carried.onto(fresh))
-            measured.copy_(there, non_blocking=True)
-        del fresh, there
+            values = inputs.pseudo_gradient() if fed is None else fed.measure(inputs)
+            measured.copy_(values, non_blocking=True)
+        del values
         payload = self.codec.encode(measured)
         decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
         norm, there = float(torch.linalg.vector_norm(decoded)), self._place.of(decoded)
-        fed: Fed | None = None
-        if inputs.carried is not None:
-            # In memory allocated for the training stream.
-            fed = Fed(inputs.carried, *(torch.empty_like(there) for _ in range(3)))
+        if fed is not None:
             with self._place.beside():
-                fed.fresh.copy_(inputs.pseudo_gradient())
-                torch.sub(fed.fresh, there, out=fed.term)
-                torch.sub(inputs.carried.onto(fed.fresh), there, out=fed.residual)
+                fed.subtract(there)
         return Encoded(payload, there, norm, digest(decoded), fed)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -185,6 +185,16 @@ class Fed:
     term: Tensor
     residual: Tensor
 
+    def measure(self, inputs: SealInputs) -> Tensor:
+        """Compute d, and return x, which takes the place of the residual until ``subtract``."""
+        self.fresh.copy_(inputs.pseudo_gradient())
+        return self.residual.copy_(self.carried.onto(self.fresh))
+
+    def subtract(self, decoded: Tensor) -> None:
+        """Compute the term and the residual from q, the ``decoded`` values."""
+        torch.sub(self.fresh, decoded, out=self.term)
+        self.residual.sub_(decoded)
+
 
 class Residuals:
     """The residuals of a site's fragments.  ``beta`` 0 turns feedback off.  Called under the agent's lock."""
