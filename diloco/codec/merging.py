@@ -9,8 +9,8 @@ fused multiply-add changes nothing.
 
 Merges other than the mean (:func:`merge_into`) read the updates twice, by ranges, so that memory holds at most a range
 of each site.  The first pass computes the products of the contributions with each other, segment by segment, from which
-``blend`` computes weights; the second pass merges with these.  Where tensors are corrected by the outer momentum, the
-products are tensor by tensor, and include those with the momentum.  Tensors, segments and ranges cut each other into
+``blend`` computes the weights of each group of segments; the second pass merges with these.  Where contributions are
+corrected by the outer momentum, the products include those with the momentum.  Segments and ranges cut each other into
 parts: sums are taken as above over each part, and added up in the order of the parts.  No bit depends on threads, nor
 on whether there are kernels.
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from math import inf, isfinite, lcm, sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -68,8 +68,7 @@ from diloco.codec.kernel_library import (
 )
 from diloco.outer.merge import (
     PAIRWISE,
-    UNCORRECTED,
-    Correction,
+    Merging,
     Segment,
     blend,
     corrected,
@@ -86,10 +85,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diloco.outer.merge import Change
-    from diloco.outer.optimizer import OuterRule
 
     Sites = Sequence[tuple[float, Sequence[tuple[PlainCodec, memoryview]]]]
-    Blends = Mapping[Segment, tuple[list[float], float]]
+    Blends = Mapping[int, tuple[list[float], float]]
 
 RANGE_VALUES = 128 * 1024
 Payload = tuple[Codec, bytes | memoryview]
@@ -168,23 +166,6 @@ def decoded(updates: Sequence[tuple[PlainCodec, bytes | memoryview]], numel: int
     return contribution
 
 
-@dataclass(frozen=True, slots=True)
-class Merging:
-    """How contributions are merged: ``segments`` partition the fragment in order; each contribution is corrected, and
-    then multiplied by its factor in ``factors``, if given.  All contributions must then have a positive weight.
-    """
-
-    segments: Sequence[Segment]
-    factors: Sequence[float] | None = None
-    correction: Correction = UNCORRECTED
-
-    @staticmethod
-    def of(rule: OuterRule, fragment: int, staleness: Sequence[int]) -> Merging | None:
-        """Return a fragment's merging for contributions of this ``staleness``; None for the weighted mean."""
-        segments = rule.segments_of(fragment)
-        return Merging(segments, rule.factors(staleness), rule.correction) if segments else None
-
-
 def merge_into(
     out: Tensor, sites: Sites, merging: Merging, cut: Ranges, spread: Spread, momentum: Tensor | None = None
 ) -> None:
@@ -196,27 +177,13 @@ def merge_into(
     segments = merging.segments
     assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), out.numel()], "no partition"
     work = _Merge(out, sites, merging, None if merging.correction.is_none else momentum)
-    blocks = [
-        _Block(start, stop, segment)
-        for segment in segments
-        for start, stop in pairwise((segment.start, *segment.cuts, segment.stop))
-    ]
-    totals = {block: [0.0] * len(work.pairs(block)) for block in blocks}
-    for _, found in zip(cut, spread(functools.partial(work.products, blocks), cut), strict=True):
-        for block, products in found.items():
-            totals[block] = [total + each for total, each in zip(totals[block], products, strict=True)]
+    totals = {segment: [0.0] * len(work.pairs(segment)) for segment in segments}
+    for _, found in zip(cut, spread(work.products, cut), strict=True):
+        for segment, products in found.items():
+            totals[segment] = [total + each for total, each in zip(totals[segment], products, strict=True)]
     changes, blends = work.decided(totals)
     for _ in spread(functools.partial(work.write, changes, blends), cut):
         pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The values ``[start, stop)``, all of one segment and, where the segment has cuts, of one tensor."""
-
-    start: int
-    stop: int
-    segment: Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +195,9 @@ class _Merge:
     merging: Merging
     momentum: Tensor | None
 
-    def pairs(self, block: _Block) -> list[tuple[int, int]]:
-        """Return the (row, column) pairs whose products a block needs."""
-        kind, count = block.segment.options.kind, len(self.sites)
+    def pairs(self, segment: Segment) -> list[tuple[int, int]]:
+        """Return the (row, column) pairs whose products a segment needs."""
+        kind, count = segment.options.kind, len(self.sites)
         pairs = [(row, column) for row in range(count) for column in range(row, count)]
         if kind not in PAIRWISE:
             pairs = [(row, column) for row, column in pairs if row == column]
@@ -238,56 +205,55 @@ class _Merge:
             return [*pairs, *((row, count) for row in range(count + 1))]
         return [] if kind == "trimmed_mean" else pairs
 
-    def products(self, blocks: Sequence[_Block], bounds: Range) -> dict[_Block, list[float]]:
-        """Return the products of each block in one range."""
+    def products(self, bounds: Range) -> dict[Segment, list[float]]:
+        """Return the products of each segment in one range."""
         values, found = self._read(bounds), {}
         if self.momentum is not None:
             values.append(self.momentum[slice(*bounds)])
-        for block, part in _parts(blocks, bounds):
+        for segment, part in self._parts(bounds):
             here = [each[part] for each in values]
-            found[block] = [sum_of_products(here[row], here[column]) for row, column in self.pairs(block)]
+            found[segment] = [sum_of_products(here[row], here[column]) for row, column in self.pairs(segment)]
         if not all(map(isfinite, chain.from_iterable(found.values()))):
             raise NonFiniteError("the updates of one site add up to values that are not finite")
         return found
 
-    def decided(self, totals: Mapping[_Block, Sequence[float]]) -> tuple[dict[_Block, list[Change]], Blends]:
-        """Return the change of each contribution in each block, and (weights, scale) of each segment."""
+    def decided(self, totals: Mapping[Segment, Sequence[float]]) -> tuple[dict[Segment, list[Change]], Blends]:
+        """Return the change of each contribution in each segment, and (weights, scale) of each group."""
         sites = range(len(self.sites))
-        changes: dict[_Block, list[Change]] = {}
-        products: dict[Segment, list[list[float]]] = {}
-        for block, found in totals.items():
+        changes: dict[Segment, list[Change]] = {}
+        products: dict[int, list[list[float]]] = {}
+        for segment, found in totals.items():
             square = [[0.0] * (len(sites) + 1) for _ in range(len(sites) + 1)]
-            for (row, column), product in zip(self.pairs(block), found, strict=True):
+            for (row, column), product in zip(self.pairs(segment), found, strict=True):
                 square[row][column] = square[column][row] = product
             correction = self.merging.correction
-            changes[block] = [correction.change(square[site][site], square[site][-1], square[-1][-1]) for site in sites]
-            together = products.setdefault(block.segment, [[0.0] * len(sites) for _ in sites])
-            for so_far, more in zip(together, corrected_products(square, changes[block]), strict=True):
+            mine = [correction.change(square[site][site], square[site][-1], square[-1][-1]) for site in sites]
+            together = products.setdefault(segment.group, [[0.0] * len(sites) for _ in sites])
+            for so_far, more in zip(together, corrected_products(square, mine), strict=True):
                 so_far[:] = [total + each for total, each in zip(so_far, more, strict=True)]
-        weights = [weight for weight, _ in self.sites]
+            changes[segment] = mine
+        weights, options = [weight for weight, _ in self.sites], {each.group: each.options for each in totals}
         return changes, {
-            segment: blend(segment.options, weights, found, self.merging.factors)
-            for segment, found in products.items()
-            if segment.options.kind != "trimmed_mean"
+            group: blend(options[group], weights, found, self.merging.factors) for group, found in products.items()
         }
 
-    def write(self, changes: Mapping[_Block, Sequence[Change]], blends: Blends, bounds: Range) -> None:
+    def write(self, changes: Mapping[Segment, Sequence[Change]], blends: Blends, bounds: Range) -> None:
         """Merge one range into ``out``."""
         values, out = self._read(bounds), self.out[slice(*bounds)]
         weights, factors = [weight for weight, _ in self.sites], self.merging.factors
-        for block, part in _parts(changes, bounds):
+        for segment, part in self._parts(bounds):
             here, mine = out[part], [each[part] for each in values]
             if self.momentum is not None:
                 ahead = self.momentum[slice(*bounds)][part]
-                for each, change in zip(mine, changes[block], strict=True):
+                for each, change in zip(mine, changes[segment], strict=True):
                     each.copy_(corrected(each, ahead, change))
-            options = block.segment.options
-            if options.kind == "trimmed_mean":
+            options = segment.options
+            if options.kind == "trimmed_mean":  # It has no use for a blend.
                 for each, factor in zip(mine, factors or (), strict=factors is not None):
                     each.mul_(factor)
                 trimmed_mean(list(zip(weights, mine, strict=True)), options.trim_share, here)
                 continue
-            changed, scale = blends[block.segment]
+            changed, scale = blends[segment.group]
             fold = Fold.WRITE
             for share, (each,) in shares([(weight, (each,)) for weight, each in zip(changed, mine, strict=True)]):
                 fold_into(here, each, fold, share)
@@ -299,14 +265,13 @@ class _Merge:
     def _read(self, bounds: Range) -> list[Tensor]:
         return [decoded(updates, self.out.numel(), bounds) for _, updates in self.sites]
 
-
-def _parts(blocks: Iterable[_Block], bounds: Range) -> list[tuple[_Block, slice]]:
-    """Return the blocks with values in a range, each with its slice of the range."""
-    return [
-        (each, slice(max(each.start, bounds[0]) - bounds[0], min(each.stop, bounds[1]) - bounds[0]))
-        for each in blocks
-        if each.start < bounds[1] and each.stop > bounds[0]
-    ]
+    def _parts(self, bounds: Range) -> list[tuple[Segment, slice]]:
+        """Return the segments with values in a range, each with its slice of the range."""
+        return [
+            (each, slice(max(each.start, bounds[0]) - bounds[0], min(each.stop, bounds[1]) - bounds[0]))
+            for each in self.merging.segments
+            if each.start < bounds[1] and each.stop > bounds[0]
+        ]
 
 
 RANGES_AT_ONCE = 4

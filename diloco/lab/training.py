@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from diloco.codec.merging import Merging, State, outer_pass
+from diloco.codec.merging import State, outer_pass
 from diloco.codec.registry import make_codec
 from diloco.config import build
 from diloco.config.build import feedback
@@ -232,7 +232,7 @@ class TrainedFleet:
             keys = [(self._places[part.site], command.fragment, each.sequence) for each in part.updates]
             updates = [(make_codec(self._encoding), self._payloads.pop(key)) for key in keys]
             contributions.append((part.weight, updates))
-        merging = Merging.of(self._rule, command.fragment, staleness)
+        merging = self._rule.merging(command.fragment, staleness)
         stepped = outer_pass(
             contributions, before, self._rule.optimizer, self._down, merging=merging, share=command.share
         )

@@ -10,6 +10,7 @@ both from the inner products of the sites' contributions, so the contributions t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import cos, exp, isfinite, pi, sqrt
@@ -21,7 +22,7 @@ import torch
 from diloco.sync.options import NOT_NEGATIVE, Bound, Natural, at_least, below, check_bounds, require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -185,15 +186,26 @@ BY_TENSOR = ("rda", "clamp")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The values ``[start, stop)`` of a fragment, which are merged on their own: a piece of a parameter, or all.
+    """The values ``[start, stop)`` of a fragment, which are corrected on their own: a piece of a parameter, or all.
 
-    ``cuts``, ascending, are the borders between its tensors, if each of them is corrected on its own.
+    Segments with one ``group`` are compared and weighted as a whole; all have the same ``options``.
     """
 
     start: int
     stop: int
     options: MergeOptions
-    cuts: tuple[int, ...] = ()
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """How contributions are merged: ``segments`` partition the fragment in order; each contribution is corrected, and
+    then multiplied by its factor in ``factors``, if given.  All contributions must then have a positive weight.
+    """
+
+    segments: Sequence[Segment]
+    factors: Sequence[float] | None = None
+    correction: Correction = UNCORRECTED
 
 
 def blend(

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from diloco.outer.merge import BY_TENSOR, MEAN, OPEN, UNCORRECTED, Correction, Gate, MergeOptions, Segment
+from diloco.outer.merge import BY_TENSOR, MEAN, OPEN, UNCORRECTED, Correction, Gate, MergeOptions, Merging, Segment
 from diloco.sync.options import ABOVE_0, NOT_NEGATIVE, Count, below, check_bounds, one_of, require
 
 if TYPE_CHECKING:
@@ -305,13 +304,12 @@ class OuterRule:
     correction: Correction = UNCORRECTED
     averaged: frozenset[int] = frozenset()
 
-    def factors(self, staleness: Sequence[int]) -> list[float] | None:
-        """Return the gate's factor for each contribution, by its staleness; None where all are 1."""
-        return None if self.gate == OPEN else [self.gate.factor(each) for each in staleness]
-
-    def segments_of(self, fragment: int) -> tuple[Segment, ...]:
-        """Return the segments by which the fragment is merged; empty for the weighted mean."""
-        return self.segments[fragment] if self.segments else ()
+    def merging(self, fragment: int, staleness: Sequence[int]) -> Merging | None:
+        """Return a fragment's merging for contributions of this ``staleness``; None for the weighted mean."""
+        if not self.segments:
+            return None
+        factors = None if self.gate == OPEN else [self.gate.factor(each) for each in staleness]
+        return Merging(self.segments[fragment], factors, self.correction)
 
 
 def outer_rule(
@@ -339,12 +337,12 @@ def outer_rule(
     options = {name: MEAN if merge.kind == "rda" and name in means else merge for name, _ in layout.parameters}
     segments: list[tuple[Segment, ...]] = []
     for fragment in layout.fragments:
-        borders = [0, *accumulate(piece.stop - piece.start for piece in fragment.pieces)]
-        if merge.kind in BY_TENSOR:
-            pairs = zip(pairwise(borders), fragment.pieces, strict=True)
-            segments.append(tuple(Segment(start, stop, options[piece.name]) for (start, stop), piece in pairs))
-        else:
-            segments.append((Segment(0, fragment.numel, merge, () if correction.is_none else tuple(borders[1:-1])),))
+        found, start, by_tensor = list[Segment](), 0, merge.kind in BY_TENSOR
+        for piece in fragment.pieces:
+            stop = start + piece.stop - piece.start
+            found.append(Segment(start, stop, options[piece.name], start if by_tensor else 0))
+            start = stop
+        segments.append(tuple(found) if by_tensor or not correction.is_none else (Segment(0, start, merge),))
     return OuterRule(optimizer, tuple(segments), gate, correction, layout.averaged)
 
 

@@ -20,7 +20,7 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from diloco.codec.base import NonFiniteError, digest, digest_of
-from diloco.codec.merging import Merging, State, outer_pass
+from diloco.codec.merging import State, outer_pass
 from diloco.codec.registry import LOSSLESS, make_codec
 from diloco.codec.site_pass import publish
 from diloco.outer.optimizer import AVERAGE
@@ -83,7 +83,7 @@ def run_outer_step(
     if is_averaged:  # The updates are negated values.  What this round lacks of a full one stays of the version before.
         rule, down_codec, theta = AVERAGE, LOSSLESS, theta * (1 - command.share)
     staleness = [values.version - part.base_version for part in command.contributions]
-    merging = Merging.of(rule, command.fragment, staleness)
+    merging = rule.merging(command.fragment, staleness)
     with ExitStack() as stack:
         parallel: Callable[..., Iterable[Any]] = map
         if threads > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import nan
 
 import pytest
@@ -17,7 +17,6 @@ from diloco.codec.kernel_library import LANES, PLAIN, SUM_BLOCK
 from diloco.codec.merging import (
     RANGE_VALUES,
     READ_VALUES,
-    Merging,
     Reading,
     State,
     Sums,
@@ -35,6 +34,7 @@ from diloco.outer.merge import (
     UNCORRECTED,
     Correction,
     MergeOptions,
+    Merging,
     Segment,
     blend,
     corrected,
@@ -207,13 +207,13 @@ ENCODED = "int8"
 
 
 def segments_of(kind: str, *stops: int, cuts: tuple[int, ...] = ()) -> tuple[Segment, ...]:
-    starts = (0, *stops[:-1])
-    return tuple(
-        Segment(
-            start, stop, MEAN if index == 1 else MergeOptions(kind=kind), tuple(c for c in cuts if start < c < stop)
-        )
-        for index, (start, stop) in enumerate(zip(starts, stops, strict=True))
-    )
+    """Groups that end at ``stops``, each cut into segments at ``cuts``; the second is merged by the mean."""
+    found = []
+    for index, (first, last) in enumerate(pairwise((0, *stops))):
+        options = MEAN if index == 1 else MergeOptions(kind=kind)
+        inside = pairwise((first, *(cut for cut in cuts if first < cut < last), last))
+        found += [Segment(start, stop, options, first) for start, stop in inside]
+    return tuple(found)
 
 
 def remembered(numel: int, seed: int) -> OuterState:
@@ -231,22 +231,22 @@ def whole(
     weights = [weight for weight, _ in contributions]
     values = [merge_mean([(1.0, updates)]) for _, updates in contributions]
     out, count = torch.empty_like(values[0]), len(values)
-    for segment in segments:
-        products = [[0.0] * count for _ in values]
-        for start, stop in pairwise((segment.start, *segment.cuts, segment.stop)):
-            mine = [each[start:stop] for each in (*values, momentum)]
+    for _, some in groupby(segments, lambda segment: segment.group):
+        products, group = [[0.0] * count for _ in values], list(some)
+        for segment in group:
+            mine = [each[segment.start : segment.stop] for each in (*values, momentum)]
             square = [[sum_of_products(a, b) for b in mine] for a in mine]
             changes = [correction.change(square[at][at], square[at][-1], square[-1][-1]) for at in range(count)]
             for row, more, by in zip(products, corrected_products(square, changes), factors, strict=True):
                 row[:] = [one + by * factor * other for one, factor, other in zip(row, factors, more, strict=True)]
             for each, change, by in zip(mine[:-1], changes, factors, strict=True):
                 each.copy_(corrected(each, mine[-1], change) * by)
-        part = slice(segment.start, segment.stop)
+        part, options = slice(group[0].start, group[-1].stop), group[0].options
         mine = [each[part] for each in values]
-        if segment.options.kind == "trimmed_mean":
-            trimmed_mean(list(zip(weights, mine, strict=True)), segment.options.trim_share, out[part])
+        if options.kind == "trimmed_mean":
+            trimmed_mean(list(zip(weights, mine, strict=True)), options.trim_share, out[part])
             continue
-        changed, scale = blend(segment.options, weights, products)
+        changed, scale = blend(options, weights, products)
         out[part] = merge_mean([(weight, [each]) for weight, each in zip(changed, mine, strict=True)]).mul_(scale)
     return out
 

@@ -19,6 +19,7 @@ from diloco.outer.merge import (
     Correction,
     Gate,
     MergeOptions,
+    Merging,
     Segment,
     blend,
     corrected,
@@ -182,7 +183,9 @@ def test_19_a_gate_lets_the_present_through_and_closes_smoothly(gate: Gate, fact
     assert found == sorted(found, reverse=True)
     for factor, wanted in zip(found, factors, strict=True):
         assert wanted is None or factor == pytest.approx(wanted, rel=1e-15)
-    assert (OuterRule(PLAIN, gate=gate).factors([1]) is None) == (gate == Gate())
+    merging = OuterRule(PLAIN, ((Segment(0, 4, MEAN),),), gate).merging(0, [1])
+    assert merging is not None
+    assert (merging.factors is None) == (gate == Gate())
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_rda_goes_by_parameters_and_leaves_embeddings_and_vectors_to_the_mean() 
     rule = outer_rule(PLAIN, rda, layout, ["*embed*", "*head*"])
     kinds = {}
     for fragment in layout.fragments:
-        segments = rule.segments_of(fragment.index)
+        segments = rule.segments[fragment.index]
         assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), fragment.numel]
         for piece, segment in zip(fragment.pieces, segments, strict=True):
             assert segment.stop - segment.start == piece.stop - piece.start
@@ -233,16 +236,15 @@ def test_the_mean_needs_no_segments_and_the_others_have_a_fragment_or_its_parame
     clip, clamp = MergeOptions(kind="clip"), MergeOptions(kind="clamp")
     assert outer_rule(PLAIN, clip, layout).segments == ((Segment(0, 16, clip),), (Segment(0, 16, clip),))
     layout = plan_layout([("embed.weight", (20, 4)), ("norm.weight", (4,)), ("a.weight", (4, 4))], 1)
-    segments = outer_rule(PLAIN, clamp, layout, ["*embed*"]).segments_of(0)
-    assert segments == (Segment(0, 16, clamp), Segment(16, 96, clamp), Segment(96, 100, clamp))
+    (segments,) = outer_rule(PLAIN, clamp, layout, ["*embed*"]).segments
+    assert segments == (Segment(0, 16, clamp), Segment(16, 96, clamp, 16), Segment(96, 100, clamp, 96))
 
 
 def test_a_gate_needs_segments_and_gives_each_contribution_its_factor() -> None:
     layout, gate = plan_layout([("a.weight", (4, 4))], 1), Gate(cutoff=4)
     rule = outer_rule(PLAIN, MEAN, layout, gate=gate)
-    assert rule.segments_of(0) == (Segment(0, 16, MEAN),)
-    assert rule.factors([0, 2]) == [1.0, gate.factor(2)]
-    assert outer_rule(PLAIN, MEAN, layout).factors([0, 2]) is None
+    assert rule.merging(0, [0, 2]) == Merging((Segment(0, 16, MEAN),), [1.0, gate.factor(2)])
+    assert outer_rule(PLAIN, MEAN, layout).merging(0, [0, 2]) is None
 
 
 @pytest.mark.parametrize("kind", ["mean", "rda"])
@@ -252,12 +254,12 @@ def test_a_correction_goes_by_parameters_whatever_the_merge_and_wants_a_momentum
     rule = outer_rule(OuterOptimizerOptions(), options, layout, correction=heloco)
     assert rule.correction is heloco
     for fragment in layout.fragments:
-        stops = [each for segment in rule.segments_of(fragment.index) for each in (*segment.cuts, segment.stop)]
+        segments = rule.segments[fragment.index]
         sizes = [piece.stop - piece.start for piece in fragment.pieces]
-        assert [stop - start for start, stop in zip([0, *stops], stops, strict=False)] == sizes
-        assert len(rule.segments_of(fragment.index)) == (len(sizes) if kind == "rda" else 1)
+        assert [segment.stop - segment.start for segment in segments] == sizes
+        assert len({segment.group for segment in segments}) == (len(sizes) if kind == "rda" else 1)
     uncorrected = outer_rule(OuterOptimizerOptions(), options, layout)
-    assert not any(segment.cuts for segments in uncorrected.segments for segment in segments)
+    assert all(len({segment.group for segment in each}) == len(each) for each in uncorrected.segments)
     words = "correction is 'heloco': kind 'sgd' has no momentum, heavy_ball or nesterov or nesterov_ema or"
     with pytest.raises(ValueError, match=words):
         outer_rule(PLAIN, MEAN, layout, correction=Correction(kind="heloco"))
