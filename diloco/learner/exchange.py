@@ -39,7 +39,7 @@ from diloco.inner import GroupError
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, WAIT, Orders, lend_a_hand
-from diloco.learner.seal import Outbox, SealedUpdate, SealJob
+from diloco.learner.seal import Outbox, SealJob
 from diloco.learner.tensors import AdoptOptions, Echo, SiteTensors, place_of
 from diloco.learner.transfer import Participant
 from diloco.outer.pseudo_gradient import ADDITIVE
@@ -57,9 +57,10 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
     from diloco.learner.ranks import Channel, Dealt, Words
+    from diloco.learner.seal import Encoded
     from diloco.outer.fragments import Layout
     from diloco.wire.client import SyncClient
-    from diloco.wire.messages import PullHeader
+    from diloco.wire.messages import PullHeader, PushHeader
 
 
 @dataclass(kw_only=True, slots=True)
@@ -192,10 +193,10 @@ class Exchange(Participant):
 
     # --- background threads -------------------------------------------------------------------------------------------
 
-    def keep_sealed(self, sealed: SealedUpdate) -> None:
+    def keep_sealed(self, header: PushHeader, encoded: Encoded) -> None:
         """Store the values of a durable update and tell the machine, atomically."""
-        key, encoded = (sealed.header.fragment, sealed.header.sequence), sealed.encoded
-        event = Sealed(*key, sealed.header.digest)
+        key = header.fragment, header.sequence
+        event = Sealed(*key, header.digest)
         self.change(lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed), event, None)
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:

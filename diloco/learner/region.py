@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 from diloco.codec.base import bytes_of
 from diloco.codec.registry import Coded, make_codec
 from diloco.durable import PLAIN_DISK
-from diloco.learner.seal import Outbox, SealedUpdate, SealJob
+from diloco.learner.seal import Outbox, SealJob
 from diloco.learner.tensors import HOST, Place, SealInputs, Versions
 from diloco.learner.transfer import LOOK_S, Listener, Participant, report_info, say_goodbye, with_room
 from diloco.sync.effects import Fetch, Join, Leave, Release, Send, StartOver
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.inner.trainer import Log
+    from diloco.learner.seal import Encoded
     from diloco.outer.fragments import Layout
     from diloco.sync.effects import RegionEffect, Seal
     from diloco.sync.events import LearnerEvent, VersionFetched
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from diloco.sync.region import Below
     from diloco.sync.state import Part
     from diloco.wire.client import SyncClient
-    from diloco.wire.messages import PullHeader
+    from diloco.wire.messages import PullHeader, PushHeader
 
 SHARE = Bound(lambda value: 0 < value <= 1, "above 0, to 1")
 
@@ -89,10 +90,10 @@ class Upward(Participant):
         self._options, self._layout = options, layout
         self._below: Below
         self._say = emit
-        self._lock = threading.Lock()
         self._leaving = threading.Event()
         self.known = LearnerState([])  # The upper syncer's lineage and epoch, and the region's incarnation there.
         outbox, versions = Outbox(Path(options.folder) / OUTBOX, disk), Versions(layout, Place(HOST))
+        # By (fragment, sequence).  Each access is one operation of the dict, so threads need no lock.
         self._sent: dict[tuple[int, int], tuple[str, Coded]] = {}
         self._sending: set[tuple[int, int]] = set()
         super().__init__(client, AdaptOptions(ways=(Way(options.up_codec, 0),)), outbox, versions)
@@ -127,8 +128,7 @@ class Upward(Participant):
 
     def seal(self, effect: Seal, reference: Tensor, values: Tensor) -> None:
         """Make an update of ``reference - values`` less the updates in flight."""
-        with self._lock:
-            since = [self._sent[effect.fragment, sequence][1] for sequence in effect.in_flight]
+        since = [self._sent[effect.fragment, sequence][1] for sequence in effect.in_flight]
         inputs = SealInputs(reference, [values], since, in_place=True)  # These values no longer change.
         self.sealer.queue.put(SealJob(effect, inputs, self._options.up_codec))
 
@@ -139,8 +139,7 @@ class Upward(Participant):
                 self._sending.add((effect.fragment, effect.sequence))
                 self.sender.queue.put((effect.fragment, effect.sequence))
             case Release():
-                with self._lock:
-                    self._sent.pop((effect.fragment, effect.sequence), None)
+                self._sent.pop((effect.fragment, effect.sequence), None)
                 self._sending.discard((effect.fragment, effect.sequence))
                 self.sealer.queue.put((effect.fragment, effect.sequence))
             case Fetch():
@@ -170,8 +169,7 @@ class Upward(Participant):
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
         """Return the digest of an update that waits to be sent and answered; None when there is no such update."""
-        with self._lock:
-            found = self._sent.get((fragment, sequence))
+        found = self._sent.get((fragment, sequence))
         return found[0] if found is not None and (fragment, sequence) in self._sending else None
 
     def tell(self, event: LearnerEvent) -> None:
@@ -186,12 +184,10 @@ class Upward(Participant):
             known.lineage, known.epoch, known.incarnation = event.lineage, event.epoch, event.incarnation
         self._below.tell(event)
 
-    def keep_sealed(self, sealed: SealedUpdate) -> None:
+    def keep_sealed(self, header: PushHeader, encoded: Encoded) -> None:
         """Store an update that is durable, and tell the machine."""
-        header = sealed.header
-        assert isinstance(sealed.encoded.sent, Coded), "it was encoded on the host, without feedback"
-        with self._lock:
-            self._sent[header.fragment, header.sequence] = (header.digest, sealed.encoded.sent)
+        assert isinstance(encoded.sent, Coded), "it was encoded on the host, without feedback"
+        self._sent[header.fragment, header.sequence] = (header.digest, encoded.sent)
         self.tell(Sealed(header.fragment, header.sequence, header.digest))
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
@@ -202,10 +198,10 @@ class Upward(Participant):
             return
         if lineage == self.known.lineage:
             self.tensors.latest[event.fragment] = (event.version, values)
-        with self._lock:  # The machine knows the other fates, and each would add a record to its journal.
-            fates = [fate for fate in event.fates if (event.fragment, fate.sequence) in self._sent]
-        for fate in fates:
-            self._below.tell(FateTold(fate))
+        for fate in event.fates:
+            # The machine knows the other fates, and each would add a record to its journal.
+            if (event.fragment, fate.sequence) in self._sent:
+                self._below.tell(FateTold(fate))
         self._below.tell(UpstreamFetched(event.fragment, event.version, payload, told.digest, lineage, told.epoch))
 
     def give_up(self, why: str) -> None:

@@ -199,15 +199,7 @@ class SealJob:
     """When it began to wait for the thread that encodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class SealedUpdate:
-    """A sealed update: the header and the encoded values."""
-
-    header: PushHeader
-    encoded: Encoded
-
-
-def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation: int) -> SealedUpdate:
+def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation: int) -> tuple[PushHeader, Encoded]:
     """Measure, encode and describe an update; ``NonFiniteError`` when the site's values are not finite."""
     encoded, ordered = encoder.encode(job.inputs), asdict(job.effect)
     del ordered["in_flight"]  # All other fields of the order are the header's as well.
@@ -222,7 +214,7 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
         values_digest=encoded.digest,
         **ordered,
     )
-    return SealedUpdate(header, encoded)
+    return header, encoded
 
 
 FRESH_MAX = 4
@@ -284,12 +276,8 @@ class Outbox:
         """
         if found := self._forget((fragment, sequence)):
             return found
-        path = self.folder / _name(fragment, sequence)
         with self._reading:
-            header, payload = _read(path)
-        if digest_of(payload, header.digest) != header.digest:
-            raise OutboxError(f"{path} is damaged: its digest is not the one it was sealed with")
-        return header, payload
+            return _read(self.folder / _name(fragment, sequence))
 
     def drop(self, fragment: int, sequence: int) -> None:
         """Remove an update that is no longer needed; its file may become a spare."""
@@ -308,11 +296,10 @@ class Outbox:
         found: dict[tuple[int, int], str] = {}
         for path in sorted(self.folder.glob("*.update")):
             try:
-                header, payload = _read(path)
+                header, _ = _read(path)
             except OutboxError:
                 continue  # The machine then takes its progress back as unsent, so nothing is lost.
-            if digest_of(payload, header.digest) == header.digest:
-                found[header.fragment, header.sequence] = header.digest
+            found[header.fragment, header.sequence] = header.digest
         return found
 
     def clear(self, keep: set[tuple[int, int]]) -> None:
@@ -338,7 +325,10 @@ def _read(path: Path) -> tuple[PushHeader, memoryview]:
         header = PushHeader(**fields)
         if path.name != _name(header.fragment, header.sequence):
             raise ValueError("it was written under another name")
-        return header, memoryview(data)[len(line) + 1 :]
+        payload = memoryview(data)[len(line) + 1 :]
+        if digest_of(payload, header.digest) != header.digest:
+            raise ValueError("its digest is not the one it was sealed with")
+        return header, payload
     except (ValueError, TypeError, AttributeError) as error:
         raise OutboxError(f"{path} is damaged: {error}") from error
 

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
     from diloco.codec.base import Codec
     from diloco.inner.trainer import Log
-    from diloco.learner.seal import Outbox, SealedUpdate
+    from diloco.learner.seal import Encoded, Outbox
     from diloco.learner.tensors import Versions
     from diloco.sync.events import LearnerEvent
     from diloco.sync.link import LinkEstimate
@@ -326,26 +326,25 @@ class Sealer:
         own, effect, encoder = self._participant, job.effect, self._encoders[job.codec]
         began_s = time.perf_counter()
         try:
-            sealed = seal(job, encoder, own.run_id, own.site_id, own.known.incarnation)
+            header, encoded = seal(job, encoder, own.run_id, own.site_id, own.known.incarnation)
         except NonFiniteError:
             own.tell(SealFailed(effect.fragment, effect.sequence))
             return
         finally:
             own.was_read(job)
         # Training continues meanwhile, and its progress goes into the next update.
-        if with_room(own, "an update", lambda: own.outbox.put(sealed.header, sealed.encoded.payload)) is None:
+        if with_room(own, "an update", lambda: own.outbox.put(header, encoded.payload)) is None:
             return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
         facts["codec"] = job.codec
-        stage, fed = stage_of(encoder.codec, sealed.encoded.payload), sealed.encoded.fed
-        if stage is not None:
+        if (stage := stage_of(encoder.codec, encoded.payload)) is not None:
             facts["stage"] = stage
-        if fed is not None:
-            facts["residual"] = float(torch.linalg.vector_norm(fed.residual))
-        numbers = {"base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.encoded.norm}
+        if encoded.fed is not None:
+            facts["residual"] = float(torch.linalg.vector_norm(encoded.fed.residual))
+        numbers = {"base_version": effect.base_version, "tokens": effect.tokens, "norm": encoded.norm}
         spent = {"seal_s": job.seal_s, "wait_s": began_s - job.since_s, "encode_s": time.perf_counter() - began_s}
         own.emit("sealed", facts | numbers | {name: round(seconds, 6) for name, seconds in spent.items()})
-        own.keep_sealed(sealed)
+        own.keep_sealed(header, encoded)
 
 
 class Sender:
@@ -556,7 +555,7 @@ class Participant:
     """Stop this participant with a failure, for the given reason."""
     wanted: Callable[[int, int], str | None]
     """Return the digest of an update (fragment, sequence) that waits to be sent and answered; None: there is none."""
-    keep_sealed: Callable[[SealedUpdate], None]
+    keep_sealed: Callable[[PushHeader, Encoded], None]
     """Store an update that is durable, and tell the machine."""
     keep_fetched: Callable[[Tensor, VersionFetched, int, PullHeader], None]
     """Store the values of a version requested in a lineage, with its header, and tell the machine."""

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
-from diloco.learner.seal import SealedUpdate, SealJob
+from diloco.learner.seal import Encoded, SealJob
 from diloco.learner.tensors import HOST, Place
 from diloco.sync.events import VersionFetched
-from diloco.wire.messages import PullHeader
+from diloco.wire.messages import PullHeader, PushHeader
 from tests.syncer.building import RUN, Events
+
+
+class SealedUpdate(NamedTuple):
+    """What ``seal`` returns."""
+
+    header: PushHeader
+    encoded: Encoded
 
 
 class Heard:
@@ -59,8 +66,8 @@ class Recorder(Heard):
     def was_read(self, job: SealJob) -> None:
         pass
 
-    def keep_sealed(self, sealed: SealedUpdate) -> None:
-        self.sealed.append(sealed)
+    def keep_sealed(self, header: PushHeader, encoded: Encoded) -> None:
+        self.sealed.append(SealedUpdate(header, encoded))
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         self.fetched.append((values, event))

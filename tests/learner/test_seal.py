@@ -27,7 +27,6 @@ from diloco.learner.seal import (
     Odometer,
     Outbox,
     OutboxError,
-    SealedUpdate,
     SealJob,
     seal,
 )
@@ -38,6 +37,7 @@ from diloco.sync.effects import Seal
 from diloco.sync.events import (
     SealFailed,
 )
+from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
 from tests.learner.participant import Elsewhere, Recorder
 from tests.syncer.building import dice, update
@@ -251,9 +251,9 @@ def sealed_in(outbox: Outbox, *jobs: object, site: Recorder | None = None, codec
 
 @pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
 def test_the_header_is_that_of_the_payload_and_of_the_values_that_the_syncer_reads(codec: str) -> None:
-    sealed = seal(SealJob(EFFECT, inputs(), codec), encoder(codec), "run", "a", 4)
+    header, encoded = seal(SealJob(EFFECT, inputs(), codec), encoder(codec), "run", "a", 4)
     measured = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
-    header, payload = sealed.header, sealed.encoded.payload
+    payload = encoded.payload
     assert bytes(payload) == make_codec(codec).encode(measured)
     assert (header.run_id, header.site_id, header.incarnation) == ("run", "a", 4)
     assert (header.fragment, header.sequence, header.base_version) == (0, 7, 3)
@@ -264,17 +264,17 @@ def test_the_header_is_that_of_the_payload_and_of_the_values_that_the_syncer_rea
 
 
 def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_dropped(outbox: Outbox) -> None:
-    found: list[tuple[SealedUpdate, dict[tuple[int, int], str]]] = []
+    found: list[tuple[PushHeader, dict[tuple[int, int], str]]] = []
 
     class Looks(Recorder):
-        def keep_sealed(self, sealed: SealedUpdate) -> None:
-            found.append((sealed, outbox.digests()))
+        def keep_sealed(self, header: PushHeader, encoded: Encoded) -> None:
+            found.append((header, outbox.digests()))
 
     ruined = SealInputs(dice("base", 0), [dice("local", 0) / 0.0], [])
     jobs = SealJob(EFFECT, inputs(), "fp32"), SealJob(replace(EFFECT, sequence=8), ruined, "fp32")
     site = sealed_in(outbox, *jobs, site=Looks())
-    ((sealed, held),) = found
-    assert held == {(0, 7): sealed.header.digest}
+    ((header, held),) = found
+    assert held == {(0, 7): header.digest}
     assert site.told == [SealFailed(0, 8)]
     sealed_in(outbox, (0, 7))
     assert outbox.digests() == {}

@@ -18,14 +18,14 @@ from diloco.codec.base import digest
 from diloco.codec.registry import make_codec, values_of
 from diloco.inner.checkpoint import Prefixed
 from diloco.inner.holding import Holding
-from diloco.learner.seal import Encoder, SealedUpdate, SealJob, seal
+from diloco.learner.seal import Encoder, SealJob, seal
 from diloco.learner.tensors import HOST, IDLE_SHARE, AdoptOptions, Echo, Place, SealInputs, SiteTensors, place_of
 from diloco.outer.fragments import gather, plan_layout
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from diloco.sync.effects import Adopt, Seal
 from diloco.wire.messages import short_digest
-from tests.learner.participant import Elsewhere, held
+from tests.learner.participant import Elsewhere, SealedUpdate, held
 from tests.syncer.building import LAYOUT, dice
 
 SHAPES = dict(LAYOUT.parameters)
@@ -434,7 +434,7 @@ class Model:
     def seal(self, inputs: SealInputs) -> SealedUpdate:
         effect = Seal(0, self.next, self.version, (), 1, 1, 1, 1, final=False)
         self.next += 1
-        return seal(SealJob(effect, inputs, self.codec.name), self.encoder, "run", "a", 1)
+        return SealedUpdate(*seal(SealJob(effect, inputs, self.codec.name), self.encoder, "run", "a", 1))
 
     def keep(self, sealed: SealedUpdate) -> None:
         self.tensors.sealed(0, sealed.header.sequence, sealed.encoded.sent, sealed.encoded.fed)
