@@ -203,8 +203,8 @@ class Following:
         """The payloads without the entropy stage; bytes of ranges not reached yet may still change."""
         self._at = 0
         self._digest = hashing(4 * self._numel, like, codec.plain)
-        self._ranges: list[tuple[int, int]] = []
-        """Pairs (bytes needed, stop of the values that can then be computed), in reverse order."""
+        self._stops = [stop for _, stop in reversed(ranges(self._numel, [codec.plain], AT_ONCE))]
+        """The ends of the ranges that ``come`` has not reached, in reverse order."""
         self._failed: DecodeError | None = None
 
     def come(self, count: int) -> None:
@@ -214,16 +214,13 @@ class Following:
         try:
             if not self._opened:
                 self._open()
-                [opened] = self._opened
-                ahead = len(self._payloads[0]) - len(opened.payload)
-                for start, stop in ranges(self._numel, [opened.codec], AT_ONCE):
-                    ends = [offset + length for offset, length in opened.codec.sections(self._numel, start, stop)]
-                    self._ranges.append((ahead + max(ends), stop))
-                self._ranges.reverse()
-            for _ in range(RANGES_MAX):
-                if not self._ranges or self._ranges[-1][0] > count:
+            [opened] = self._opened
+            ahead = len(self._payloads[0]) - len(opened.payload)
+            for _ in range(min(RANGES_MAX, len(self._stops))):
+                sections = opened.codec.sections(self._numel, self._at, self._stops[-1])
+                if ahead + max(map(sum, sections)) > count:
                     return
-                self.go_on(self._ranges.pop()[1])
+                self.go_on(self._stops.pop())
         except DecodeError as error:
             self._failed = error
 

@@ -400,17 +400,18 @@ class Owners:
         fragment, owner = effect.fragment, self.owners[effect.fragment]
         what = {Adopt: ADOPT, Retake: RETAKE, Seal: SEAL}[type(effect)]
         self._channels[owner].send("boundary", effect, codec)
+        tensors = self._tensors
         with self._orders.all_do(what, fragment, owner):
-            tensors = self._tensors
             lend_a_hand(tensors.holding, tensors.layout, fragment, what, tensors.adopt_rule, owner)
-        if isinstance(effect, Adopt) or (isinstance(effect, Retake) and effect.version == self._versions[fragment]):
-            self._tensors.told_base[fragment] = self._tensors.told_latest[fragment]
+        if not isinstance(effect, Seal):
+            self._echoes.pop(fragment, None)  # A retake of the same version must not be taken for the base before it.
+            if effect.version == self._versions[fragment]:
+                tensors.told_base[fragment] = tensors.told_latest[fragment]
 
     def order(self, effect: Beside) -> None:
         """Make the owner of a fragment carry out an effect that does not touch the model."""
         if isinstance(effect, StartOver):
             self._versions[effect.fragment] = -1
-            self._echoes.pop(effect.fragment, None)
         self._channels[self.owners[effect.fragment]].send("order", effect)
 
     def capture(self) -> None:

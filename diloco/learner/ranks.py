@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.inner import GroupError
+from diloco.outer.fragments import balanced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -223,12 +224,9 @@ def owners_of(layout: Layout, holding: Holding) -> tuple[int, ...]:
     """
     if all(holding.is_copied(fragment.pieces) for fragment in layout.fragments):
         return (0,) * len(layout.fragments)
-    loads, found = [0] * holding.group.world, [0] * len(layout.fragments)
-    for fragment in sorted(layout.fragments, key=lambda each: (-each.numel, each.index)):
-        rank = loads.index(min(loads))
-        found[fragment.index] = rank
-        loads[rank] += fragment.numel
-    return tuple(found)
+    owned = balanced([fragment.numel for fragment in layout.fragments], [1] * holding.group.world)
+    ranks = {fragment: rank for rank, fragments in enumerate(owned) for fragment in fragments}
+    return tuple(ranks[fragment.index] for fragment in layout.fragments)
 
 
 KNOCKING_MAX = 64

@@ -33,7 +33,7 @@ from diloco.sync.events import (
 )
 from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import ABOVE_0, Bound, Count, check_bounds
-from diloco.sync.progress import LearnerState, SentState
+from diloco.sync.progress import LearnerState
 from diloco.sync.region import OUTBOX
 from diloco.wire.messages import Refused, Unreachable
 
@@ -109,8 +109,7 @@ class Upward(Participant):
         self.known.lineage, self.known.epoch = max((each.learner.lineage, each.learner.epoch) for each in known)
         listed = {(index, sent.sequence): sent for index, each in enumerate(known) for sent in each.progress.in_flight}
         here = self.outbox.digests()
-        told = {key: sent for key, sent in listed.items() if sent.state is not SentState.SEALING}
-        kept = {key for key, sent in told.items() if here.get(key) == sent.digest}
+        kept = {key for key, sent in listed.items() if here.get(key) == sent.digest}
         self.outbox.clear(kept)
         for fragment, sequence in kept:
             header, payload = self.outbox.get(fragment, sequence)

@@ -358,16 +358,15 @@ class SiteTensors(Versions):
         assert self.base[fragment] is not None
         taken = latest[1]
         new_base = self.place.of(taken)
-        if fragment in self.layout.averaged:
-            self.write(fragment, new_base)
-            reference = new_base
+        if fragment in self.layout.averaged or self.adopt_rule == "overwrite":
+            reference = self._write(fragment, new_base, new_base)
         elif self.adopt_rule == "rebase":
             reference = self._rebase(fragment, new_base, [self.sent[fragment, sequence] for sequence in merged])
         elif self.adopt_rule == "eager":
             reference = self._eager(effect, new_base)
         else:
             is_published = self._options.measure_from == "published"
-            values = new_base.clone() if self.adopt_rule == "overwrite" else self._blended(fragment, new_base)
+            values = self._blended(fragment, new_base)
             reference = self._write(fragment, values, new_base if is_published else values)
         for sequence in merged:
             del self.sent[fragment, sequence]

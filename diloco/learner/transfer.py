@@ -158,20 +158,18 @@ END_S = 5.0
 class Ahead:
     """A prefetch: one pull that waits for a version, in a thread that starts at once.  Any thread may call ``take``."""
 
-    def __init__(self, client: SyncClient, ask: PullAsk, sink: PullSink) -> None:
-        self.ask = ask
-        self._client = client
-        self._sink = sink
+    def __init__(self, client: SyncClient, ask: PullAsk, sink: Incoming) -> None:
+        self.ask, self.sink = ask, sink
         self._patience = Patience(WAIT_S)
         self._pulled: PulledVersion | None = None
         self.carried_s = 0.0
         """Seconds that the transfer took, from when the version was available."""
-        self.thread = threading.Thread(target=self._run, name="pull-ahead", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(client,), name="pull-ahead", daemon=True)
         self.thread.start()
 
-    def _run(self) -> None:
+    def _run(self, client: SyncClient) -> None:
         with suppress(Refused, Unreachable):
-            pulled = self._client.pull(self.ask, self._sink, self._patience)
+            pulled = client.pull(self.ask, self.sink, self._patience)
             self._pulled = pulled if pulled.parts else None
             self.carried_s = self._patience.carried_s
 
@@ -188,10 +186,11 @@ class Ahead:
 
 
 class Incoming(PullSink):
-    """Receives one fragment's versions, by one pull at a time, and decodes them on arrival."""
+    """Receives one fragment's versions of one lineage, by one pull at a time, and decodes them on arrival."""
 
-    def __init__(self, fragment: int, tensors: Versions) -> None:
+    def __init__(self, fragment: int, lineage: int, tensors: Versions) -> None:
         super().__init__()
+        self.lineage = lineage
         self._fragment, self._numel = fragment, tensors.layout.fragments[fragment].numel
         self._tensors = tensors
         self._arriving: Following | None = None
@@ -435,9 +434,9 @@ class Fetcher:
 
     def __init__(self, participant: Participant) -> None:
         self._participant = participant
-        self._incoming: dict[int, tuple[int, Incoming]] = {}
+        self._incoming: dict[int, Incoming] = {}
         self._lock = threading.Lock()
-        self._ahead: tuple[int, Ahead] | None = None  # The present prefetch and its lineage.
+        self._ahead: Ahead | None = None  # The present prefetch.
         self._begun: list[Ahead] = []  # Prefetches whose threads may still run.
         self._at: int | None = None
         self.queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -462,22 +461,22 @@ class Fetcher:
         with self._lock:
             own = self._participant
             lineage, latest = own.known.lineage, own.tensors.latest[fragment]
-            waits = self._ahead is not None and not self._ahead[1].over
+            waits = self._ahead is not None and not self._ahead.over
             if own.stopping.is_set() or waits or latest is None or self._at == fragment:
                 return
             ask = PullAsk(own.run_id, own.site_id, fragment, latest[0])
-            ahead = Ahead(own.client, ask, self._of(fragment, lineage))
-            self._ahead = (lineage, ahead)
-            self._begun = [*(each for each in self._begun if each.thread.is_alive()), ahead]
+            self._ahead = Ahead(own.client, ask, self._of(fragment, lineage))
+            self._begun = [*(each for each in self._begun if each.thread.is_alive()), self._ahead]
 
     def _expected(self, fragment: int, lineage: int, have: int) -> tuple[PulledVersion | None, float]:
         """Return the prefetched version if the prefetch was for this fragment, lineage and base, else None; and the
         seconds that it took."""
         with self._lock:
-            if self._ahead is None or self._ahead[1].ask.fragment != fragment:
+            ahead = self._ahead
+            if ahead is None or ahead.ask.fragment != fragment:
                 return None, 0.0
-            (of, ahead), self._ahead = self._ahead, None
-            if of != lineage or ahead.ask.have_version != have:
+            self._ahead = None
+            if ahead.sink.lineage != lineage or ahead.ask.have_version != have:
                 self._incoming.pop(fragment, None)  # The stale prefetch still writes to this sink.
                 return None, 0.0
         if (pulled := ahead.take()) is not None:
@@ -525,9 +524,9 @@ class Fetcher:
     def _of(self, fragment: int, lineage: int) -> Incoming:
         """Return the fragment's ``Incoming``, with the bytes of an interrupted pull; a new one for a new lineage."""
         known = self._incoming.get(fragment)
-        if known is None or known[0] != lineage:
-            known = self._incoming[fragment] = (lineage, Incoming(fragment, self._participant.tensors))
-        return known[1]
+        if known is None or known.lineage != lineage:
+            known = self._incoming[fragment] = Incoming(fragment, lineage, self._participant.tensors)
+        return known
 
 
 class JoinFailed(RuntimeError):

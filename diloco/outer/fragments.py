@@ -211,7 +211,7 @@ def plan_layout(
         raise ValueError("layout has no parameters")
     if not 1 <= num_fragments <= len(trained):
         raise ValueError(f"num_fragments is {num_fragments!r}: must be from 1 to the {len(trained)} parameters")
-    placed = _balanced([sizes[name] for name in trained], [1] * num_fragments)
+    placed = balanced([sizes[name] for name in trained], [1] * num_fragments)
     names = [[trained[index] for index in indices] for indices in placed]
     if apart:
         names.append(apart)
@@ -220,7 +220,7 @@ def plan_layout(
     return Layout(canonical, tuple(map(Fragment, range(len(names)), pieces, numels)), frozen, tuple(apart))
 
 
-def _balanced(sizes: Sequence[int], costs: Sequence[int | Fraction]) -> list[list[int]]:
+def balanced(sizes: Sequence[int], costs: Sequence[int | Fraction]) -> list[list[int]]:
     """Assign the indices of ``sizes`` from large to small, each to the place that would finish it first.
 
     A place takes its cost for each value.  Ties of sizes and of times are broken by index; no time is rounded.  Returns
@@ -293,7 +293,7 @@ def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...
     for rate in rates:
         if not 0 < rate < inf:
             raise ValueError(f"rates has {rate!r}: positive and finite")
-    placed = _balanced(numels, [1 / Fraction(rate) for rate in rates])
+    placed = balanced(numels, [1 / Fraction(rate) for rate in rates])
     for at, indices in enumerate(placed):
         if not indices:
             raise ValueError(

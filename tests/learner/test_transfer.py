@@ -509,7 +509,7 @@ def test_one_down_link_and_several_give_the_version(encoding: str) -> None:
         (header_of(after, one, encoding=encoding), one, after),
         (header_of(later, one, two, encoding=encoding, version=5), one + two, later),
     ):
-        assert same(pulled(Incoming(0, tensors(held)), header, payload), wanted)
+        assert same(pulled(Incoming(0, 1, tensors(held)), header, payload), wanted)
 
 
 def same(found: torch.Tensor | None, wanted: torch.Tensor) -> bool:
@@ -521,11 +521,11 @@ def test_other_bytes_than_were_told_are_nothing() -> None:
     payload, after = publish(dice("one", 0), held, codec)
     other, _ = publish(dice("two", 0), held, codec)
     header = replace(header_of(after, payload), payload_crc32=0)
-    assert pulled(Incoming(0, tensors(held)), header, other) is None
-    assert pulled(Incoming(0, tensors(held)), replace(header, numel=header.numel - 1), payload) is None
-    assert pulled(Incoming(0, tensors(held)), replace(header, from_version=2), payload) is None
+    assert pulled(Incoming(0, 1, tensors(held)), header, other) is None
+    assert pulled(Incoming(0, 1, tensors(held)), replace(header, numel=header.numel - 1), payload) is None
+    assert pulled(Incoming(0, 1, tensors(held)), replace(header, from_version=2), payload) is None
     site = tensors(held)
-    incoming = Incoming(0, site)
+    incoming = Incoming(0, 1, site)
     incoming.begin(header)
     bring(incoming, payload)
     site.latest[0] = (4, after)
@@ -536,7 +536,7 @@ def test_one_that_breaks_off_for_a_newer_one_is_forgotten_and_its_memory_used_ag
     held, codec = dice("held", 0), make_codec("int4:32")
     old, old_after = publish(dice("one", 0), held, codec)
     new, new_after = publish(dice("two", 0), held, codec)
-    incoming = Incoming(0, tensors(held))
+    incoming = Incoming(0, 1, tensors(held))
     incoming.begin(header_of(old_after, old))
     bring(incoming, old, 0, 9)
     memory = []
@@ -552,7 +552,7 @@ def test_one_that_breaks_off_for_a_newer_one_is_forgotten_and_its_memory_used_ag
 
 def test_values_are_made_before_the_last_byte_has_come(stops: list[int]) -> None:
     held, payload, after = long_one()
-    incoming = Incoming(0, tensors(held, LONG))
+    incoming = Incoming(0, 1, tensors(held, LONG))
     incoming.begin(header_of(after, payload))
     ends = [0, len(payload) // 2, len(payload) - 1]
     for begin, end in pairwise(ends):
@@ -564,7 +564,7 @@ def test_values_are_made_before_the_last_byte_has_come(stops: list[int]) -> None
 
 def test_streams_of_several_threads_bring_it_and_one_at_a_time_makes_values(stops: list[int]) -> None:
     held, payload, after = long_one()
-    incoming = Incoming(0, tensors(held, LONG))
+    incoming = Incoming(0, 1, tensors(held, LONG))
     more = len(payload) // 100
 
     def bring_some(at: int) -> None:
@@ -583,7 +583,7 @@ def test_streams_of_several_threads_bring_it_and_one_at_a_time_makes_values(stop
 def test_one_that_broke_off_keeps_what_came_and_no_values_and_goes_on_from_there() -> None:
     held, payload, after = long_one()
     site, middle = tensors(held, LONG), len(payload) // 2
-    incoming, kept = Incoming(0, site), weakref.ref(held)
+    incoming, kept = Incoming(0, 1, site), weakref.ref(held)
     header = header_of(after, payload)
     incoming.begin(header)
     bring(incoming, payload, 0, middle)
