@@ -64,6 +64,7 @@ from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions, Follower
 from diloco.learner.ranks import Orders
 from diloco.outer.fragments import named_parameters_once
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import LearnerOptions
 from diloco.wire.client import SyncClient
 
@@ -137,7 +138,9 @@ def line_of(model: torch.nn.Module, group: SiteGroup, facts: Facts) -> NoAgent |
         follower.follow()
         return follower
     agent = Agent(
-        AgentOptions(folder=str(Path(facts.data) / "site"), up_codec=CODEC, finish_timeout_s=5.0),
+        AgentOptions(
+            folder=str(Path(facts.data) / "site"), adapt=AdaptOptions(ways=(Way(CODEC, 0),)), finish_timeout_s=5.0
+        ),
         LearnerOptions(inner_steps=facts.inner_steps, num_fragments=NUM_FRAGMENTS),
         layout,
         holding,

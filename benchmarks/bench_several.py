@@ -44,6 +44,7 @@ from diloco.learner.ranks import Orders
 from diloco.learner.several_syncers import Agents, OneVoice
 from diloco.outer.fragments import Layout, part_of, place, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
@@ -134,7 +135,9 @@ def outer_of(case: Several, folder: str, addresses: list[str], site: str, seen: 
         count = len(layout.fragments)
         agents.append(
             Agent(
-                AgentOptions(folder=f"{folder}/{syncer}", up_codec=case.codec, finish_timeout_s=1.0),
+                AgentOptions(
+                    folder=f"{folder}/{syncer}", adapt=AdaptOptions(ways=(Way(case.codec, 0),)), finish_timeout_s=1.0
+                ),
                 LearnerOptions(num_fragments=count, inner_steps=PERIOD, offsets=(0,) * count),
                 layout,
                 Holding(parameters, group),

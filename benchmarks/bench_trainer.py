@@ -53,6 +53,7 @@ from diloco.observe.traces import Traces
 from diloco.observe.track import Sender
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
@@ -215,7 +216,9 @@ def run_trainer(
     if address:
         layout = layout_of(model)
         agent = Agent(
-            AgentOptions(folder=str(Path(folder) / site), up_codec=CODEC, finish_timeout_s=5.0),
+            AgentOptions(
+                folder=str(Path(folder) / site), adapt=AdaptOptions(ways=(Way(CODEC, 0),)), finish_timeout_s=5.0
+            ),
             LearnerOptions(inner_steps=facts.inner_steps, num_fragments=NUM_FRAGMENTS),
             layout,
             Holding(named_parameters_once(model), group),

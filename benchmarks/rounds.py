@@ -37,6 +37,7 @@ from diloco.learner.ranks import Orders
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.runs.process import keep_what_is_loaded, limit_arenas
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
@@ -172,7 +173,7 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     security = SecurityOptions(insecure_non_loopback=bool(case.places), tls_ca=case.tls.get("tls_ca", ""))
     client, group = SyncClient(address, name, "bench", options=options, security=security), SiteGroup()
     agent = Agent(
-        AgentOptions(folder=folder, up_codec=case.codec, finish_timeout_s=1.0),
+        AgentOptions(folder=folder, adapt=AdaptOptions(ways=(Way(case.codec, 0),)), finish_timeout_s=1.0),
         LearnerOptions(inner_steps=1, lock_step=True),
         plan_layout(task.shapes(), 1),
         Holding(parameters, group),

@@ -27,6 +27,7 @@ from diloco.codec.base import require_finite
 from diloco.codec.blocks import FIELD_BITS, BlockCodec, IntCodec, pack
 from diloco.codec.kernel_library import Kind
 from diloco.codec.topk import INDEX_BITS, TopKCodec, pack_indices
+from diloco.outer.pseudo_gradient import pseudo_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,10 +76,7 @@ class DevicePasses:
         ``decoded`` receives the decoded values, and may be one of the terms.
         """
         if len(terms) > TERMS_MAX:
-            measured = torch.sub(terms[0], terms[1])
-            for each in terms[2:]:
-                measured.sub_(each)
-            terms = (measured,)
+            terms = (pseudo_gradient(terms[0], terms[1], terms[2:]),)
         values = terms[0]
         for each in (*terms, *([] if decoded is None else [decoded])):
             assert each.dtype == torch.float32, f"values are {each.dtype}"

@@ -277,7 +277,6 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
         config.site,
         "site",
         folder=str(folder),
-        up_codec=config.codec.up,
         feedback=feedback(config),
         adapt=adapt,
         adopt_alpha=0.0 if alpha is None else alpha,

@@ -52,7 +52,6 @@ from diloco.sync.events import (
     LeaveAsked,
     OverlapChosen,
     StepDone,
-    VersionFetched,
 )
 from diloco.sync.journal import PlainError
 from diloco.sync.learner import LearnerSync
@@ -67,13 +66,14 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
     from diloco.inner.trainer import Log
-    from diloco.learner.exchange import AgentOptions, Source
+    from diloco.learner.exchange import AgentOptions
     from diloco.learner.ranks import Dealt, Orders
     from diloco.outer.fragments import Layout
     from diloco.sync.events import LearnerEvent
     from diloco.sync.options import Agreement, LearnerOptions
     from diloco.sync.progress import Ledger
     from diloco.wire.client import SyncClient
+    from diloco.wire.messages import PullHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -709,18 +709,19 @@ class Agent(Exchange):
             adopted = self._carry_out(self.machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 
-    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
+    def change(
+        self, do: Callable[[], None], event: LearnerEvent, lineage: int = 0, told: PullHeader | None = None
+    ) -> bool:
         """Call ``do`` and pass ``event`` to the machine, atomically; return False if it is from another run or syncer.
 
-        ``source`` is where a fetched version came from; None for other events.
+        For a fetched version, ``lineage`` is the one in which it was requested, and ``told`` its header.
         """
         with self.changed:
             state = self.machine.state
-            if source is not None and source.lineage != state.lineage:
+            if told is not None and lineage != state.lineage:
                 return False  # From an abandoned lineage; the new lineage's fetch is in the queue.
-            if source is not None and 0 < source.epoch < state.epoch:  # The site has just joined another syncer.
-                assert isinstance(event, VersionFetched)
-                self.tell(FetchFailed(event.fragment))
+            if told is not None and 0 < told.epoch < state.epoch:  # The site has just joined another syncer.
+                self.tell(FetchFailed(told.fragment))
                 return False
             do()
             self.tell(event)

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from diloco.codec.registry import LOSSLESS, make_codec
+from diloco.codec.registry import LOSSLESS
 from diloco.durable import PLAIN_DISK
 from diloco.inner import GroupError
 from diloco.inner.parallel import SiteGroup
@@ -42,11 +42,10 @@ from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, WAIT, Orders,
 from diloco.learner.seal import Outbox, SealJob
 from diloco.learner.tensors import AdoptOptions, Echo, SiteTensors, place_of
 from diloco.learner.transfer import Participant
-from diloco.outer.pseudo_gradient import ADDITIVE
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
 from diloco.sync.link import AdaptOptions, Way
-from diloco.sync.options import ABOVE_0, check_bounds, require
+from diloco.sync.options import ABOVE_0, check_bounds
 from diloco.sync.progress import LearnerState
 
 if TYPE_CHECKING:
@@ -63,12 +62,14 @@ if TYPE_CHECKING:
     from diloco.wire.messages import PullHeader, PushHeader
 
 
+WITHOUT_LOSS = AdaptOptions(ways=(Way(LOSSLESS, 0),))
+
+
 @dataclass(kw_only=True, slots=True)
 class AgentOptions(AdoptOptions):
     """The options of a site's agent.  ``folder`` is the site's own; it holds the outbox and the odometer."""
 
     folder: str
-    up_codec: str = "fp32"
     join_timeout_s: Annotated[float, ABOVE_0] = 60.0
     takeover: bool = False
     """Whether this process at once replaces a live process of its site that runs in another folder."""
@@ -77,24 +78,11 @@ class AgentOptions(AdoptOptions):
     finish_timeout_s: Annotated[float, ABOVE_0] = 30.0
     """Longest wait at the end until all updates are accepted, and then again until their fates are known."""
     meter_every_s: Annotated[float, ABOVE_0] = 2.0
-    adapt: AdaptOptions | None = None
-    """Ways of sending to choose from by the measured link; None: always ``up_codec``."""
+    adapt: AdaptOptions = WITHOUT_LOSS
+    """Ways of sending to choose from by the measured link."""
 
     def __post_init__(self) -> None:
-        codec = make_codec(self.up_codec)
         check_bounds(self)
-        if self.ahead is not None:
-            require(self.ahead.kind in ADDITIVE, "ahead", self.ahead.kind, f"one of {', '.join(ADDITIVE)}")
-        has_error = not (self.feedback and codec.lossless)
-        require(has_error, "feedback", self.feedback, f"{self.up_codec} rounds nothing off")
-        for way in self.choices().ways:
-            make_codec(way.codec)
-        is_first = self.choices().ways[0].codec == self.up_codec
-        require(is_first, "adapt", self.adapt, f"up_codec={self.up_codec} must be its first way")
-
-    def choices(self) -> AdaptOptions:
-        """Return the ways by which an update may be sent."""
-        return self.adapt or AdaptOptions(ways=(Way(self.up_codec, 0),))
 
 
 Change = Adopt | Retake | Seal
@@ -103,21 +91,12 @@ Beside = Fetch | Forget | Release | Send | StartOver
 """Effects that may be carried out at any time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The origin of a version: the run's ``lineage`` at the request, the syncer's ``epoch``, and its ``digest``."""
-
-    lineage: int
-    epoch: int
-    digest: str
-
-
 class Exchange(Participant):
     """The exchange of one rank.  The subclasses ``Agent`` and ``Owner`` know where the machine is."""
 
     tensors: SiteTensors
-    change: Callable[[Callable[[], None], LearnerEvent, Source | None], object]
-    """Call a function and pass an event to the machine, atomically, unless it comes from another run or syncer."""
+    change: Callable[..., object]
+    """Call a function and pass an event to the machine, atomically; see ``Agent.change``."""
 
     def __init__(
         self,
@@ -138,7 +117,7 @@ class Exchange(Participant):
         """Held while the tensors, or the machine's state of them, change; never while waiting for others."""
         self._orders = orders
         self._unread: list[SealJob] = []  # Jobs that still read the model's own memory.
-        super().__init__(client, options.choices(), outbox, tensors)
+        super().__init__(client, options.adapt, outbox, tensors)
 
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
@@ -197,13 +176,13 @@ class Exchange(Participant):
         """Store the values of a durable update and tell the machine, atomically."""
         key = header.fragment, header.sequence
         event = Sealed(*key, header.digest)
-        self.change(lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed), event, None)
+        self.change(lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed), event)
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """Store the values of a version fetched in ``lineage`` and tell the machine, atomically."""
         self.tensors.place.of(values)  # Copies to the model's device now, so that the adopt need not wait for it.
         version = (event.fragment, event.version, values, told.digest, told.sites)
-        self.change(lambda: self.tensors.arrived(*version), event, Source(lineage, told.epoch, told.digest))
+        self.change(lambda: self.tensors.arrived(*version), event, lineage, told)
 
 
 ECHO_EVERY_S = 1.0
@@ -344,9 +323,11 @@ class Owner(Exchange):
         found = self._ask("wanted", fragment, sequence)
         return None if found is None else str(found)
 
-    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
+    def change(
+        self, do: Callable[[], None], event: LearnerEvent, lineage: int = 0, told: PullHeader | None = None
+    ) -> object:
         """Pass ``event`` to rank 0's machine; ``do`` is called once rank 0 has confirmed it."""
-        return self._ask("change", event, source, do=do)
+        return self._ask("change", event, lineage, told, do=do)
 
     def _echo(self) -> None:
         """Hash one base at a time, at intervals, for rank 0's heartbeat."""
@@ -442,8 +423,8 @@ class Owners:
         channel = self._channels[rank]
         match what:
             case "change":
-                number, event, source = rest
-                if not self._agent.change(lambda: self._keep(channel, number, event, source), event, source):
+                number, event, lineage, told = rest
+                if not self._agent.change(lambda: self._keep(channel, number, told), event, lineage, told):
                     channel.send("answer", number, False)
             case "wanted":
                 number, fragment, sequence = rest
@@ -456,11 +437,11 @@ class Owners:
             case _:
                 raise AssertionError(f"rank {rank} says {what}")
 
-    def _keep(self, channel: Channel, number: int, event: LearnerEvent, source: Source | None) -> None:
+    def _keep(self, channel: Channel, number: int, told: PullHeader | None) -> None:
         """Confirm a change to its owner before the machine's reaction to it is sent."""
-        if isinstance(event, VersionFetched) and source is not None and event.version >= self._versions[event.fragment]:
-            self._versions[event.fragment] = event.version
-            self._tensors.told_latest[event.fragment] = source.digest
+        if told is not None and told.version >= self._versions[told.fragment]:
+            self._versions[told.fragment] = told.version
+            self._tensors.told_latest[told.fragment] = told.digest
         channel.send("answer", number, True)
 
     def _gone(self, rank: int, why: str) -> None:

@@ -15,6 +15,7 @@ from diloco.inner import GroupError
 from diloco.learner import transfer
 from diloco.learner.agent import SAMPLES_MAX, UNHEARD_MAX, Meter
 from diloco.learner.transfer import JoinFailed
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.progress import site_ledger
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.server import Syncer
@@ -399,7 +400,7 @@ def test_a_model_that_lies_elsewhere_is_trained_and_told_of_as_one_that_lies_her
     settings: dict[str, Any] = {"down_codec": "int8", "up_codecs": ["int4"], **ALONE}
     with (
         serving(tmp_path / "syncer", **settings) as syncer,
-        started(tmp_path / "a", syncer, up_codec="int4") as site,
+        started(tmp_path / "a", syncer, adapt=AdaptOptions(ways=(Way("int4", 0),))) as site,
     ):
         assert site.events.of("joined")[0]["encodes"] == "cpu, Triton"
         site.train_until(lambda: min(versions(syncer)) >= 3, "versions are made of its updates")

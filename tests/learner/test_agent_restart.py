@@ -37,6 +37,7 @@ from diloco.sync.events import (
     VersionFetched,
 )
 from diloco.sync.learner import LearnerSync
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.sync.progress import Ledger, SentState, site_ledger
 from diloco.syncer.replaying import Rules
@@ -204,7 +205,7 @@ def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(
 
 SYNCER = {**ALONE, "up_codecs": ["int2:8"], "optimizer": {"kind": "sgd", "lr": 1.0, "momentum": 0.0}}
 
-SITE = {"up_codec": "int2:8", "learner": {"adopt": "overwrite"}}
+SITE = {"adapt": AdaptOptions(ways=(Way("int2:8", 0),)), "learner": {"adopt": "overwrite"}}
 
 
 def test_a_residual_goes_through_a_crash_or_is_dropped_and_said(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from diloco.inner.holding import Holding
 from diloco.inner.trainer import StepInfo
 from diloco.learner import exchange
 from diloco.learner.agent import Agent
-from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners, Source
+from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, WAIT, Channel, Dealt, Orders, all_mine
 from diloco.learner.seal import Encoder, SealJob, seal
 from diloco.outer.fragments import gather, part_of
@@ -82,7 +82,7 @@ class Told(Heard, Exchange):
         options, orders = AgentOptions(folder=str(folder)), Orders(model.group)
         Exchange.__init__(self, options, "rebase", LAYOUT, model, dealt, orders, client)
 
-    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
+    def change(self, do: Callable[[], None], event: LearnerEvent, *_: object) -> bool:
         with self.changed:
             if self.knows:
                 do()

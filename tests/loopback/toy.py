@@ -38,7 +38,7 @@ from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.merge import UNCORRECTED, Correction, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.runs.process import limit_arenas
-from diloco.sync.link import AdaptOptions
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import PROTOCOL, Agreement, HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.lease import EtcdLease, FileLease, Lease
@@ -165,11 +165,10 @@ class Toy:
     def agent_options(self, site: str) -> AgentOptions:
         return AgentOptions(
             folder=f"{self.folder}/{site}",
-            up_codec=self.codec,
             finish_timeout_s=self.finish_timeout_s,
             join_timeout_s=120.0,
             takeover=self.takeover,
-            adapt=self.adapt,
+            adapt=self.adapt or AdaptOptions(ways=(Way(self.codec, 0),)),
         )
 
     def sync_client(self, site: str, address: str) -> SyncClient:
