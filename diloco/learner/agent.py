@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import PLAIN_DISK
 from diloco.inner import GroupError
 from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.trainer import StepInfo, Verdict
+from diloco.inner.trainer import Resumed, StepInfo, Verdict
 from diloco.learner.exchange import Beside, Exchange, Owners
 from diloco.learner.ranks import all_mine
 from diloco.learner.seal import Odometer, Outbox
@@ -59,7 +59,7 @@ from diloco.sync.progress import SentState, ask_of, ledger_of, site_ledger, stan
 from diloco.wire.messages import Refused, ReportInfo, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -318,8 +318,7 @@ class Touch:
 
 def restored_machine(
     options: LearnerOptions,
-    restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None,
-    redo: StepInfo | None,
+    resumed: Resumed | None,
     outbox: Outbox,
     odometer: Odometer,
     site_tensors: SiteTensors,
@@ -328,16 +327,17 @@ def restored_machine(
 
     ``CheckpointError`` when the checkpoint is of another run or another version.
 
-    ``redo`` is the step that the checkpoint includes but its machine has not counted.  The machine gets it before the
-    first join: if the syncer has later work, the progress of this step is discarded with the rest and counts as lost.
+    ``resumed.redo`` is the step that the checkpoint includes but its machine has not counted.  The machine gets it
+    before the first join: if the syncer has later work, the step's progress is discarded with the rest and counts as
+    lost.
     """
     odometer_step, tokens = odometer.reading
-    if restored is None:
+    if resumed is None:
         outbox.clear(set())
         machine = LearnerSync(options)
         machine.state.tokens_processed = tokens
         return machine
-    tensors, meta = restored
+    redo, meta = resumed.redo, resumed.meta
     if redo is not None and odometer_step >= redo.step:
         tokens -= redo.tokens  # The machine counts them again with ``StepDone``.
     plain = meta.get("machine")
@@ -354,7 +354,7 @@ def restored_machine(
         raise CheckpointError(f"the checkpoint is of another version: {error}") from error
     published = meta.get("published")  # Not in a checkpoint of an earlier version.
     told = [str(each) for each in published["digests"]] if isinstance(published, dict) else None
-    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments], told)
+    site_tensors.restore(resumed.tensors, [part.base_version for part in machine.state.fragments], told)
     fragments = enumerate(machine.state.fragments)
     listed = {(index, sent.sequence): sent.bytes_wanted for index, part in fragments for sent in part.in_flight}
     for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
@@ -381,26 +381,24 @@ class Agent(Exchange):
         client: SyncClient,
         emit: Log,
         orders: Orders,
-        restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None = None,
-        redo: StepInfo | None = None,
+        resumed: Resumed | None = None,
         disk: Disk = PLAIN_DISK,
         dealt: Dealt | None = None,
     ) -> None:
-        """``holding`` is the model, written in place; ``restored`` is what ``state`` returned for a checkpoint.
+        """``holding`` is the model, written in place; ``resumed`` has what ``state`` returned for a checkpoint.
 
-        ``redo`` is the step of that checkpoint, if the loop will call ``after_step`` for it again.  ``dealt`` maps
-        fragments to the ranks that own them; by default rank 0 owns all.
+        ``dealt`` maps fragments to the ranks that own them; by default rank 0 owns all.
         """
         dealt = dealt or all_mine(layout)
         self._options, self._agreement = options, agreement
-        self.emit, self._redo = emit, redo
+        self.emit, self._redo = emit, resumed.redo if resumed is not None else None
         path = Path(options.folder) / "odometer"
         self._odometer = Odometer(path, disk)
         if self._odometer.damage:
             emit("note", {"note": "odometer", "why": f"{path} {self._odometer.damage}"})
         super().__init__(options, learner.adopt, layout, holding, dealt, orders, client, disk)
         self.meter = Meter()
-        self.machine = restored_machine(learner, restored, redo, self.outbox, self._odometer, self.tensors)
+        self.machine = restored_machine(learner, resumed, self.outbox, self._odometer, self.tensors)
         self.known = self.machine.state
         self.stop: StopTraining | None = None
         """Why this site's part ends; None while it does not."""

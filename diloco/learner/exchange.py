@@ -367,8 +367,6 @@ class Owners:
 
     def know(self, state: LearnerState) -> None:
         """Send the owners the run's incarnation, epoch and lineage if changed, before any order that may need them."""
-        if not self._channels:
-            return
         known = ((state.incarnation, state.epoch, state.lineage), self._client.taken_in)
         if known != self._known:
             self._known = known

@@ -53,21 +53,18 @@ GO_ON, STOP, SEAL, ADOPT, RETAKE, WAIT = range(6)
 class Orders:
     """Broadcasts rank 0's orders.  When the site ends, several threads give orders; a lock serializes them."""
 
-    def __init__(self, group: SiteGroup, part: int = 0) -> None:
-        self._group, self._part, self._turn = group, part, threading.RLock()
-        self._is_site = True
+    def __init__(self, group: SiteGroup, part: int | None = None, turn: threading.RLock | None = None) -> None:
+        self._group, self._part, self._turn = group, part, turn or threading.RLock()
 
     def of(self, part: int) -> Orders:
         """Return the orders for agent number ``part`` of several; their ``go_on`` does nothing."""
-        found = Orders(self._group, part)
-        found._turn, found._is_site = self._turn, False
-        return found
+        return Orders(self._group, part, self._turn)
 
     @contextmanager
     def all_do(self, what: int, fragment: int, owner: int = 0) -> Iterator[None]:
         """Make the other ranks take part in the collective on ``fragment`` that the caller runs inside this context."""
         with self._turn:
-            self._group.broadcast_small((what, self._part, fragment, owner))
+            self._group.broadcast_small((what, self._part or 0, fragment, owner))
             yield
 
     def wait(self) -> None:
@@ -77,7 +74,7 @@ class Orders:
 
     def go_on(self, *, stop: bool = False) -> None:
         """End the boundary: all ranks go on, or stop."""
-        if self._is_site:
+        if self._part is None:
             with self._turn:
                 self._group.broadcast_small([STOP if stop else GO_ON])
 

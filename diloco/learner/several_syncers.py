@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diloco.inner.trainer import Log, StepInfo
+    from diloco.inner.trainer import Log, Resumed, StepInfo
     from diloco.learner.agent import Agent
     from diloco.learner.ranks import Orders
     from diloco.sync.progress import Ledger
@@ -192,21 +192,19 @@ class Agents:
             agent.close()
 
 
-def part_restored(
-    restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None, syncer: int, syncers: int
-) -> tuple[Mapping[str, Tensor], Mapping[str, object]] | None:
+def part_restored(resumed: Resumed | None, syncer: int, syncers: int) -> Resumed | None:
     """Return the part of ``Agents.state`` in a checkpoint for the agent of ``syncer``.
 
     ``CheckpointError`` when the checkpoint is of a run with another number of syncers.
     """
-    if restored is None:
+    if resumed is None:
         return None
-    tensors, meta = restored
-    parts = meta.get("parts")
+    parts = resumed.meta.get("parts")
     if not isinstance(parts, list) or len(parts) != syncers:
         had = f"{len(parts)} syncers" if isinstance(parts, list) else "one syncer"
         raise CheckpointError(f"the checkpoint is of a run with {had}, and this one has {syncers}")
-    return Prefixed(tensors, f"{syncer}.", tensors.__getitem__), parts[syncer]
+    tensors = Prefixed(resumed.tensors, f"{syncer}.", resumed.tensors.__getitem__)
+    return replace(resumed, tensors=tensors, meta=parts[syncer])
 
 
 SUMMED = ("bytes_up", "bytes_down", "in_flight", "adopt_s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diloco.config import build, connecting
 from diloco.config.connecting import unanswered
@@ -18,18 +18,13 @@ from diloco.wire.client import SyncClient
 from diloco.wire.options import MBPS_MIN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
-    from torch import Tensor
 
     from diloco.config.run_dir import SiteDir
     from diloco.config.schema import RunConfig
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
     from diloco.inner.trainer import Log, Resumed
-
-    Restored = tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
 
 
 def agent_of(
@@ -49,11 +44,11 @@ def agent_of(
     whole = build.layout_over(config, holding.shapes, holding.frozen, holding.buffers)
     parts = towards(config)
     site, voice = Orders(holding.group), OneVoice(placement_of(config, whole), emit)
-    redo, agents = resumed.redo if resumed is not None else None, list[Agent]()
+    agents = list[Agent]()
     for index, part in enumerate(parts):
         layout = build.layout_of(part, whole)
         dealt = deal(layout, holding) if spread else all_mine(layout)
-        own_folder, restored = _own(folder, resumed, index, len(parts))
+        own_folder, own_part = _own(folder, resumed, index, len(parts))
         agent = Agent(
             build.agent_options(part, own_folder, whole),
             build.learner_options(part, whole),
@@ -63,8 +58,7 @@ def agent_of(
             _client(part, dealt),
             emit if len(parts) == 1 else voice.of(index),
             site if len(parts) == 1 else site.of(index),
-            restored=restored,
-            redo=redo,
+            resumed=own_part,
             disk=disk,
             dealt=dealt,
         )
@@ -87,7 +81,7 @@ def owning_follower_of(
     whole = build.layout_over(config, holding.shapes)
     parts, layouts, owned = towards(config), list[Layout](), dict[int, Owner]()
     for index, part in enumerate(parts):
-        own_folder, restored = _own(folder, resumed, index, len(parts))
+        own_folder, own_part = _own(folder, resumed, index, len(parts))
         layouts.append(build.layout_of(part, whole))
         dealt = deal(layouts[-1], holding)
         if not dealt.channels:  # E.g. where a syncer has one fragment: rank 0 owns it.
@@ -99,7 +93,7 @@ def owning_follower_of(
             holding,
             dealt,
             _client(part, dealt),
-            restored[0] if restored is not None else None,
+            own_part.tensors if own_part is not None else None,
             disk,
         )
     return Follower(layouts, holding, config.outer.adopt, owned)
@@ -114,12 +108,11 @@ def join_text(config: RunConfig, kind: str, text: str) -> str:
     return f"the syncer at {config.site.syncer} refuses site {config.site.id}: {text}"
 
 
-def _own(folder: SiteDir, resumed: Resumed | None, syncer: int, syncers: int) -> tuple[Path, Restored]:
+def _own(folder: SiteDir, resumed: Resumed | None, syncer: int, syncers: int) -> tuple[Path, Resumed | None]:
     """Return the folder of the agent that talks to ``syncer``, and its part of the checkpoint."""
-    restored = (resumed.tensors, resumed.meta) if resumed is not None else None
     if syncers == 1:
-        return folder.agent, restored
-    return folder.agent / f"syncer-{syncer}", part_restored(restored, syncer, syncers)
+        return folder.agent, resumed
+    return folder.agent / f"syncer-{syncer}", part_restored(resumed, syncer, syncers)
 
 
 def _client(config: RunConfig, dealt: Dealt) -> SyncClient:

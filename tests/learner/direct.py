@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.trainer import StepInfo, Verdict
+from diloco.inner.trainer import Resumed, StepInfo, Verdict
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
@@ -165,7 +165,7 @@ class Site:
         folder: Path,
         client: DirectClient,
         learner: dict[str, Any] | None = None,
-        restored: Any = None,
+        resumed: Resumed | None = None,
         parameters: dict[str, Tensor] | None = None,
         agreed: Agreement | None = None,
         steps: int = 0,
@@ -190,7 +190,7 @@ class Site:
             client,  # type: ignore[arg-type]
             self.events.emit,
             Orders(SiteGroup()),
-            restored,
+            resumed,
         )
 
     def start(self) -> None:
@@ -230,7 +230,8 @@ class Site:
     def checkpoint(self) -> dict[str, Any]:
         """What a process that takes the place of this one is given, whatever becomes of this one's tensors."""
         tensors, meta = self.agent.state()
-        return {"restored": (cloned(tensors), meta), "parameters": cloned(self.parameters), "steps": self.steps}
+        resumed = Resumed(self.steps, cloned(tensors), meta, ())
+        return {"resumed": resumed, "parameters": cloned(self.parameters), "steps": self.steps}
 
     def finish(self) -> Finished:
         self.client.training = None

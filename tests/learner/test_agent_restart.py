@@ -16,7 +16,7 @@ import torch
 
 from diloco.codec.kernel_library import description
 from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.trainer import StepInfo
+from diloco.inner.trainer import Resumed, StepInfo
 from diloco.learner.agent import restored_machine
 from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import AdoptOptions, SiteTensors
@@ -218,7 +218,7 @@ def test_a_residual_goes_through_a_crash_or_is_dropped_and_said(tmp_path: Path) 
         with started(tmp_path / "a", syncer, **kept, **SITE, feedback=1.0) as again:
             assert again.events.of("resumed") == [{"what": "resumed", "step": kept["steps"], "tokens_lost": 0}]
             assert again.events.of("retaken") == []
-            before = kept["restored"][0]["residual.0"]
+            before = kept["resumed"].tensors["residual.0"]
             assert torch.equal(again.agent.state()[0]["residual.0"], before)
             accepted = min(versions(syncer))
             again.train_until(lambda: min(versions(syncer)) >= accepted + 3, "it sends what no checkpoint has")
@@ -268,8 +268,8 @@ class Place:
         options, meta = LearnerOptions(inner_steps=100), machine
         if isinstance(machine, LearnerSync):
             options, meta = machine.options, {"machine": machine.snapshot()}
-        kept = None if meta is None else (self.tensors, meta)
-        return restored_machine(options, kept, redo, self.outbox, self.odometer, tensors)
+        kept = None if meta is None else Resumed(5, self.tensors, meta, (), redo)
+        return restored_machine(options, kept, self.outbox, self.odometer, tensors)
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.trainer import StepInfo, Verdict
+from diloco.inner.trainer import Resumed, StepInfo, Verdict
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
@@ -182,15 +182,16 @@ def test_a_syncer_that_never_answers_is_waited_for_with_a_bound_once_the_run_is_
 def test_a_checkpoint_holds_each_part_and_gives_it_back() -> None:
     tensors, meta = site_of(Part(cursor=3), Part(cursor=4)).state()
     assert sorted(tensors) == ["0.base.0", "1.base.0"]
-    found = part_restored((tensors, meta), 1, 2)
+    whole = Resumed(3, tensors, meta, ())
+    found = part_restored(whole, 1, 2)
     assert found is not None
-    assert found[1] == {"machine": 4}
-    assert dict(found[0]) == {"base.0": torch.full((1,), 4.0)}
+    assert found.meta == {"machine": 4}
+    assert dict(found.tensors) == {"base.0": torch.full((1,), 4.0)}
     assert part_restored(None, 0, 2) is None
     with pytest.raises(CheckpointError, match="of a run with 2 syncers, and this one has 3"):
-        part_restored((tensors, meta), 0, 3)
+        part_restored(whole, 0, 3)
     with pytest.raises(CheckpointError, match="of a run with one syncer, and this one has 2"):
-        part_restored(({}, {"machine": {}}), 0, 2)
+        part_restored(replace(whole, meta={"machine": {}}), 0, 2)
 
 
 # --- real agents and real syncers; the wire is a function call -------------------------------------------------------
@@ -228,7 +229,7 @@ class TwoSyncers:
         zero = [version_zero()[index] for index in PLACEMENT[at]]
         return Syncer(options, plan, lambda: zero, network, SecurityOptions(), Events().emit)
 
-    def site(self, restored: Any = None, name: str = "a") -> Agents:
+    def site(self, resumed: Resumed | None = None, name: str = "a") -> Agents:
         self.clients = [DirectClient(syncer, name) for syncer in self.syncers]
         whole, voice = LearnerOptions(num_fragments=2, inner_steps=4), OneVoice(PLACEMENT, self.events.emit)
         orders, model = Orders(SiteGroup()), held(self.parameters)
@@ -238,7 +239,7 @@ class TwoSyncers:
             options = AgentOptions(folder=str(self.folder / name / str(at)), **times)
             offsets = (whole.due_at[PLACEMENT[at][0]],)
             rules = LearnerOptions(num_fragments=1, inner_steps=4, offsets=offsets, lock_step=self.lock_step)
-            part, agreed, back = self.parts[at], self._agreed(at), part_restored(restored, at, 2)
+            part, agreed, back = self.parts[at], self._agreed(at), part_restored(resumed, at, 2)
             said, ordered = voice.of(at), orders.of(at)
             agents.append(Agent(options, rules, part, model, agreed, client, said, ordered, back))
         return Agents(agents, voice, orders, 5.0)
@@ -330,7 +331,7 @@ def test_a_site_that_comes_back_trains_on_without_the_one_that_is_away(
 ) -> None:
     monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 0.1)
     agents = two.begun()
-    saved = cloned(agents.state()[0]), agents.state()[1]
+    saved = Resumed(two.steps, cloned(agents.state()[0]), agents.state()[1], ())
     two.train(agents, 8)
     agents.close()
     read = two.steps * TOKENS
@@ -355,7 +356,7 @@ def test_a_site_that_is_closed_while_it_comes_back_does_not_train_on(
     """It once went on without the syncer that it was waiting for, as an agent whose threads end at once."""
     monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 60.0)
     agents = two.begun()
-    saved = agents.state()
+    saved = Resumed(two.steps, *agents.state(), ())
     agents.close()
     again = two.site(saved)
     two.clients[0].down.set()

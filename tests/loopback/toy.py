@@ -28,7 +28,7 @@ from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
 from diloco.inner import checkpoint
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.trainer import StepInfo
+from diloco.inner.trainer import Resumed, StepInfo
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Dealt, Orders
@@ -180,10 +180,9 @@ class Toy:
         address: str,
         parameters: dict[str, Tensor],
         emit: Callable[[str, dict[str, object]], None],
-        restored: object = None,
+        resumed: Resumed | None = None,
         group: SiteGroup | None = None,
         disk: Disk = PLAIN_DISK,
-        redo: StepInfo | None = None,
         holding: Holding | None = None,
         dealt: Dealt | None = None,
     ) -> Agent:
@@ -193,7 +192,7 @@ class Toy:
         options, client, group = self.agent_options(site), self.sync_client(site, address), group or SiteGroup()
         holding, orders, agreement = holding or Holding(parameters, group), Orders(group), self.agreement()
         mine = (self.layout(), holding, agreement, client, emit, orders)
-        return Agent(options, learner, *mine, restored, redo, disk, dealt)
+        return Agent(options, learner, *mine, resumed, disk, dealt)
 
 
 def generator(seed: int, name: str, step: int) -> torch.Generator:
@@ -258,8 +257,7 @@ class ToySite:
         """While it is set the site makes no step; what is under way goes on."""
         self.disk = disk
         self.redo: StepInfo | None = None
-        restored = self._load()
-        self.agent = toy.agent(site, address, self.parameters, emit, restored, disk=disk, redo=self.redo)
+        self.agent = toy.agent(site, address, self.parameters, emit, self._load(), disk=disk)
 
     def run(
         self,
@@ -305,7 +303,7 @@ class ToySite:
         facts = {"agent": meta, "last": asdict(info)}
         checkpoint.save(self._folder(), f"step-{info.step:08d}", named, facts, keep=2, disk=self.disk)
 
-    def _load(self) -> object:
+    def _load(self) -> Resumed | None:
         found = checkpoint.latest(self._folder())
         if found is None:
             return None
@@ -313,7 +311,7 @@ class ToySite:
             self.parameters[name].copy_(values)
         self.redo = StepInfo(**found.meta["last"])
         self.steps = self.redo.step
-        return found.part("agent"), found.meta["agent"]
+        return Resumed(self.steps, found.part("agent"), found.meta["agent"], (), self.redo)
 
 
 # --- dying on purpose ------------------------------------------------------------------------------------------
