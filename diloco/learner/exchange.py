@@ -332,9 +332,7 @@ class Owner(Exchange):
     def _echo(self) -> None:
         """Hash one base at a time, at intervals, for rank 0's heartbeat."""
         echo = Echo(self.tensors, self.changed)
-        next_s = time.monotonic()
-        while not self.stopping.wait(max(0.0, next_s - time.monotonic())):
-            next_s = time.monotonic() + ECHO_EVERY_S
+        while not self.stopping.wait(ECHO_EVERY_S):
             found = echo.compute()
             if found is not None:
                 self._post("echo", *found)

@@ -333,18 +333,16 @@ class SiteTensors(Versions):
         self.holding.gather(part.pieces, room, self.holding.group.rank)
         return room
 
-    def write(self, fragment: int, values: Tensor) -> None:
-        """Write ``values`` into the model on all ranks, which take part."""
-        self.holding.scatter(self.layout.fragments[fragment].pieces, values, self.holding.group.rank)
-
-    def _write(self, fragment: int, values: Tensor, reference: Tensor) -> Tensor:
-        """Write ``values`` into the model; return ``reference``, corrected for rounding, to measure the next update.
+    def write(self, fragment: int, values: Tensor, reference: Tensor) -> Tensor:
+        """Write ``values`` into the model on all ranks, which take part; return ``reference``, corrected for rounding,
+        to measure the next update.
 
         A parameter of a type narrower than fp32 rounds the values written to it.  The difference is not progress, so
         the reference moves by it.
         """
-        self.write(fragment, values)
-        written = self.holding.rounded(self.layout.fragments[fragment].pieces, values)
+        pieces = self.layout.fragments[fragment].pieces
+        self.holding.scatter(pieces, values, self.holding.group.rank)
+        written = self.holding.rounded(pieces, values)
         if written is values:
             return reference
         return written if reference is values else reference.add(written - values)
@@ -359,7 +357,7 @@ class SiteTensors(Versions):
         taken = latest[1]
         new_base = self.place.of(taken)
         if fragment in self.layout.averaged or self.adopt_rule == "overwrite":
-            reference = self._write(fragment, new_base, new_base)
+            reference = self.write(fragment, new_base, new_base)
         elif self.adopt_rule == "rebase":
             reference = self._rebase(fragment, new_base, [self.sent[fragment, sequence] for sequence in merged])
         elif self.adopt_rule == "eager":
@@ -367,7 +365,7 @@ class SiteTensors(Versions):
         else:
             is_published = self._options.measure_from == "published"
             values = self._blended(fragment, new_base)
-            reference = self._write(fragment, values, new_base if is_published else values)
+            reference = self.write(fragment, values, new_base if is_published else values)
         for sequence in merged:
             del self.sent[fragment, sequence]
             self.residuals.merged(fragment, sequence)
@@ -391,7 +389,7 @@ class SiteTensors(Versions):
             own.merged([sent[sequence] for sequence in effect.merged], versions, sites)
             reference = own.ahead(new_base, shared, sites)
             values = reference.sub(unsent)
-        return self._write(fragment, values, reference)
+        return self.write(fragment, values, reference)
 
     def _blended(self, fragment: int, new_base: Tensor) -> Tensor:
         """Return the blend of the site's values with the version.
@@ -414,7 +412,7 @@ class SiteTensors(Versions):
         assert before is not None
         if not self.place.is_host:
             values = rebase(self.local(fragment), before, new_base, [values_of(each) for each in own])
-            return self._write(fragment, values, new_base)
+            return self.write(fragment, values, new_base)
         merged, pieces = [coded(each) for each in own], self._pieces(fragment)
         if pieces is not None:
             rebase_pieces(pieces, before, new_base, merged)
@@ -424,7 +422,7 @@ class SiteTensors(Versions):
             return new_base
         values = self.local(fragment)
         rebase_pieces([values], before, new_base, merged)
-        return self._write(fragment, values, new_base)
+        return self.write(fragment, values, new_base)
 
     def _pieces(self, fragment: int) -> list[Tensor] | None:
         """Return views of the fragment's values in the model; None unless all are contiguous fp32 on this host."""
@@ -472,7 +470,7 @@ class SiteTensors(Versions):
         if base is not self.base[fragment]:
             self.told_base[fragment] = self.told_latest[fragment]
         self.base[fragment], self.base_versions[fragment] = base, version
-        self.reference[fragment] = self._write(fragment, values, there)
+        self.reference[fragment] = self.write(fragment, values, there)
         return dropped
 
     def measure(self, fragment: int, in_flight: Sequence[int], *, at_rest: bool = False) -> SealInputs:

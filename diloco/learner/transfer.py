@@ -677,14 +677,14 @@ class Listener:
         """Run the thread.  The first join was made before it starts, unless the site trains without a syncer."""
         own = self._participant
         pause = Pause(own, CHOICE_CAP_S if own.client.has_choice else CAP_S)
-        joined = own.known.incarnation > 0
+        if own.known.incarnation == 0:
+            self._join_wanted.set()
         while not own.stopping.is_set():
             try:
-                if self._join_wanted.is_set() or not joined:
+                if self._join_wanted.is_set():
                     self._join_wanted.clear()
                     if not own.left.is_set():
                         own.tell(self.attempt())
-                joined = True
                 self._listen(pause)
                 why, refused, final = "the syncer closed the stream", "", False
             except Unreachable as error:
@@ -697,7 +697,7 @@ class Listener:
             if final and not own.left.is_set():
                 own.give_up(why)
                 return
-            joined = False
+            self._join_wanted.set()
             if self.connected:
                 self.connected = False
                 own.emit("disconnected", {"why": why})

@@ -133,9 +133,9 @@ def begun(tmp_path: Path) -> Told:
 
 
 def test_an_update_is_measured_at_once_and_known_when_it_is_durable(begun: Told) -> None:
-    begun.tensors.write(0, dice("trained", 0))
+    begun.tensors.write(0, dice("trained", 0), dice("trained", 0))
     job = begun.sealing(1)
-    begun.tensors.write(0, dice("later", 0))
+    begun.tensors.write(0, dice("later", 0), dice("later", 0))
     header, encoded = seal(job, Encoder(make_codec("fp32"), begun.tensors.place), "run", "a", 1)
     assert header.values_digest == digest(dice("v0", 0) - dice("trained", 0))
     begun.keep_sealed(header, encoded)

@@ -39,7 +39,7 @@ def site_tensors(rule: str, alpha: float = 0.25, place: Place | None = None, **m
     found = SiteTensors(LAYOUT, held(parameters), rule, AdoptOptions(adopt_alpha=alpha, **more), place)
     found.arrived(0, 3, dice("base", 0), "")
     found.retake(0, 3, [])
-    found.write(0, dice("local", 0))
+    found.write(0, dice("local", 0), dice("local", 0))
     found.sent[0, 5], found.sent[0, 6] = dice("d5", 0), dice("d6", 0)
     found.sent[1, 5] = dice("d5", 1)
     return found
@@ -125,7 +125,7 @@ def test_buffers_are_measured_whole_and_taken_as_they_are(rule: str) -> None:
     found = SiteTensors(layout, held(parameters), rule, options)
     found.arrived(0, 3, dice("base", 0), "")
     found.retake(0, 3, [])
-    found.write(0, dice("local", 0))
+    found.write(0, dice("local", 0), dice("local", 0))
     found.sent[0, 5] = found.sent[0, 6] = dice("d", 0)
     assert torch.equal(measured(found, [5, 6]), -dice("local", 0))
     found.latest[0] = (4, dice("new", 0))
@@ -234,7 +234,7 @@ def test_memory_of_what_is_held_is_never_used_again() -> None:
     found.retake(0, 0, [])
     kept: list[tuple[Tensor, Tensor]] = []
     for version in range(1, 20):
-        found.write(0, dice(("trained", version), 0))
+        found.write(0, dice(("trained", version), 0), dice(("trained", version), 0))
         inputs = found.measure(0, [])
         found.sent[0, version] = inputs.local
         values = buffers.values(FRAGMENT.numel).copy_(dice(("version", version), 0))
