@@ -354,11 +354,9 @@ def restored_machine(
         raise CheckpointError(f"the checkpoint is of another version: {error}") from error
     published = meta.get("published")  # Not in a checkpoint of an earlier version.
     told = [str(each) for each in published["digests"]] if isinstance(published, dict) else None
-    site_tensors.restore(resumed.tensors, [part.base_version for part in machine.state.fragments], told)
-    fragments = enumerate(machine.state.fragments)
-    listed = {(index, sent.sequence): sent.bytes_wanted for index, part in fragments for sent in part.in_flight}
-    for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
-        site_tensors.release(fragment, sequence)
+    fragments = machine.state.fragments
+    listed = {(at, sent.sequence): sent.bytes_wanted for at, part in enumerate(fragments) for sent in part.in_flight}
+    site_tensors.restore(resumed.tensors, [part.base_version for part in fragments], told, listed)
     # A process that died between an ack and the removal left bytes that are not needed any more.
     outbox.clear({key for key, bytes_wanted in listed.items() if bytes_wanted})
     if redo is not None:

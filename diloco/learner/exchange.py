@@ -259,9 +259,7 @@ class Owner(Exchange):
             case "begin":
                 versions, told, listed = rest
                 with self.changed:
-                    self.tensors.restore(self._restored, versions, told)
-                    for key in [key for key in self.tensors.sent if key not in listed]:
-                        self.tensors.release(*key)
+                    self.tensors.restore(self._restored, versions, told, listed)
                     self._restored = {}
                 dropped = self.tensors.residuals.dropped
                 if dropped:

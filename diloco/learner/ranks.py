@@ -40,7 +40,6 @@ from diloco.outer.fragments import balanced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     from diloco.inner.holding import Holding
     from diloco.inner.parallel import SiteGroup
@@ -153,7 +152,7 @@ def meet(group: SiteGroup) -> dict[int, Channel]:
             connection.send(group.rank)
             return {0: Channel(connection)}
         key, apart, others = secrets.token_bytes(KEY_BYTES), len(set(places)) > 1, group.world - 1
-        with Door(key, "" if apart else NEAR) as door:
+        with contextlib.closing(Door(key, "" if apart else NEAR)) as door:
             host = _own_address(group.master_addr) if apart else NEAR
             group.all_gather_bytes(json.dumps({"host": host, "port": door.port, "key": key.hex()}).encode())
             found: dict[int, Channel] = {}
@@ -233,7 +232,7 @@ NEAR = "127.0.0.1"
 
 
 class Door:
-    """Listens, and puts connections that proved the key into ``come``; leaving its context closes all that wait."""
+    """Listens, and puts connections that proved the key into ``come``."""
 
     def __init__(self, key: bytes, host: str = "", port: int = 0) -> None:
         """``host`` is the address to listen on, empty: all of them; ``port`` 0: the system chooses.
@@ -249,10 +248,8 @@ class Door:
         self._thread = threading.Thread(target=self._listen, name="door", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Door:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Close it, and all connections that wait."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the thread; close alone would not.
         self._thread.join(CLOSE_S)

@@ -58,11 +58,11 @@ from diloco.codec.registry import Coded, coded, values_of
 from diloco.codec.site_pass import rebase_pieces
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.pseudo_gradient import MEASURE_FROM, OwnPart, blend, eager, pseudo_gradient, rebase
-from diloco.sync.options import ADOPT_KEEPS_UNSENT, one_of, within
+from diloco.sync.options import one_of, within
 from diloco.wire.messages import short_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 
     from diloco.inner.holding import Holding
     from diloco.outer.fragments import Layout
@@ -305,8 +305,6 @@ class SiteTensors(Versions):
     ) -> None:
         """``adopt`` is the run's rule.  ``place`` is the model's device, the host by default; ``owned`` are the
         fragments whose tensors this rank has, all by default."""
-        needless = options.feedback and adopt in ADOPT_KEEPS_UNSENT
-        assert not needless, "a rule that keeps unsent progress needs no feedback"
         super().__init__(layout, place if place is not None else Place(HOST))
         self.holding, self.adopt_rule, self._options = holding, adopt, options
         count = len(layout.fragments)
@@ -516,9 +514,16 @@ class SiteTensors(Versions):
         return found | self.residuals.tensors()
 
     def restore(
-        self, tensors: Mapping[str, Tensor], base_versions: Sequence[int], told: Sequence[str] | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        base_versions: Sequence[int],
+        told: Sequence[str] | None,
+        listed: Container[tuple[int, int]],
     ) -> None:
-        """Restore the owned fragments from what ``tensors`` returned, and the digests published with the bases."""
+        """Restore the owned fragments from what ``tensors`` returned, and the digests published with the bases.
+
+        Updates that are not ``listed`` are released.
+        """
         # Names contain the fragment: base.3, sent.3.17.
         tensors = {name: tensors[name] for name in tensors if int(name.split(".")[1]) in self.owned}
         self.told_base = list(told) if told is not None else self.told_base
@@ -537,6 +542,8 @@ class SiteTensors(Versions):
             elif kind == "own" and self.own is not None:
                 self.own[int(fragment)].restore(self.place.of(values))
         self.residuals.restore(tensors)
+        for key in [key for key in self.sent if key not in listed]:
+            self.release(*key)
 
 
 @dataclass(slots=True)

@@ -360,7 +360,7 @@ class Machines:
         self._folder.meeting.unlink(missing_ok=True)
         for line in [*self.lines.values(), *self._new]:
             line.close()
-        self._door.__exit__(kind, error, at)
+        self._door.close()
 
     def attend(self, order: Order) -> None:
         """Accept new connections, take in the reports, and send ``order`` to all machines."""

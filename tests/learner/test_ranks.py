@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -215,7 +215,7 @@ def ends(stranger: socket.socket) -> bool:
 
 
 def test_who_knows_the_key_comes_in_and_both_hear_each_other() -> None:
-    with Door(KEY, NEAR) as door, knock(NEAR, door.port, KEY, BOUND_S) as there:
+    with closing(Door(KEY, NEAR)) as door, knock(NEAR, door.port, KEY, BOUND_S) as there:
         with door.come.get(timeout=BOUND_S) as here:
             there.send(("word", 1))
             assert here.recv() == ("word", 1)
@@ -226,13 +226,13 @@ def test_who_knows_the_key_comes_in_and_both_hear_each_other() -> None:
         assert door.come.empty()
     with pytest.raises(ConnectionError):
         knock(NEAR, door.port, KEY, BOUND_S)
-    with Door(KEY) as door, knock("localhost", door.port, KEY, BOUND_S), door.come.get(timeout=BOUND_S):
+    with closing(Door(KEY)) as door, knock("localhost", door.port, KEY, BOUND_S), door.come.get(timeout=BOUND_S):
         pass  # A door at all addresses is found at this one.
 
 
 def test_the_oldest_of_those_who_say_nothing_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "KNOCKING_MAX", 2)
-    with Door(KEY, NEAR) as door:
+    with closing(Door(KEY, NEAR)) as door:
         silent = [socket.create_connection((NEAR, door.port), timeout=BOUND_S) for _ in range(3)]
         with knock(NEAR, door.port, KEY, BOUND_S), door.come.get(timeout=BOUND_S):
             assert ends(silent[0])
@@ -243,7 +243,7 @@ def test_the_oldest_of_those_who_say_nothing_makes_room(monkeypatch: pytest.Monk
 
 
 def test_who_came_in_and_was_not_heard_is_told_that_the_door_is_closed() -> None:
-    with Door(KEY, NEAR) as door:
+    with closing(Door(KEY, NEAR)) as door:
         there = knock(NEAR, door.port, KEY, BOUND_S)
         while door.come.empty():
             threading.Event().wait(0.01)

@@ -61,7 +61,7 @@ def restored(found: SiteTensors, rule: str, place: Place | None = None, **more: 
     """What a new process has of its checkpoint."""
     tensors = {name: values.clone() for name, values in found.tensors().items()}
     again = SiteTensors(LAYOUT, copied(found), rule, AdoptOptions(adopt_alpha=0.25, **more), place)
-    again.restore(tensors, [4, -1], found.told_base)
+    again.restore(tensors, [4, -1], found.told_base, found.sent)
     return again
 
 
@@ -271,7 +271,7 @@ def test_of_a_checkpoint_only_what_is_owned_is_read() -> None:
     tensors = found.tensors() | {"base.1": dice("base", 1), "residual.1": dice("r", 1)}
     read = Prefixed({name: name for name in tensors}, "", lambda name: asked.append(name) or tensors[name])
     again = SiteTensors(LAYOUT, copied(found), "rebase", AdoptOptions(), owned=[1])
-    again.restore(read, [3, 2], ["three", "two"])
+    again.restore(read, [3, 2], ["three", "two"], found.sent)
     assert sorted(asked) == ["base.1", "residual.1", "sent.1.5"]
     assert again.told_base == ["three", "two"], "of all it is known what was told"
     assert sorted(again.tensors()) == ["base.1", "sent.1.5"]
@@ -398,7 +398,7 @@ def test_a_checkpoint_holds_what_was_written_and_an_fp32_model_has_nothing_more_
         site = sites.sites[0]
         assert ("reference.0" in site.tensors()) == (dtype == torch.bfloat16)
         again = SiteTensors(NARROW, held(sites.trained), "rebase", AdoptOptions())
-        again.restore(site.tensors(), [0])
+        again.restore(site.tensors(), [0], None, ())
         assert not again.measure(0, []).pseudo_gradient().any()
 
 
@@ -537,7 +537,7 @@ def test_a_checkpoint_holds_it_and_the_next_update_has_the_same_bytes(rule: str)
     model.adopt(-values_of(first.encoded.sent), [first.header.sequence])
     model.train(3)
     again = Model("int2:8", rule, beta=0.9)
-    again.tensors.restore(model.tensors.tensors(), [model.version])
+    again.tensors.restore(model.tensors.tensors(), [model.version], None, model.tensors.sent)
     again.parameters["w"].copy_(model.parameters["w"])
     again.next = model.next
     assert sorted(again.tensors.tensors()) == sorted(model.tensors.tensors())
@@ -553,7 +553,7 @@ def test_a_residual_is_dropped_and_said_by_a_retake_and_where_feedback_was_turne
     model.train(1)
     update = model.update()
     said = {"residual_dropped": pytest.approx(float(model.residual().norm()))}
-    without.tensors.restore(model.tensors.tensors(), [0])
+    without.tensors.restore(model.tensors.tensors(), [0], None, model.tensors.sent)
     assert without.tensors.residuals.dropped == said
     assert model.tensors.residuals.dropped == {}
     assert not any(name.startswith(("residual", "term")) for name in without.tensors.tensors())
