@@ -56,8 +56,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from diloco.codec.base import Buffers, digest
 from diloco.codec.registry import Coded, coded, values_of
 from diloco.codec.site_pass import rebase_pieces
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.pseudo_gradient import MEASURE_FROM, OwnPart, blend, eager, pseudo_gradient, rebase
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState
+from diloco.outer.pseudo_gradient import MEASURE_FROM, ahead, blend, eager, own_part, pseudo_gradient, rebase
 from diloco.sync.options import one_of, within
 from diloco.wire.messages import short_digest
 
@@ -314,7 +314,8 @@ class SiteTensors(Versions):
         self.base_versions = [-1] * count
         self.sites_in = [0] * count
         """By fragment, the number of sites merged in the latest version for which that number is known."""
-        self.own = None if options.ahead is None else [OwnPart(options.ahead) for _ in range(count)]
+        self.own = [NOTHING] * count
+        """By fragment, the state of an outer optimizer that has only seen the site's own parts (``ahead``)."""
         self.told_latest = [""] * count
         self.told_base = [""] * count
         """The digests that the syncer published with these versions, as text; empty where unknown."""
@@ -379,13 +380,13 @@ class SiteTensors(Versions):
         sent = {sequence: values_of(self.sent[fragment, sequence]) for sequence in needed}
         unsent = pseudo_gradient(before, self.local(fragment), [sent[sequence] for sequence in effect.fresh])
         shared = [sent[sequence] for sequence in effect.under_way]
-        if self.own is None:
+        if self._options.ahead is None:
             values, reference = eager(new_base, unsent, shared, self._options.adopt_alpha)
         else:
-            own, sites = self.own[fragment], self.sites_in[fragment]
-            versions = effect.version - self.base_versions[fragment]
-            own.merged([sent[sequence] for sequence in effect.merged], versions, sites)
-            reference = own.ahead(new_base, shared, sites)
+            sites, versions = self.sites_in[fragment], effect.version - self.base_versions[fragment]
+            merged = [sent[sequence] for sequence in effect.merged]
+            own = self.own[fragment] = own_part(self.own[fragment], merged, versions, sites, self._options.ahead)
+            reference = ahead(new_base, shared, sites, own, self._options.ahead)
             values = reference.sub(unsent)
         return self.write(fragment, values, reference)
 
@@ -463,8 +464,7 @@ class SiteTensors(Versions):
         for held in [key for key in self.sent if key[0] == fragment and key[1] not in keep]:
             del self.sent[held]
         dropped = self.residuals.drop(fragment)
-        if self.own is not None:
-            self.own[fragment].forget()
+        self.own[fragment] = NOTHING
         if base is not self.base[fragment]:
             self.told_base[fragment] = self.told_latest[fragment]
         self.base[fragment], self.base_versions[fragment] = base, version
@@ -508,7 +508,7 @@ class SiteTensors(Versions):
                     found[f"reference.{index}"] = reference
         for (fragment, sequence), sent in self.sent.items():
             found[f"sent.{fragment}.{sequence}"] = values_of(sent)
-        for index, own in enumerate(self.own or ()):
+        for index, own in enumerate(self.own):
             if own.momentum is not None:
                 found[f"own.{index}"] = own.momentum
         return found | self.residuals.tensors()
@@ -539,8 +539,8 @@ class SiteTensors(Versions):
             kind, fragment, *sequence = name.split(".")
             if kind == "sent":
                 self.sent[int(fragment), int(sequence[0])] = self.place.of(values)
-            elif kind == "own" and self.own is not None:
-                self.own[int(fragment)].restore(self.place.of(values))
+            elif kind == "own" and self._options.ahead is not None:
+                self.own[int(fragment)] = OuterState(1, {"momentum": self.place.of(values)})
         self.residuals.restore(tensors)
         for key in [key for key in self.sent if key not in listed]:
             self.release(*key)

@@ -6,9 +6,9 @@ All tensors are flat fp32 of the fragment's size; the results are new tensors.
 
 A site adopts a new version of a fragment in one of four ways: it keeps its progress (:func:`rebase`), overwrites it
 with a copy of the version (Decoupled DiLoCo, arXiv 2604.21428), blends (:func:`blend`), or looks ahead by its own part
-(:func:`eager`, :class:`OwnPart`).
+(:func:`eager`, :func:`ahead`).
 
-:class:`OwnPart` predicts what the outer step will make of a site's own updates: eager updates as in arXiv 2502.12996.
+:func:`ahead` predicts what the outer step will make of a site's own updates: eager updates as in arXiv 2502.12996.
 In the paper each of M replicas steps its own outer optimizer with the last round's mean, in which its own share of that
 round is replaced by its own share of this one::
 
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.outer.optimizer import LINEAR, NOTHING, OuterOptimizerOptions, OuterState, outer_step
+from diloco.outer.optimizer import LINEAR, OuterOptimizerOptions, OuterState, outer_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,52 +116,34 @@ ADDITIVE = ("sgd", *LINEAR)
 """The optimizer kinds whose step on a mean is the sum of the steps on each site's part, from any version."""
 
 
-class OwnPart:
-    """The outer optimizer's state of one fragment, computed from only the site's own parts of the means.
+def own_part(
+    state: OuterState, updates: Sequence[Tensor], steps: int, sites: int, options: OuterOptimizerOptions
+) -> OuterState:
+    """Return the outer optimizer's ``state`` of one fragment, of only the site's own parts of the means, ``steps``
+    outer steps later.  The last of these merged the site's ``updates``, one each in this order.
 
-    All tensors are flat fp32 of the fragment's length, on one device; none is written to.  A part is 1/M of an update,
-    as in a mean of M sites of equal weight.
+    With fewer steps than updates the first step merged all surplus ones.  ``sites`` is M: a part is 1/M of an update,
+    as in a mean of M sites of equal weight; with 0 (not known yet) the state stays as it is.  No tensor is written to.
     """
+    if not sites:
+        return state
+    if state.momentum is not None and steps > len(updates):
+        faded = state.momentum.mul(options.momentum ** (steps - len(updates)))
+        state = OuterState(state.steps, {"momentum": faded})
+    first = max(1, len(updates) - steps + 1)
+    for part in [reduce(torch.add, updates[:first]), *updates[first:]] if updates else []:
+        mine = part / sites
+        _, state = outer_step(mine, mine, state, options)
+    return state
 
-    def __init__(self, options: OuterOptimizerOptions) -> None:
-        assert options.kind in ADDITIVE, options.kind
-        self._options = options
-        self._state = NOTHING
 
-    @property
-    def momentum(self) -> Tensor | None:
-        """The tensor that a checkpoint must hold; None before the first own update was merged, and for sgd."""
-        return self._state.momentum
-
-    def restore(self, momentum: Tensor) -> None:
-        """Restore the state from a saved ``momentum``."""
-        self._state = OuterState(1, {"momentum": momentum})
-
-    def forget(self) -> None:
-        """Reset the state: the fragment starts over."""
-        self._state = NOTHING
-
-    def merged(self, updates: Sequence[Tensor], steps: int, sites: int) -> None:
-        """Account for ``steps`` outer steps, the last of which merged the site's ``updates``, one each in this order.
-
-        With fewer steps than updates the first step merged all surplus ones.  ``sites`` is M; 0: do nothing.
-        """
-        if not sites:
-            return
-        momentum = self._state.momentum
-        if momentum is not None and steps > len(updates):
-            faded = momentum.mul(self._options.momentum ** (steps - len(updates)))
-            self._state = OuterState(self._state.steps, {"momentum": faded})
-        first = max(1, len(updates) - steps + 1)
-        for part in [reduce(torch.add, updates[:first]), *updates[first:]] if updates else []:
-            mine = part / sites
-            _, self._state = outer_step(mine, mine, self._state, self._options)
-
-    def ahead(self, version: Tensor, under_way: Sequence[Tensor], sites: int) -> Tensor:
-        """Return ``version`` after one outer step for each of the site's own updates that it lacks, in sequence order,
-        without other sites' parts.  With 0 ``sites`` (not known yet) return a copy of ``version``.
-        """
-        found, state = version, self._state
-        for update in under_way if sites else ():
-            found, state = outer_step(found, update / sites, state, self._options)
-        return version.clone() if found is version else found
+def ahead(
+    version: Tensor, under_way: Sequence[Tensor], sites: int, state: OuterState, options: OuterOptimizerOptions
+) -> Tensor:
+    """Return ``version`` after one outer step for each of the site's own updates that it lacks, in sequence order,
+    without other sites' parts, from the ``state`` of :func:`own_part`.  With 0 ``sites`` return a copy of ``version``.
+    """
+    found = version
+    for update in under_way if sites else ():
+        found, state = outer_step(found, update / sites, state, options)
+    return version.clone() if found is version else found

@@ -77,7 +77,6 @@ def reference(found: SiteTensors) -> Tensor:
 
 def ahead(found: SiteTensors) -> Any:
     """The momentum of the site's own part of the outer step."""
-    assert found.own is not None
     return found.own[0].momentum
 
 

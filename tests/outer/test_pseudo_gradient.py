@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.pseudo_gradient import ADDITIVE, OwnPart, blend, eager, is_finite, pseudo_gradient, rebase
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
+from diloco.outer.pseudo_gradient import ADDITIVE, ahead, blend, eager, is_finite, own_part, pseudo_gradient, rebase
 
 
 def test_is_finite() -> None:
@@ -117,17 +117,17 @@ def papers_replicas(d: Tensor, options: OuterOptimizerOptions) -> list[Tensor]:
 def test_ten_rounds_are_the_papers_within_1e_6(options: OuterOptimizerOptions, sites: int) -> None:
     """At each site the version is ahead by its own part; of a plain outer step that is what ``eager`` adds."""
     d = torch.stack([torch.stack([drawn(100 * number + site) for site in range(sites)]) for number in range(10)]) * 0.01
-    own = [OwnPart(options) for _ in range(sites)]
+    own = [NOTHING] * sites
     version, state = torch.zeros(NUMEL), NOTHING
     for updates, wanted in zip(d, papers_replicas(d, options), strict=True):
         for site in range(sites):
-            found = [own[site].ahead(version, [updates[site]], sites)]
+            found = [ahead(version, [updates[site]], sites, own[site], options)]
             if options is SGD:
                 found.append(eager(version, torch.zeros(NUMEL), [updates[site]], options.lr / sites)[0])
             assert all((each - wanted[site]).abs().max().item() < 1e-6 for each in found)
         version, state = outer_step(version, updates.mean(0), state, options)
         for site in range(sites):
-            own[site].merged([updates[site]], 1, sites)
+            own[site] = own_part(own[site], [updates[site]], 1, sites, options)
 
 
 @pytest.mark.parametrize("kind", ADDITIVE)
@@ -135,45 +135,39 @@ def test_of_a_single_site_it_is_the_version_that_comes(kind: str) -> None:
     """However many updates there are for a step: one each, two in one, and none."""
     options = OuterOptimizerOptions(kind=kind, lr=0.7, momentum=0.0 if kind == "sgd" else 0.9)
     one, other = drawn(1), drawn(2)
-    own, version, state = OwnPart(options), drawn(0), NOTHING
+    own, version, state = NOTHING, drawn(0), NOTHING
     for means, updates in (([one, other], [one, other]), ([one + other], [one, other]), ([0 * one, one], [one])):
-        assert torch.equal(own.ahead(version, [one], 1), outer_step(version, one, state, options)[0])
+        assert torch.equal(ahead(version, [one], 1, own, options), outer_step(version, one, state, options)[0])
         for mean in means:
             version, state = outer_step(version, mean, state, options)
-        own.merged(updates, len(means), 1)
+        own = own_part(own, updates, len(means), 1, options)
     assert (own.momentum is None) == (kind == "sgd")
-    assert torch.allclose(own.ahead(version, [one], 1), outer_step(version, one, state, options)[0], rtol=0, atol=1e-6)
+    wanted, _ = outer_step(version, one, state, options)
+    assert torch.allclose(ahead(version, [one], 1, own, options), wanted, rtol=0, atol=1e-6)
 
 
 def test_nothing_is_ahead_of_a_version_that_has_all_or_that_is_of_nobody_knows_how_many() -> None:
-    own, version = OwnPart(NESTEROV), drawn(0)
-    own.merged([drawn(1)], 1, 0)
-    assert own.momentum is None
+    version = drawn(0)
+    assert own_part(NOTHING, [drawn(1)], 1, 0, NESTEROV) is NOTHING
     for under_way, sites in (([], 3), ([drawn(1)], 0)):
-        found = own.ahead(version, under_way, sites)
+        found = ahead(version, under_way, sites, NOTHING, NESTEROV)
         assert torch.equal(found, version)
         assert found is not version
 
 
-def test_a_checkpoint_holds_the_momentum() -> None:
-    own, again = OwnPart(NESTEROV), OwnPart(NESTEROV)
-    own.merged([drawn(1), drawn(2)], 4, 3)
-    momentum = own.momentum
-    assert momentum is not None
-    again.restore(momentum.clone())
-    found, wanted = (each.ahead(drawn(0), [drawn(3)], 3) for each in (again, own))
+def test_a_checkpoint_holds_the_momentum_alone() -> None:
+    own = own_part(NOTHING, [drawn(1), drawn(2)], 4, 3, NESTEROV)
+    assert own.momentum is not None
+    again = OuterState(1, {"momentum": own.momentum.clone()})
+    found, wanted, without = (ahead(drawn(0), [drawn(3)], 3, each, NESTEROV) for each in (again, own, NOTHING))
     assert torch.equal(found, wanted)
-    own.forget()
-    assert own.momentum is None
-    assert not torch.equal(own.ahead(drawn(0), [drawn(3)], 3), wanted)
+    assert not torch.equal(without, wanted)
 
 
 def test_over_rounds_that_hold_nothing_of_the_site_its_momentum_fades_as_the_syncers_does() -> None:
     first, version, state = drawn(1), torch.zeros(NUMEL), NOTHING
-    own = OwnPart(NESTEROV)
     for update in (first, torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL)):
         version, state = outer_step(version, update / 3, state, NESTEROV)
-    own.merged([first], 1, 3)
-    own.merged([], 3, 3)
+    own = own_part(own_part(NOTHING, [first], 1, 3, NESTEROV), [], 3, 3, NESTEROV)
     assert own.momentum is not None
     assert torch.allclose(own.momentum, state.tensors["momentum"], rtol=1e-5)
