@@ -571,10 +571,8 @@ class Agent(Exchange):
                 fetch = Progress(self.owners, self.tensors.layout)
                 final_at = lambda: fetch.heard_at() if self.machine.state.ending is Ending.FINISHED else 0.0  # noqa: E731
                 done = lambda: self._touch.over or failed()  # noqa: E731
-                if final:
-                    self._until(done, bound, "its last fates and the final version", final_at, fetch.__str__)
-                else:
-                    self._until(done, bound, "its last fates")
+                told = (final_at, fetch.__str__) if final else ()
+                self._until(done, bound, "its last fates and the final version", *told)
         self.owners.parting = True
         self._orders.go_on(stop=True)
         stop = self.stop

@@ -44,7 +44,7 @@ from diloco.codec.merging import ranges, sum_of_products
 from diloco.codec.registry import Coded, coded, values_of
 from diloco.codec.site_pass import seal_pieces
 from diloco.durable import PLAIN_DISK, Step
-from diloco.learner.tensors import Carried, Fed, SealInputs
+from diloco.learner.tensors import Fed, SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.journal import parse_json
 from diloco.wire.messages import PushHeader
@@ -96,12 +96,11 @@ class Encoder:
             self._passes, self.where = passes, f"{place.device}, Triton"
 
     def encode(self, inputs: SealInputs) -> Encoded:
-        """Encode ``base - local - sent...`` plus the carried residual; overwrites the private copy in ``inputs``.
-
-        ``NonFiniteError`` when the result is not finite.
+        """Encode ``base - local - sent...``, with feedback plus beta times the residual; ``NonFiniteError`` where that
+        is not finite.  It overwrites the private copy in ``inputs``.
         """
-        if self._place.is_host and inputs.carried is not None:
-            return self._feed_here(inputs, inputs.carried)
+        if self._place.is_host and inputs.beta:
+            return self._feed_here(inputs)
         if self._place.is_host:  # In one pass.
             plain, numel, sent = self.codec.plain, inputs.reference.numel(), [coded(each) for each in inputs.in_flight]
             payload = self._buffers.raw(plain.payload_bytes(numel))
@@ -109,17 +108,17 @@ class Encoder:
             kept = Coded(plain, bytes_of(payload), numel)
             return Encoded(self.codec.closed(payload), kept, norm, found)
         fed = None
-        if inputs.carried is not None:  # In memory allocated for the training stream.
-            fed = Fed(inputs.carried, *(torch.empty_like(inputs.local) for _ in range(3)))
+        if inputs.beta:  # In memory allocated for the training stream.
+            fed = Fed(inputs.residual, *(torch.empty_like(inputs.local) for _ in range(3)))
         if self._passes is not None:
             return self._encode_there(inputs, fed, self._passes)
         return self._encode_fetched(inputs, fed)
 
-    def _feed_here(self, inputs: SealInputs, carried: Carried) -> Encoded:
+    def _feed_here(self, inputs: SealInputs) -> Encoded:
         """Encode on the host with feedback, in ranges that are hashed and measured while still in the cache.  The
         decoded values overwrite the copy of the site's values."""
         plain, decoded, fresh = self.codec.plain, inputs.local, inputs.pseudo_gradient()
-        residual = None if carried.residual is None else carried.residual.clone()
+        residual = None if inputs.residual is None else inputs.residual.clone()
         numel, in_flight = decoded.numel(), [values_of(each) for each in inputs.in_flight]
         payload, found, squares = self._buffers.raw(plain.payload_bytes(numel)), Hasher(), 0.0
         for start, stop in ranges(numel, [plain]):
@@ -129,14 +128,14 @@ class Encoder:
                 payload,
                 part,
                 residual=None if residual is None else residual[start:stop],
-                beta=carried.beta,
+                beta=inputs.beta,
                 start=start,
                 numel=numel,
             )
             found.update(bytes_of(part))
             squares += sum_of_products(part, part)
         term = torch.sub(fresh, decoded)
-        fed = Fed(carried, fresh, term, term if residual is None else residual)
+        fed = Fed(inputs.residual, fresh, term, term if residual is None else residual)
         return Encoded(self.codec.closed(payload), decoded, sqrt(squares), found.text(), fed)
 
     def _encode_there(self, inputs: SealInputs, fed: Fed | None, passes: DevicePasses) -> Encoded:

@@ -165,30 +165,19 @@ class Echo:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """A fragment's residual when an update was measured; None is 0."""
-
-    residual: Tensor | None
-    beta: float
-
-    def onto(self, fresh: Tensor) -> Tensor:
-        """Return ``fresh`` plus beta times the residual: the values to encode."""
-        return fresh if self.residual is None else torch.add(fresh, self.residual * self.beta)
-
-
-@dataclass(frozen=True, slots=True)
 class Fed:
-    """An update with feedback: ``fresh`` is d, ``term`` is d - q and ``residual`` x - q."""
+    """An update with feedback: ``fresh`` is d, ``term`` is d - q and ``residual`` x - q; ``before`` is the residual
+    that is in x, None for 0."""
 
-    carried: Carried
+    before: Tensor | None
     fresh: Tensor
     term: Tensor
     residual: Tensor
 
     def measure(self, inputs: SealInputs) -> Tensor:
         """Compute d, and return x, which takes the place of the residual until ``subtract``."""
-        self.fresh.copy_(inputs.pseudo_gradient())
-        return self.residual.copy_(self.carried.onto(self.fresh))
+        self.residual.copy_(self.fresh.copy_(inputs.pseudo_gradient()))
+        return self.residual if self.before is None else self.residual.add_(self.before * inputs.beta)
 
     def subtract(self, decoded: Tensor) -> None:
         """Compute the term and the residual from q, the ``decoded`` values."""
@@ -203,33 +192,30 @@ class Residuals:
         """``place`` is the model's device, where the residuals are kept."""
         self.beta = beta
         self._place = place
-        self._held: list[Tensor | None] = [None] * num_fragments
+        self.held: list[Tensor | None] = [None] * num_fragments
+        """The residual of each fragment; None is 0."""
         self._terms: dict[tuple[int, int], Tensor] = {}
         self.dropped: dict[str, float] = {}
         """The event field with the L2 norm of a checkpoint's residuals, which are dropped if feedback is off now."""
 
-    def carried(self, fragment: int) -> Carried | None:
-        """Return the residual for the next update; None when feedback is off."""
-        return Carried(self._held[fragment], self.beta) if self.beta else None
-
     def sealed(self, fragment: int, sequence: int, fed: Fed) -> None:
         """Add the term of a durable update to the sum."""
-        held, before = self._held[fragment], fed.carried.residual
+        held, before = self.held[fragment], fed.before
         residual = fed.residual
         if held is not None and before is not None and held is not before:
             # Another update was refused while this one was encoded with a residual that still had the other's term.
             residual = residual + (held - before) * self.beta
         if self.beta != 1:  # Age the terms as the sum is aged.
             self._terms |= {key: term * self.beta for key, term in self._terms.items() if key[0] == fragment}
-        self._held[fragment] = residual
+        self.held[fragment] = residual
         self._terms[fragment, sequence] = fed.term
 
     def refused(self, fragment: int, sequence: int) -> None:
         """Subtract the term of a refused update from the sum."""
         term = self._terms.pop((fragment, sequence), None)
-        held = self._held[fragment]
+        held = self.held[fragment]
         if term is not None and held is not None:
-            self._held[fragment] = torch.sub(held, term)
+            self.held[fragment] = torch.sub(held, term)
 
     def merged(self, fragment: int, sequence: int) -> None:
         """Forget the term of a merged update; it stays in the sum."""
@@ -237,7 +223,7 @@ class Residuals:
 
     def drop(self, fragment: int) -> dict[str, float]:
         """Drop the fragment's residual and terms; return the event field with the residual's norm, empty where 0."""
-        held, self._held[fragment] = self._held[fragment], None
+        held, self.held[fragment] = self.held[fragment], None
         for key in [key for key in self._terms if key[0] == fragment]:
             del self._terms[key]
         norm = 0.0 if held is None else float(torch.linalg.vector_norm(held))
@@ -245,7 +231,7 @@ class Residuals:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint, by name."""
-        found = {f"residual.{index}": held for index, held in enumerate(self._held) if held is not None}
+        found = {f"residual.{index}": held for index, held in enumerate(self.held) if held is not None}
         return found | {f"term.{fragment}.{sequence}": term for (fragment, sequence), term in self._terms.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -256,7 +242,7 @@ class Residuals:
             if kind == "residual" and not self.beta:
                 dropped = hypot(dropped, float(torch.linalg.vector_norm(values)))
             elif kind == "residual":
-                self._held[int(fragment)] = self._place.of(values)
+                self.held[int(fragment)] = self._place.of(values)
             elif kind == "term" and self.beta:
                 self._terms[int(fragment), int(sequence[0])] = self._place.of(values)
         self.dropped = {"residual_dropped": dropped} if dropped else {}
@@ -409,27 +395,26 @@ class SiteTensors(Versions):
         On the host this is one pass over the model's own memory, if that is contiguous fp32."""
         before = self.reference[fragment]
         assert before is not None
-        if not self.place.is_host:
-            values = rebase(self.local(fragment), before, new_base, [values_of(each) for each in own])
-            return self.write(fragment, values, new_base)
-        merged, pieces = [coded(each) for each in own], self._pieces(fragment)
+        pieces = self._pieces(fragment)
         if pieces is not None:
-            rebase_pieces(pieces, before, new_base, merged)
+            rebase_pieces(pieces, before, new_base, [coded(each) for each in own])
             if self.holding.group.world > 1:  # The other ranks copy what was written here.
                 where = self.layout.fragments[fragment].pieces
                 self.holding.scatter(where, self.local(fragment), self.holding.group.rank, own=False)
             return new_base
         values = self.local(fragment)
-        rebase_pieces([values], before, new_base, merged)
+        if self.place.is_host:
+            rebase_pieces([values], before, new_base, [coded(each) for each in own])
+        else:
+            values = rebase(values, before, new_base, [values_of(each) for each in own])
         return self.write(fragment, values, new_base)
 
     def _pieces(self, fragment: int) -> list[Tensor] | None:
         """Return views of the fragment's values in the model; None unless all are contiguous fp32 on this host."""
-        pieces = self.layout.fragments[fragment].pieces
-        if not self.is_here(fragment):
+        if not (self.place.is_host and self.is_here(fragment)):
             return None
         found = []
-        for piece in pieces:
+        for piece in self.layout.fragments[fragment].pieces:
             parameter = self.holding.part(piece.name)
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
                 return None
@@ -479,13 +464,13 @@ class SiteTensors(Versions):
         reference = self.reference[fragment]
         assert reference is not None
         sent = [self.sent[fragment, sequence] for sequence in in_flight]
-        carried = self.residuals.carried(fragment)
+        beta = self.residuals.beta
         if fragment in self.layout.averaged:  # The values themselves, negated, and all of them each time.
-            reference, sent, carried = torch.zeros_like(reference), [], None
-        pieces = self._pieces(fragment) if at_rest and carried is None and self.place.is_host else None
+            reference, sent, beta = torch.zeros_like(reference), [], 0.0
+        pieces = self._pieces(fragment) if at_rest and not beta else None
         if pieces is not None:
             return SealInputs(reference, pieces, sent, in_place=True)
-        return SealInputs(reference, [self.local(fragment)], sent, carried)
+        return SealInputs(reference, [self.local(fragment)], sent, self.residuals.held[fragment], beta)
 
     def sealed(self, fragment: int, sequence: int, sent: Tensor | Coded, fed: Fed | None) -> None:
         """Store the d, and with feedback the residual, of a durable update."""
@@ -551,13 +536,14 @@ class SealInputs:
     """The inputs of one pseudo-gradient, which a background thread computes.
 
     ``pieces`` are the site's values in order: the model's own memory if ``in_place``, else one private copy.
-    ``carried`` is the residual to add, where feedback is on.
+    ``beta`` is above 0 where feedback is on: ``residual`` (None is 0), times that, is added.
     """
 
     reference: Tensor
     pieces: Sequence[Tensor]
     in_flight: Sequence[Tensor | Coded]
-    carried: Carried | None = None
+    residual: Tensor | None = None
+    beta: float = 0.0
     in_place: bool = False
 
     @property

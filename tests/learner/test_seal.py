@@ -30,7 +30,7 @@ from diloco.learner.seal import (
     SealJob,
     seal,
 )
-from diloco.learner.tensors import HOST, Carried, Place, SealInputs
+from diloco.learner.tensors import HOST, Place, SealInputs
 from diloco.learner.transfer import Sealer
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from diloco.sync.effects import Seal
@@ -406,7 +406,7 @@ def test_what_is_fed_back_is_the_same_here_and_there(codec: str, interpreter: No
     for carried in (residual, None):
         made = [drawn(1) for _ in both]  # An encoder uses them up.
         for each in made:
-            each.carried = Carried(carried, 0.9)
+            each.residual, each.beta = carried, 0.9
         here, there = (encoder.encode(each) for encoder, each in zip(both, made, strict=True))
         assert here.payload == there.payload
         assert torch.equal(values_of(here.sent), values_of(there.sent))

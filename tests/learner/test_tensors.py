@@ -133,7 +133,7 @@ def test_buffers_are_measured_whole_and_taken_as_they_are(rule: str) -> None:
     found.retake(0, 4, [6])
     assert torch.equal(local(found), dice("new", 0))
     assert torch.equal(measured(found, [6]), -dice("new", 0))
-    assert found.measure(0, [6]).carried is None
+    assert found.measure(0, [6]).beta == 0
 
 
 def test_eager_keeps_what_is_unsent_and_a_share_of_what_the_version_lacks() -> None:
