@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.codec.blocks import E3m0Codec, Int2Codec, Int4Codec, Int8Codec, SignCodec
-from diloco.codec.gpu import Launch, accelerated, new_fault
+from diloco.codec.gpu import accelerated, new_fault
 from diloco.codec.topk import TopKCodec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
@@ -58,7 +58,9 @@ SUMMARY = {
     "topk_encode": ("topk:4096x64", "difference"),
 }
 TARGET = 0.8
-SWEEP = tuple(Launch(values, warps) for values in (1024, 2048, 4096, 8192) for warps in (2, 4, 8))
+SWEEP = tuple(
+    {"program_values": values, "num_warps": warps} for values in (1024, 2048, 4096, 8192) for warps in (2, 4, 8)
+)
 LEAST_REPEATS = 7
 
 
@@ -75,13 +77,12 @@ class Room:
     """The tensors of one measurement on the device, filled with fresh values."""
 
     def __init__(
-        self, codec: PlainCodec, numel: int, launch: Launch | None, values: list[Tensor], device: torch.device
+        self, codec: PlainCodec, numel: int, launch: tuple[int, int] | None, values: list[Tensor], device: torch.device
     ) -> None:
         self.plain, self.device, self.numel = codec, device, numel
-        found = accelerated(codec, launch)
+        found = accelerated(codec)
         assert found is not None, codec.name
-        self.codec = found
-        self.launch = found.launch
+        self.codec = found if launch is None else replace(found, program_values=launch[0], num_warps=launch[1])
         self.base, self.local, self.sent = (each.to(device, copy=True) for each in values)
         self.out, self.other = torch.full((2, numel), torch.nan, device=device).unbind()
         self.payload = self.codec.payload(numel, device)
@@ -179,7 +180,7 @@ def measure(room: Room, each: Pass, repeats: int) -> dict[str, Any]:
         "copy_gb_per_s": round(copied / percentile([copy for _, copy in taken], 50) / 1e9, 1),
         "x_copy": round(percentile(ratios, 50), 3),
         "x_copy_p5": round(percentile(ratios, 5), 3),
-        "launch": [room.launch.program_values, room.launch.num_warps],
+        "launch": [room.codec.program_values, room.codec.num_warps],
     }
 
 

@@ -43,14 +43,6 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """How a pass is launched: values per program (at least one block) and its warps.  It changes no bit."""
-
-    program_values: int = 4096
-    num_warps: int = 8
-
-
-@dataclass(frozen=True, slots=True)
 class DevicePasses:
     """The encoding passes of one codec over flat contiguous fp32 tensors of one device.
 
@@ -59,7 +51,9 @@ class DevicePasses:
     """
 
     codec: BlockCodec | TopKCodec
-    launch: Launch
+    program_values: int = 4096
+    """Values per program of a kernel, at least one block; it changes no bit, nor does the next."""
+    num_warps: int = 8
 
     def payload(self, numel: int, device: torch.device) -> Tensor:
         """Return an uninitialised payload of ``numel`` values."""
@@ -90,7 +84,7 @@ class DevicePasses:
         chosen = {
             "num_less": len(terms) - 1,
             "has_decoded": decoded is not None,
-            "num_warps": self.launch.num_warps,
+            "num_warps": self.num_warps,
             "enable_fp_fusion": False,
         }
         given = [terms[index] if index < len(terms) else values for index in range(TERMS_MAX)]
@@ -109,7 +103,7 @@ class DevicePasses:
         numel = terms[0].numel()
         (_, front), _ = codec.sections(numel, 0, numel)
         scales, codes = payload[:front].view(codec.scales_type), payload[front:]
-        constants = chosen | block_constants(codec, self.launch)
+        constants = chosen | block_constants(codec, self.program_values)
         self._launch(gpu_kernels.encode_blocks, [*terms, scales, codes, *outputs], constants)
 
     def _encode_sparse(
@@ -127,7 +121,7 @@ class DevicePasses:
         room = num_kept + -num_kept % 4
         indices = torch.zeros(room, dtype=torch.int16, device=payload.device)
         fields = torch.zeros(room, dtype=torch.uint8, device=payload.device)
-        rows = max(1, self.launch.program_values // codec.block)
+        rows = max(1, self.program_values // codec.block)
         constants = chosen | {"k": codec.k, "block": codec.block, "rows": rows}
         self._launch(gpu_kernels.encode_sparse, [*terms, levels, indices, fields, *outputs], constants)
         pieces = (pack_indices(indices, index_bits), pack(fields, FIELD_BITS))
@@ -143,7 +137,7 @@ class DevicePasses:
                 kernel[(programs,)](*tensors, numel, first, masked=masked, **constants)
 
 
-def block_constants(codec: BlockCodec, launch: Launch) -> dict[str, Any]:
+def block_constants(codec: BlockCodec, program_values: int) -> dict[str, Any]:
     """Return the constants of ``encode_blocks`` for ``codec``."""
     width = 1 << (codec.block - 1).bit_length()  # The columns that a kernel gives a block: the next power of two.
     return {
@@ -152,7 +146,7 @@ def block_constants(codec: BlockCodec, launch: Launch) -> dict[str, Any]:
         "held_from": held_from(codec.code_max) if isinstance(codec, IntCodec) else 0,
         "block": codec.block,
         "width": width,
-        "rows": max(1, launch.program_values // width),
+        "rows": max(1, program_values // width),
     }
 
 
@@ -181,13 +175,13 @@ CHUNK_MAX = 4096
 """Largest chunk that fits in the registers of one program; larger ones are encoded on the host."""
 
 
-def accelerated(codec: Codec, launch: Launch | None = None) -> DevicePasses | None:
+def accelerated(codec: Codec) -> DevicePasses | None:
     """Return the passes of ``codec``, which has no entropy stage, on an accelerator; None where there are none.
 
-    Sums of 64 bits take many registers, so without a ``launch`` int2, sign, e3m0 and topk get fewer values a thread.
+    Sums of 64 bits take many registers, so int2, sign, e3m0 and topk get fewer values a thread.
     """
     if isinstance(codec, BlockCodec) and codec.kind in BLOCK_KERNELS:
-        return DevicePasses(codec, launch or Launch(4096 if isinstance(codec, IntCodec) else 2048))
+        return DevicePasses(codec, 4096 if isinstance(codec, IntCodec) else 2048)
     if isinstance(codec, TopKCodec) and codec.kind is Kind.TOPK and codec.block <= CHUNK_MAX:
-        return DevicePasses(codec, launch or Launch(num_warps=16))
+        return DevicePasses(codec, num_warps=16)
     return None

@@ -176,7 +176,7 @@ def merge_into(
     """
     segments = merging.segments
     assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), out.numel()], "no partition"
-    work = _Merge(out, sites, merging, None if merging.correction.is_none else momentum)
+    work = _Merge(out, sites, merging, None if merging.correction.kind == "none" else momentum)
     totals = {segment: [0.0] * len(work.pairs(segment)) for segment in segments}
     for _, found in zip(cut, spread(work.products, cut), strict=True):
         for segment, products in found.items():

@@ -66,14 +66,9 @@ class Correction:
         require(self.kind in CORRECTION_KINDS, "correction", self.kind, f"one of {', '.join(CORRECTION_KINDS)}")
         check_bounds(self, "correction_")
 
-    @property
-    def is_none(self) -> bool:
-        """Whether the correction changes nothing."""
-        return self.kind == "none"
-
     def change(self, square: float, product: float, momentum_square: float) -> Change:
         """Return (a, b): the corrected tensor is ``a D + b m``; the arguments are D D, D m and m m, in fp64."""
-        if self.is_none or not (square > 0 and momentum_square > 0):
+        if self.kind == "none" or not (square > 0 and momentum_square > 0):
             return KEPT
         length, ahead = sqrt(square), sqrt(momentum_square)
         cosine, ratio, trust = product / (length * ahead), length / ahead, length / (length + self.doubt * ahead)

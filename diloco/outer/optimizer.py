@@ -328,10 +328,10 @@ def outer_rule(
     fragments, because an update is good or bad as a whole.  A correction works per parameter under all kinds.
     ``ValueError`` where a correction is set and the optimizer has no momentum.
     """
-    if not correction.is_none and "momentum" not in TENSORS_KEPT[optimizer.kind]:
+    if correction.kind != "none" and "momentum" not in TENSORS_KEPT[optimizer.kind]:
         kinds = " or ".join(kind for kind, kept in TENSORS_KEPT.items() if "momentum" in kept)
         raise ValueError(f"correction is {correction.kind!r}: kind {optimizer.kind!r} has no momentum, {kinds} do")
-    if merge.kind == "mean" and gate == OPEN and correction.is_none:
+    if merge.kind == "mean" and gate == OPEN and correction.kind == "none":
         return OuterRule(optimizer, averaged=layout.averaged)
     means = [name for name, shape in layout.parameters if len(shape) < 2 or any(fnmatchcase(name, p) for p in plain)]
     options = {name: MEAN if merge.kind == "rda" and name in means else merge for name, _ in layout.parameters}
@@ -342,7 +342,7 @@ def outer_rule(
             stop = start + piece.stop - piece.start
             found.append(Segment(start, stop, options[piece.name], start if by_tensor else 0))
             start = stop
-        segments.append(tuple(found) if by_tensor or not correction.is_none else (Segment(0, start, merge),))
+        segments.append(tuple(found) if by_tensor or correction.kind != "none" else (Segment(0, start, merge),))
     return OuterRule(optimizer, tuple(segments), gate, correction, layout.averaged)
 
 

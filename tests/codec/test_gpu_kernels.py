@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from diloco.codec import gpu_kernels
 from diloco.codec.blocks import E3m0Codec, Int2Codec, Int4Codec, Int8Codec, SignCodec
-from diloco.codec.gpu import Launch, block_constants
+from diloco.codec.gpu import block_constants
 
 TYPES = {"scales": "*i16", "levels": "*i16", "indices": "*i16", "fields": "*u8", "codes": "*u8", "fault": "*i32"}
 TYPES |= {"numel": "i64", "first_program": "i32"}
@@ -49,7 +49,7 @@ for codec, masked in (
     (E3m0Codec("e3m0", 128), True),
 ):
     types = {"codes": "*u8", "scales": "*u8" if codec.name == "e3m0" else "*i16"}
-    constants = block_constants(codec, Launch(1024, 4))
+    constants = block_constants(codec, 1024)
     show(f"encode-{codec.name}", gpu_kernels.encode_blocks, masked, types, **constants, **ENCODING)
 show("encode-topk", gpu_kernels.encode_sparse, False, k=16, block=256, rows=1, **ENCODING)
 """

@@ -258,7 +258,7 @@ def test_6_17_by_ranges_it_is_the_definition_weights_are_relative_and_without_on
     kind: str, factors: list[float] | None, correction: Correction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numel, codec = 9_001, make_codec(ENCODED)
-    cuts = () if correction.is_none else (700, 1_600, 4_000, 4_001)
+    cuts = () if correction.kind == "none" else (700, 1_600, 4_000, 4_001)
     segments = segments_of(kind, 1_500, 2_048, 2_050, 8_000, 9_001, cuts=cuts)
     merging = Merging(segments, factors, correction)
     updates = [[draw(numel, 1)], [draw(numel, 2), draw(numel, 3)], [5 * draw(numel, 4)], [draw(numel, 1)]]
@@ -287,7 +287,7 @@ def test_6_17_by_ranges_it_is_the_definition_weights_are_relative_and_without_on
     # Where ranges are cut shows in the last bits of sums, and so of weights, at most.
     assert torch.allclose(cut.state.theta, wanted, rtol=0, atol=1e-9)
     left = outer_pass(sent, state, EMA, make_codec("fp32"), merging=Merging(segments))
-    assert torch.equal(left.state.theta, found[0]) == (correction.is_none and not factors)
+    assert torch.equal(left.state.theta, found[0]) == (correction is UNCORRECTED and not factors)
     for more, is_same in ((2, True), (20, False)):
         other = [(weight * (more if is_same or at else 1), some) for at, (weight, some) in enumerate(sent)]
         again = outer_pass(other, state, EMA, make_codec("fp32"), merging=merging)
