@@ -58,9 +58,8 @@ SUMMARY = {
     "topk_encode": ("topk:4096x64", "difference"),
 }
 TARGET = 0.8
-SWEEP = tuple(
-    {"program_values": values, "num_warps": warps} for values in (1024, 2048, 4096, 8192) for warps in (2, 4, 8)
-)
+SWEEP = tuple((values, warps) for values in (1024, 2048, 4096, 8192) for warps in (2, 4, 8))
+"""Launches: values per program, and warps."""
 LEAST_REPEATS = 7
 
 

@@ -291,8 +291,10 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The next version; ``payload`` is its down-link, ``norm`` the L2 norm of the merged pseudo-gradient, ``digest``
-    that of the published values."""
+    """The next version; ``payload`` is its down-link, ``norm`` the L2 norm of the merged pseudo-gradient.
+
+    ``digest`` is that of the published values, where requested, else empty.
+    """
 
     state: State
     payload: memoryview
@@ -307,7 +309,7 @@ def outer_pass(
     codec: Codec,
     spread: Spread = map,
     buffers: Buffers | None = None,
-    like: str = "",
+    like: str | None = None,
     merging: Merging | None = None,
     share: float = 1,
 ) -> Stepped:
@@ -317,8 +319,8 @@ def outer_pass(
     of the down-link.  ``NonFiniteError`` when the new theta or the published values would not be finite,
     ``DecodeError`` for an invalid payload, ``ValueError`` for weights without a mean.  ``spread`` may give ranges to
     several threads; no bit, not even of the norm, depends on it, nor on whether there are kernels.  The
-    digest has the form of ``like``, and is computed here from finished ranges while those threads make the rest.
-    ``merging`` is set for a merge other than the weighted mean: the contributions are then merged first,
+    digest has the form of ``like``, and is computed here from finished ranges while those threads make the rest; None:
+    no digest.  ``merging`` is set for a merge other than the weighted mean: the contributions are then merged first,
     and the pass runs on the result.  ``share`` is the part of a full round that this one is, as in ``outer_step``.
 
     A lossless codec sends theta itself: theta, the published values and the payload then share memory.
@@ -355,13 +357,14 @@ def outer_pass(
     some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
     if found is not None:
         some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
-    squares, published = 0.0, Hasher(like)
+    squares, told = 0.0, None if like is None else Hasher(like)
     some = [cut[at : at + at_once] for at in range(0, len(cut), at_once)]
     for ready, parts in zip(some, spread(some_ranges, some), strict=True):
         for part in parts:
             squares += part
-        published.update(bytes_of(new.published[ready[0][0] : ready[-1][1]]))
-    return Stepped(new, codec.closed(payload), sqrt(squares), published.text())
+        if told is not None:
+            told.update(bytes_of(new.published[ready[0][0] : ready[-1][1]]))
+    return Stepped(new, codec.closed(payload), sqrt(squares), "" if told is None else told.text())
 
 
 def ranges(numel: int, codecs: Iterable[PlainCodec], about: int | None = None) -> list[Range]:

@@ -68,6 +68,7 @@ class DirectClient:
         self.streams: list[DirectStream] = []
         self.has_choice = False
         self.address = "direct"
+        self.taken_in = (0, 1)
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
         assert threading.current_thread() is not self.training, f"{what} in the training thread"
