@@ -379,7 +379,7 @@ class Owners:
         with self._orders.all_do(what, fragment, owner):
             lend_a_hand(tensors.holding, tensors.layout, fragment, what, tensors.adopt_rule, owner)
         if not isinstance(effect, Seal):
-            self._echoes.pop(fragment, None)  # A retake of the same version must not be taken for the base before it.
+            self._echoes.pop(fragment, None)  # It is of the base before, which may have had the same number.
             if effect.version == self._versions[fragment]:
                 tensors.told_base[fragment] = tensors.told_latest[fragment]
 

@@ -199,7 +199,7 @@ def test_a_link_has_one_way_or_all_that_are_allowed_each_with_its_bytes_and_its_
         assert way.update_bytes == sum(make_codec(way.codec).payload_bytes_max(numel) for numel in numels)
     assert (options.num_fragments, options.inner_steps, options.window_bytes) == (2, 7, WINDOW_BYTES)
     assert (options.channels, options.channels_max) == (1, STREAMS_MAX)
-    assert build.agent_options(config, tmp_path).choices() == adapt_options(config, layout)
+    assert build.agent_options(config, tmp_path).adapt == adapt_options(config, layout)
     kernels = tmp_path / "tcp_wmem"
     for text, window in (("4096\t16384\t4194304\n", 4194304), ("", WINDOW_BYTES), ("a b c", WINDOW_BYTES)):
         kernels.write_text(text)

@@ -362,9 +362,11 @@ def test_a_version_that_is_taken_again_is_told_as_its_base_only_where_it_is_the_
     pair.owner.tensors.base[1] = dice("v1", 1)
     pair.owner.tensors.arrived(1, 2, dice("v2", 1), "two")
     for version, told in ((1, ""), (2, "two")):
+        pair.site._echoes[1] = (version, 7)
         pair.site.at_boundary(Retake(1, version, (), "an update was refused"), "")
         pair.owner.do()
         assert pair.tensors.told_base[1] == told
+        assert pair.site._echoes == {}, "what was hashed was the base before"
         assert torch.equal(pair.owner.tensors.local(1), dice(f"v{version}", 1))
 
 
