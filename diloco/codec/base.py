@@ -228,8 +228,8 @@ class Codec(ABC):
         return bytes_of(payload)
 
     def payload_bytes_max(self, numel: int) -> int:
-        """Return the largest length of a result of ``encode``: ``payload_bytes``, plus one with an entropy stage."""
-        return self.payload_bytes(numel)
+        """Return the largest length of a result of ``encode``: ``payload_bytes``, plus the flag of an entropy stage."""
+        return self.payload_bytes(numel) + (0 if self.plain is self else 1)
 
     @property
     def lossless(self) -> bool:

@@ -112,10 +112,6 @@ class EntropyCodec(Codec):
         frame = compressor.compress(bytes_of(payload))
         return memoryview(ZSTD + frame if len(frame) < payload.numel() else RAW + bytes_of(payload))
 
-    def payload_bytes_max(self, numel: int) -> int:
-        """Return the length of the inner payload plus the flag."""
-        return self.payload_bytes(numel) + 1
-
     def _check_header(self, frame: bytes | memoryview, expected: int) -> None:
         try:
             header = zstandard.get_frame_parameters(frame)

@@ -92,14 +92,10 @@ class Coded:
     payload: bytes | memoryview
     numel: int
 
-    def values(self) -> Tensor:
-        """Return all values, decoded into new memory."""
-        return self.codec.decode(self.payload, self.numel)
-
 
 def values_of(held: Tensor | Coded) -> Tensor:
-    """Return the values, decoded if they are ``Coded``."""
-    return held.values() if isinstance(held, Coded) else held
+    """Return the values, decoded into new memory if they are ``Coded``."""
+    return held.codec.decode(held.payload, held.numel) if isinstance(held, Coded) else held
 
 
 def coded(held: Tensor | Coded) -> Coded:

@@ -233,12 +233,9 @@ class OneVoice:
             told = [self._meters[syncer] for syncer in sorted(self._meters)]
         if not told:
             return
-        fields = {**told[0], **asdict(self.spent.read())}
-        for name in SUMMED:
-            fields[name] = sum(each[name] for each in told)
-        for name in LARGEST:
-            fields[name] = max(each[name] for each in told)
-        self.emit("meter", fields)
+        summed = {name: sum(each[name] for each in told) for name in SUMMED}
+        largest = {name: max(each[name] for each in told) for name in LARGEST}
+        self.emit("meter", {**told[0], **asdict(self.spent.read()), **summed, **largest})
 
     def _take(self, syncer: int, what: str, fields: dict[str, object]) -> None:
         if what == "meter":

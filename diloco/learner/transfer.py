@@ -493,12 +493,11 @@ class Fetcher:
         incoming = self._of(fragment, lineage)
         # After a restore of the run the queue holds another order, and this one is void.
         while not own.stopping.is_set() and own.known.lineage == lineage:
-            ask = PullAsk(own.run_id, own.site_id, fragment, have)
             try:
                 pulled, here = here, None
                 if pulled is None:
                     with own.link.transfer(up=False):
-                        pulled = own.client.pull(ask, incoming)
+                        pulled = own.client.pull(PullAsk(own.run_id, own.site_id, fragment, have), incoming)
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue

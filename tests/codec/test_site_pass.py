@@ -9,7 +9,7 @@ import torch
 
 from diloco.codec.base import DecodeError, NonFiniteError, digest
 from diloco.codec.merging import RANGE_VALUES
-from diloco.codec.registry import Coded, make_codec
+from diloco.codec.registry import Coded, make_codec, values_of
 from diloco.codec.site_pass import AT_ONCE, Following, follow, publish, rebase_pieces, seal_pieces
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from tests.codec.values import ALL, NOT_FINITE, drawn, error_bound, running, same, samples
@@ -37,7 +37,7 @@ def test_what_is_sealed_is_the_pseudo_gradient(codec_name: str, sent: list[str])
         base, held = drawn(numel, 1), in_flight(sent, numel)
         local = base - drawn(numel, 2, 1e-3)
         pieces = cut(local, sizes)
-        wanted = codec.encode(pseudo_gradient(base, local, [each.values() for each in held]))
+        wanted = codec.encode(pseudo_gradient(base, local, [values_of(each) for each in held]))
         decoded, norms = codec.decode(wanted, numel), set()
         for level in ALL:
             payload = torch.full((codec.payload_bytes(numel),), 0xA5, dtype=torch.uint8)
@@ -76,7 +76,7 @@ def test_a_version_is_taken_as_rebase_defines(merged: list[str]) -> None:
         old, new, held = drawn(numel, 3), drawn(numel, 4), in_flight(merged, numel)
         local = old - drawn(numel, 5, 1e-3)
         local[::3], new[::2] = old[::3], -0.0  # Nothing trained is the new base with its zeros.
-        wanted = rebase(local, old, new, [each.values() for each in held])
+        wanted = rebase(local, old, new, [values_of(each) for each in held])
         before = [old.clone(), new.clone()]
         for level in ALL:
             pieces = cut(local, sizes)
