@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.nn.functional import cross_entropy
 
 from diloco.cli.main import main
 from diloco.config import build, model_files
@@ -111,14 +112,14 @@ IMPORTED = [
 
 
 class Named(torch.nn.Module):
-    """Their model with our manners: logits of tokens."""
+    """Their model with our manners: the mean loss of tokens and their targets."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
         self.theirs = theirs
 
-    def forward(self, tokens: torch.Tensor) -> Any:
-        return self.theirs(tokens).logits
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.theirs(tokens).logits.flatten(0, 1), targets.flatten())
 
 
 def test_an_imported_model_begins_at_its_own_loss(foreign: tuple[Path, Any]) -> None:
