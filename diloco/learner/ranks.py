@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.inner import GroupError
-from diloco.outer.fragments import balanced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -220,6 +219,8 @@ def owners_of(layout: Layout, holding: Holding) -> tuple[int, ...]:
     """
     if all(holding.is_copied(fragment.pieces) for fragment in layout.fragments):
         return (0,) * len(layout.fragments)
+    from diloco.outer.fragments import balanced  # It loads torch; a process that starts ranks does without.
+
     owned = balanced([fragment.numel for fragment in layout.fragments], [1] * holding.group.world)
     ranks = {fragment: rank for rank, fragments in enumerate(owned) for fragment in fragments}
     return tuple(ranks[fragment.index] for fragment in layout.fragments)

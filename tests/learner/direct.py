@@ -231,7 +231,7 @@ class Site:
     def checkpoint(self) -> dict[str, Any]:
         """What a process that takes the place of this one is given, whatever becomes of this one's tensors."""
         tensors, meta = self.agent.state()
-        resumed = Resumed(self.steps, cloned(tensors), meta, ())
+        resumed = Resumed(self.steps, cloned(tensors), meta)
         return {"resumed": resumed, "parameters": cloned(self.parameters), "steps": self.steps}
 
     def finish(self) -> Finished:

@@ -268,7 +268,7 @@ class Place:
         options, meta = LearnerOptions(inner_steps=100), machine
         if isinstance(machine, LearnerSync):
             options, meta = machine.options, {"machine": machine.snapshot()}
-        kept = None if meta is None else Resumed(5, self.tensors, meta, (), redo)
+        kept = None if meta is None else Resumed(5, self.tensors, meta, redo)
         return restored_machine(options, kept, self.outbox, self.odometer, tensors)
 
 

@@ -182,7 +182,7 @@ def test_a_syncer_that_never_answers_is_waited_for_with_a_bound_once_the_run_is_
 def test_a_checkpoint_holds_each_part_and_gives_it_back() -> None:
     tensors, meta = site_of(Part(cursor=3), Part(cursor=4)).state()
     assert sorted(tensors) == ["0.base.0", "1.base.0"]
-    whole = Resumed(3, tensors, meta, ())
+    whole = Resumed(3, tensors, meta)
     found = part_restored(whole, 1, 2)
     assert found is not None
     assert found.meta == {"machine": 4}
@@ -331,7 +331,7 @@ def test_a_site_that_comes_back_trains_on_without_the_one_that_is_away(
 ) -> None:
     monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 0.1)
     agents = two.begun()
-    saved = Resumed(two.steps, cloned(agents.state()[0]), agents.state()[1], ())
+    saved = Resumed(two.steps, cloned(agents.state()[0]), agents.state()[1])
     two.train(agents, 8)
     agents.close()
     read = two.steps * TOKENS
@@ -356,7 +356,7 @@ def test_a_site_that_is_closed_while_it_comes_back_does_not_train_on(
     """It once went on without the syncer that it was waiting for, as an agent whose threads end at once."""
     monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 60.0)
     agents = two.begun()
-    saved = Resumed(two.steps, *agents.state(), ())
+    saved = Resumed(two.steps, *agents.state())
     agents.close()
     again = two.site(saved)
     two.clients[0].down.set()

@@ -311,7 +311,7 @@ class ToySite:
             self.parameters[name].copy_(values)
         self.redo = StepInfo(**found.meta["last"])
         self.steps = self.redo.step
-        return Resumed(self.steps, found.part("agent"), found.meta["agent"], (), self.redo)
+        return Resumed(self.steps, found.part("agent"), found.meta["agent"], self.redo)
 
 
 # --- dying on purpose ------------------------------------------------------------------------------------------
