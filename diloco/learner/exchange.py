@@ -397,7 +397,7 @@ class Owners:
     def digests(self, own: tuple[int, ...], state: LearnerState) -> tuple[int, ...]:
         """Return the base digests for a heartbeat; ``own`` are those of rank 0's fragments."""
         found = list(own)
-        for fragment, (version, digest) in self._echoes.items():
+        for fragment, (version, digest) in self._echoes.copy().items():  # Another thread may add one meanwhile.
             found[fragment] = digest if state.fragments[fragment].base_version == version else 0
         return tuple(found)
 

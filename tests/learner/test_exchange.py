@@ -309,6 +309,18 @@ def test_a_base_is_hashed_here_and_told_for_the_heartbeat(began: Began, monkeypa
     assert found.site.digests((5, 0), found.state) == (5, 0), "of another version nothing is said"
 
 
+def test_a_first_digest_may_come_while_those_for_a_heartbeat_are_gathered(pair: Pair) -> None:
+    """The thread that hears the rank holds no lock, and every adopt forgets a digest: the next one is a first one."""
+
+    class Hearing(list[FragmentProgress]):
+        def __getitem__(self, at: Any) -> Any:
+            pair.site._hear(1, ("echo", (0, 0), 0, 0, 9))
+            return super().__getitem__(at)
+
+    pair.site._hear(1, ("echo", (0, 0), 1, -1, 7))
+    assert pair.site.digests((5, 0), LearnerState(Hearing(pair.state.fragments))) == (5, 7)
+
+
 def test_without_rank_0_no_thread_waits(pair: Pair) -> None:
     waits = threading.Thread(target=pair.owner.wanted, args=(1, 1))
     pair.zero.answer = None
