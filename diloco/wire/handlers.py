@@ -353,14 +353,16 @@ class Receivings:
 DEALS_KEPT = 16
 """Deals remembered per client, so that a stream that starts after the others are done finds nothing left to send."""
 ASKERS_KEPT = 256
-"""How many clients ``Deals`` remembers, and how many (payload, client) pairs ``Repeats``; the oldest goes first.
-Without authentication, a caller may invent a client for each call."""
+"""How many (payload, client) pairs ``Repeats`` remembers, and how many clients ``Deals`` does at least; the oldest goes
+first.  Without authentication, a caller may invent a client for each call."""
 
 
 class Deals:
-    """The deals of all clients."""
+    """The deals of the latest clients, and of all where there are at most ``sites_max``."""
 
-    def __init__(self) -> None:
+    def __init__(self, sites_max: int) -> None:
+        # All sites pull a version at the same time, and a stream of a forgotten deal would begin at byte 0 again.
+        self._askers_max = max(ASKERS_KEPT, 2 * sites_max)
         self._lock = threading.Lock()
         self._of: dict[str, dict[tuple[int, ...], Deal]] = {}
 
@@ -369,7 +371,7 @@ class Deals:
         key = (ask.deal, header.fragment, header.from_version, header.version, header.whole, header.payload_bytes)
         with self._lock:
             mine = self._of[asker] = self._of.pop(asker, {})
-            if len(self._of) > ASKERS_KEPT:
+            if len(self._of) > self._askers_max:
                 del self._of[next(iter(self._of))]
             deal = mine.get(key)
             if deal is None:
@@ -446,7 +448,7 @@ class SyncHandlers:
         self._pushing = OneAtATime("push", pushback_ms)
         self._watching = OneAtATime("watch", pushback_ms)
         self._receivings = Receivings()
-        self._deals = Deals()
+        self._deals = Deals(options.sites_max)
         self._repeats = Repeats(FRAMES_KEPT * options.chunk_bytes)
         handlers = {
             "Join": door.unary("Join", self._join, large=True),

@@ -156,7 +156,7 @@ LONG = replace(PULL, payload_bytes=20 * MIB + 7)
 
 
 def test_another_asker_another_number_and_another_version_are_other_deals_with_a_rate_for_all_streams() -> None:
-    deals, whole = Deals(), (0, LONG.payload_bytes)
+    deals, whole = Deals(1), (0, LONG.payload_bytes)
     for asker, ask, header in (
         ("site-a", ASK, LONG),
         ("site-b", ASK, LONG),
@@ -169,7 +169,7 @@ def test_another_asker_another_number_and_another_version_are_other_deals_with_a
         assert second.next(MIB) is None, "it would bring something twice"
         assert first.pacer is second.pacer
         assert (first.pacer.chunk_bytes(MIB) < MIB) == (ask.bytes_per_s > 0)
-    deals = Deals()  # So many of an asker are remembered.
+    deals = Deals(1)  # So many of an asker are remembered.
     for number in range(1, DEALS_KEPT + 2):
         deals.join("site-a", replace(ASK, deal=number), LONG).next(LONG.payload_bytes)
     assert deals.join("site-a", replace(ASK, deal=2), LONG).next(MIB) is None
@@ -177,12 +177,27 @@ def test_another_asker_another_number_and_another_version_are_other_deals_with_a
 
 
 def test_the_deals_of_so_many_askers_are_remembered() -> None:
-    deals = Deals()
+    deals = Deals(1)
     deals.join("first", ASK, LONG).next(LONG.payload_bytes)
     for others, remembered in ((ASKERS_KEPT - 1, True), (ASKERS_KEPT, False)):
         for count in range(others):
             deals.join(f"invented-{count}", ASK, LONG)
         assert (deals.join("first", ASK, LONG).next(MIB) is None) == remembered
+
+
+def test_sites_that_pull_at_the_same_time_keep_their_deals_however_many_they_are(
+    start: Start, aside: Aside, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(handlers, "ASKERS_KEPT", 1)
+    wired, payload = start(), random.Random(SEED).randbytes(4 * MIB)
+    wired.syncer.publish(payload)
+    clients = [wired.client(site, data_channels=4) for site in ("site-a", "site-b", "site-c")]
+    pulls = [
+        aside(lambda client=client: [client.pull(PullAsk(RUN, client.site_id, 0, 2), PullSink()) for _ in range(3)])
+        for client in clients
+    ]
+    for pull in pulls:
+        assert all(bytes(pulled.parts[0]) == payload for pulled in pull.result(WAIT_S))
 
 
 DATA = memoryview(bytes(range(100)))
