@@ -201,13 +201,11 @@ class OneAtATime:
         does not end within ``_SUPERSEDE_S``.
         """
         with self._changed:
-            if key in self._streams:
-                holder, cancel_holder = self._streams[key]
-                if holder > incarnation:
-                    text = f"fenced: a newer incarnation of this site has this {self.what}"
-                    raise Refusal(Status.FAILED_PRECONDITION, text)
-                cancel_holder()
-                if not self._changed.wait_for(lambda: key not in self._streams, _SUPERSEDE_S):
+            if (before := self._before(key, incarnation)) is not None:
+                _, cancel_before = before
+                cancel_before()
+                self._changed.wait_for(lambda: self._streams.get(key) is not before, _SUPERSEDE_S)
+                if self._before(key, incarnation) is not None:
                     text = f"an older {self.what} with the same key has not ended yet: retry later"
                     raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
             self._streams[key] = incarnation, cancel
@@ -217,6 +215,14 @@ class OneAtATime:
             with self._changed:
                 del self._streams[key]
                 self._changed.notify_all()
+
+    def _before(self, key: tuple[object, ...], incarnation: int) -> tuple[int, Callable[[], object]] | None:
+        """Return the stream under way; FAILED_PRECONDITION where it is of a newer incarnation."""
+        before = self._streams.get(key)
+        if before is not None and before[0] > incarnation:
+            text = f"fenced: a newer incarnation of this site has this {self.what}"
+            raise Refusal(Status.FAILED_PRECONDITION, text)
+        return before
 
 
 FOR_EACH_SITE = 256

@@ -246,6 +246,21 @@ def test_an_older_stream_that_ends_is_waited_for_no_longer(monkeypatch: Patch, a
     assert ended.result(WAIT_S)
 
 
+@pytest.mark.parametrize(("next_one", "answer"), [(3, "fenced"), (2, "has not ended yet")])
+def test_who_waits_for_an_older_stream_yields_at_once_to_one_that_comes_first(next_one: int, answer: str) -> None:
+    one, began_s = OneAtATime("push", 50), time.monotonic()
+    with contextlib.ExitStack() as older, contextlib.ExitStack() as newer:
+
+        def give_way() -> None:
+            older.close()
+            newer.enter_context(one.enter(("a",), next_one, lambda: None))
+
+        older.enter_context(one.enter(("a",), 1, give_way))
+        with pytest.raises(Refusal, match=answer), one.enter(("a",), 2, lambda: None):
+            pass
+        assert time.monotonic() - began_s < 1.0
+
+
 def test_a_full_waiting_room_sends_away_the_longest_of_the_caller_that_has_most() -> None:
     room = WaitingRoom(3)
     gone: list[str] = []
