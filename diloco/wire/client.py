@@ -12,8 +12,8 @@ starts over.
 
 Push.  One stream opens a push and commits it.  Where one TCP connection cannot fill the path, additional streams carry
 chunks as well.  Each stream takes the next unsent chunk (``channel.Deal``) whenever flow control permits, so a slow one
-takes fewer.
-gRPC's own threads make the messages (``requests``, ``beside``) while the caller's thread reads the answers.
+takes fewer.  gRPC's own threads make the messages (``requests``, ``beside``) while the caller's thread reads the
+answers.
 
 Pull.  At most one stream on each bulk connection fills a ``PullSink``, which keeps the bytes for the next attempt.
 """

@@ -193,7 +193,8 @@ class RunningServer:
         self._threads.shutdown(wait=False)
         self._door.stalls.close()
         for thread in self._watchers:
-            thread.join(timeout=5.0)
+            if thread.is_alive():  # None is where the server could not start.
+                thread.join(timeout=5.0)
 
 
 def _bind(server: Any, address: str, credentials: Any) -> str:

@@ -24,6 +24,7 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, ServerOptions
+from diloco.wire.server import RunningServer
 from tests.hunts import flooding
 from tests.sooner import sooner
 from tests.wire.conftest import Start, Wired, ended, refused
@@ -45,6 +46,16 @@ def test_an_address_that_cannot_be_or_is_taken_is_refused_in_words(wired: Wired)
         with pytest.raises(ValueError, match=f"address is '{host}:7000': {host} does not resolve here") as caught:
             serve(FakeSyncer(), options, SecurityOptions(insecure_non_loopback=insecure))
         assert "insecure" not in str(caught.value)
+
+
+def test_what_keeps_a_server_from_starting_is_not_hidden_by_its_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RunningServer(FakeSyncer(), ServerOptions(run_id=RUN, address="127.0.0.1:0"), SecurityOptions(), print)
+    monkeypatch.setattr(server._server, "start", lambda: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            server.start(ready=True)
+    finally:
+        server.stop(0.0)
 
 
 def test_stop_ends_watches_at_once_takes_no_new_calls_and_leaves_no_thread(start: Start) -> None:
