@@ -98,6 +98,12 @@ def test_a_stream_that_is_read_too_slowly_is_told_so_and_not_left_in_silence() -
     assert feeds.standing()[0] == 1, "memory is bounded"
     with refused(Status.UNAVAILABLE, "join again"):  # Its site comes back and hears how everything stands.
         slow.get(0.0)
+    feeds.open("b", 1)
+    for version in range(EVENTS_MAX):
+        feeds.tell(published(version), "b")
+    quick.close()
+    feeds.tell(fate(), "b")
+    assert feeds.standing() == (0, {"b"}), "what it was too slow for, it has not heard"
 
 
 def test_a_dropped_site_is_told_why_and_its_newer_process_is_not() -> None:
