@@ -607,7 +607,12 @@ class Reception:
             self._partial = self._spool.open_partial(header)
         with _storing(self._partial):
             self._inspection = Inspection(api, self._partial.path, header)
-            self._inspection.advance(self.offset)  # Check once what an earlier attempt has brought.
+        try:
+            with _storing(self._partial):
+                self._inspection.advance(self.offset)  # Check once what an earlier attempt has brought.
+        except BaseException:
+            self.close()  # The caller gets no session to close.
+            raise
 
     @property
     def offset(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,11 +23,11 @@ from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import PROTOCOL
-from diloco.syncer.api import LARGEST, Reception, Vitals, added, vitals_of
+from diloco.syncer.api import LARGEST, Inspection, Reception, Vitals, added, vitals_of
 from diloco.syncer.server import Syncer
 from diloco.syncer.spool import PartialUpdate
 from diloco.syncer.store import verify
-from diloco.wire.messages import PullAsk, PushHeader, PushResult, Status
+from diloco.wire.messages import PullAsk, PushHeader, PushResult, Refusal, Status
 from tests.syncer.building import (
     ANYONE,
     QUIET,
@@ -57,6 +59,12 @@ def spooled(folder: Path) -> list[str]:
     return sorted(files(folder / "spool"))
 
 
+def spooled_open(folder: Path) -> int:
+    """How many files of the spool this process has open."""
+    handles = list(Path("/proc/self/fd").iterdir())
+    return sum(os.readlink(each).startswith(str(folder / "spool")) for each in handles if each.is_symlink())
+
+
 def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
@@ -72,27 +80,21 @@ def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
 
 
 def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is_counted(tmp_path: Path) -> None:
-    def files_open() -> int:
-        return sum(os.readlink(each).startswith(str(tmp_path / "spool")) for each in handles() if each.is_symlink())
-
-    def handles() -> list[Path]:
-        return list(Path("/proc/self/fd").iterdir())
-
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         for end in (10, 11, 60):
             session = reception(syncer, HEADER)
             session.write(session.offset, memoryview(PAYLOAD)[session.offset : end])
-            assert files_open() > 0
+            assert spooled_open(tmp_path) > 0
             session.close()
-            assert files_open() == 0
+            assert spooled_open(tmp_path) == 0
         assert syncer.api.tally.sites()["a"].counts["payload_bytes_up"] == 60
     with serving(tmp_path, **QUIET) as syncer:
         session = reception(syncer, HEADER)
         assert session.offset == 60
         assert finish(session, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
         assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
-        assert files_open() == 0
+        assert spooled_open(tmp_path) == 0
         assert syncer.api.tally.sites()["a"].counts["payload_bytes_up"] == len(PAYLOAD) - 60
 
 
@@ -171,6 +173,21 @@ def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(
     assert spooled(tmp_path) == [], "pages whose fsync failed count as written: every byte is sent again"
     assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
     assert syncer.failed is None
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()])
+def test_a_push_that_cannot_be_resumed_leaves_no_file_open(
+    syncer: Syncer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    session = reception(syncer, HEADER)
+    session.write(0, memoryview(PAYLOAD)[:60])
+    session.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Inspection, "advance", Mock(side_effect=error))
+        with pytest.raises(Refusal if isinstance(error, OSError) else MemoryError):
+            reception(syncer, HEADER)
+    assert spooled_open(tmp_path) == 0
+    assert finish(reception(syncer, HEADER), HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
 
 
 def test_the_payload_is_durable_before_the_machine_hears_of_it(syncer: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
