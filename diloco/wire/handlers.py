@@ -581,13 +581,9 @@ class SyncHandlers:
             while self._door.serves(call.context):
                 if call.identity.certificate and time.monotonic() > until_s:
                     raise Refusal(Status.UNAVAILABLE, "this stream is too old: connect again with a certificate")
-                asked_s = time.monotonic()
-                wait_s = max(0.0, min(_FEED_WAIT_S, silent_until_s - asked_s))
-                event = feed.get(wait_s)
+                event = feed.get(max(0.0, min(_FEED_WAIT_S, silent_until_s - time.monotonic())))
                 guard.touch()
                 if event is None:
-                    # A closed feed returns None at once and must not make this loop spin.
-                    self._door.stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
                     if time.monotonic() < silent_until_s:
                         continue
                     event = Alive()

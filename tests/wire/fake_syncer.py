@@ -135,12 +135,8 @@ class FakeFeed:
 
     events: queue.Queue[WatchEvent] = field(default_factory=queue.Queue)
     closed: threading.Event = field(default_factory=threading.Event)
-    gets: int = 0
 
     def get(self, timeout_s: float) -> WatchEvent | None:
-        self.gets += 1
-        if self.closed.is_set():
-            return None
         try:
             return self.events.get(timeout=timeout_s)
         except queue.Empty:
