@@ -246,6 +246,7 @@ class Saving:
             self.writer.settle()
 
     def _not_written(self, step: int, why: str) -> None:
+        self.written = ""
         what = "memory checkpoint not written" if self.writer.in_memory else "checkpoint not written"
         self._log("note", {"note": what, "why": why, "step": step})
 

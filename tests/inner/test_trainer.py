@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco.inner import checkpoint
-from diloco.inner.checkpoint import CheckpointError, names
+from diloco.inner.checkpoint import CheckpointError, LateError, names
 from diloco.inner.data import CorpusManifest, TokenStream, validation_batches
 from diloco.inner.evaluate import evaluate
 from diloco.inner.model import ModelOptions, Transformer
@@ -265,6 +265,30 @@ def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
     first, last = (checkpoint.load(tmp_path / name).part("model") for name in (names(tmp_path)[0], names(tmp_path)[-1]))
     assert torch.equal(first["norm.weight"], at_step_2[0])  # whatever training did while it was being written
     assert torch.equal(last["norm.weight"], made.model.get_parameter("norm.weight"))
+
+
+def test_a_last_checkpoint_that_failed_late_is_written_by_the_next_run(
+    manifest: CorpusManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real = threading.Event(), checkpoint.save
+
+    def fails(*arguments: Any) -> Path:
+        assert gate.wait(20)
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", fails)
+    facts: Facts = []
+    made = make(manifest, tmp_path, facts=facts, checkpoint_wait_s=0.1)
+    with pytest.raises(LateError, match="is still being written"):
+        made.run(until_step=1)
+    monkeypatch.setattr(checkpoint, "save", real)
+    gate.set()
+    assert made.saving is not None
+    assert made.saving.writer._written is not None
+    futures.wait([made.saving.writer._written], 20)
+    made.run(until_step=1)
+    assert notes(facts) == ["No space left on device"]
+    assert names(tmp_path) == ["step-0000000001-end"]
 
 
 def test_lost_steps_are_not_applied_but_told_and_end_in_words(manifest: CorpusManifest, tmp_path: Path) -> None:
