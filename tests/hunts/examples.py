@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import validation_batches
 from diloco.inner.evaluate import evaluate
 from diloco.inner.llama import from_llama
-from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.model import ModelOptions, Transformer, next_token_loss
 from diloco.outer.fragments import named_parameters_once
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.runs.processes import ROOT, Place, Verb, place_in, wait_for
@@ -101,7 +102,19 @@ def loss_of(place: Place, final: Path) -> float:
     for name, parameter in named_parameters_once(model).items():
         parameter.data.copy_(values[name])
     corpus = prepare_corpus(DataOptions(kind="stdlib", tokenizer="bytes"), place.folder / CACHE)
-    return evaluate(model, validation_batches(corpus, MODEL.context, 16, VALIDATION_SEQUENCES // 16), precision="fp32")
+    judged: Any = Judged(model)
+    return evaluate(judged, validation_batches(corpus, MODEL.context, 16, VALIDATION_SEQUENCES // 16), precision="fp32")
+
+
+class Judged(nn.Module):
+    """A model that returns logits, called as ours is: with targets too, for the mean loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(self.model(tokens), targets)
 
 
 @hunting(tokens=(400_000, "tokens of each run"), only=(list(EXAMPLES), "some of them", EXAMPLES))

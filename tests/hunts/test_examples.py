@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy
 
+from diloco.inner.model import Transformer
+from diloco.outer.fragments import named_parameters_once
+from examples.plain_loop import Model
 from tests.hunts import examples
-from tests.hunts.examples import ELSEWHERE, EXAMPLES, LIKE, OURS, SHARE_MAX, run_of, version0
+from tests.hunts.examples import ELSEWHERE, EXAMPLES, LIKE, MODEL, OURS, SHARE_MAX, loss_of, run_of, version0
 from tests.runs.processes import ROOT, Place, place_in
 
 TOKENS = 80_000
@@ -38,6 +46,20 @@ def test_every_example_is_hunted_and_short() -> None:
     for file in files:
         lines = file.read_text("utf-8").splitlines()
         assert len(lines) <= 90, f"{file.name} has {len(lines)} lines"
+
+
+@pytest.mark.parametrize("made", [Model, lambda: Transformer(MODEL)], ids=["plain_loop", OURS])
+def test_a_published_model_is_evaluated_by_its_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[], torch.nn.Module]
+) -> None:
+    rows, model = torch.arange(40).reshape(4, 10), made()
+    monkeypatch.setattr(examples, "prepare_corpus", lambda options, folder: None)
+    monkeypatch.setattr(examples, "validation_batches", lambda *given: [(rows[:, :-1], rows[:, 1:])])
+    save_file({name: each.detach() for name, each in named_parameters_once(model).items()}, tmp_path / "model")
+    place: Any = SimpleNamespace(folder=tmp_path)
+    with torch.no_grad():
+        wanted = float(cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()))
+    assert loss_of(place, tmp_path / "model") == pytest.approx(wanted, rel=1e-5)
 
 
 def test_another_loss_and_an_example_that_fails_are_violations(
