@@ -130,13 +130,14 @@ def _identity(folder: Path) -> str:
 def _read(paths: Sequence[Path]) -> Iterator[Tensor]:
     """Yield the messages that transfer files: for each its size [1] int64, then its chunks, uint8."""
     for path in paths:
-        try:
-            size = path.stat().st_size
-        except OSError:
-            size = ABSENT
+        size, chunks = ABSENT, tuple[Tensor, ...]()
+        with contextlib.suppress(OSError, RuntimeError):  # torch's error is the second.
+            held = path.stat().st_size
+            if held:  # torch cannot map an empty file.
+                chunks = torch.split(torch.from_file(str(path), size=held, dtype=torch.uint8), CHUNK_BYTES)
+            size = held
         yield torch.tensor([size])
-        if size > 0:
-            yield from torch.split(torch.from_file(str(path), size=size, dtype=torch.uint8), CHUNK_BYTES)
+        yield from chunks
 
 
 def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Iterator[Tensor]:

@@ -126,3 +126,10 @@ def test_every_part_has_a_second_copy_on_the_next_machine(tmp_path: Path, monkey
     (tmp_path / "other").mkdir()
     assert memory._identity(tmp_path) == memory._identity(tmp_path / "other" / "..")
     assert memory._identity(tmp_path) != memory._identity(tmp_path / "other")
+
+
+def test_a_file_that_cannot_be_read_is_told_as_absent_and_the_next_one_is_sent(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"abc")
+    sent = [each.tolist() for each in memory._read([tmp_path / "folder", tmp_path / "file"])]
+    assert sent == [[memory.ABSENT], [3], list(b"abc")]
