@@ -20,6 +20,7 @@ from diloco.codec.base import is_sha256
 from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import read_sealed, write_sealed
+from diloco.inner.trainer import Resumed
 from diloco.sync.journal import FORMAT, canonical
 from diloco.syncer.journal_files import read_file
 from diloco.syncer.replaying import Replayer, Rules
@@ -135,11 +136,11 @@ class Restored(ToySite):
         self._kept = kept
         super().__init__(toy, site, address, Log().emit)
 
-    def _load(self) -> object:
+    def _load(self) -> Resumed:
         for name, values in self._kept.part("model").items():
             self.parameters[name].copy_(values)
         self.steps = int(self._kept.meta["steps"])
-        return self._kept.part("outer"), self._kept.meta["outer"]
+        return Resumed(self.steps, self._kept.part("outer"), self._kept.meta["outer"])
 
 
 def test_a_checkpoint_of_format_1_is_read_and_one_of_a_later_format_refused(tmp_path: Path) -> None:
