@@ -40,7 +40,7 @@ nightly: hunts test-wheel
 check: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict diloco benchmarks
+	$(BIN)/mypy --strict diloco benchmarks tests
 	$(BIN)/codespell diloco docs examples benchmarks configs protos *.md
 
 # The pages in docs/, with every setting and verb, into build/docs; docs-serve shows them and follows changes.

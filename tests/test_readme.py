@@ -284,10 +284,11 @@ def test_real_sites_by_hand_and_status(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ports = {":7077": f":{free_port()}"}
-    syncer = listening(place, *written("^diloco syncer run.name=first"), ports)
+    [line] = written("^diloco syncer run.name=first")
+    syncer = listening(place, line, ports)
     sites = [start(place, line, ports) for line in BY_HAND if line.startswith("diloco site")]
     status = start(place, "diloco status 127.0.0.1:7077", ports)
-    doctor, watch = (start(place, *written(f"^diloco doctor {word}"), ports) for word in ("site", "--watch"))
+    doctor, watch = (start(place, written(f"^diloco doctor {word}")[0], ports) for word in ("site", "--watch"))
     all_end(status, doctor, *sites, syncer)
     assert "first" in status.text()
     assert " 0 fail" in doctor.text()

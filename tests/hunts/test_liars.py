@@ -10,6 +10,7 @@ import pytest
 
 from diloco.sync import rounds
 from diloco.sync.rounds import raw_weight
+from diloco.sync.state import Turn
 from tests.hunts import liars, poison
 from tests.hunts.pairs import SETTINGS, Row, covering, judge, pairs_of, refusal, run_of
 from tests.hunts.poison import Poisoning
@@ -18,7 +19,7 @@ Patch = pytest.MonkeyPatch
 Hunted = Callable[..., Any]
 
 
-def weighed_as_said(turn: rounds.Turn, index: int, merged: set[str]) -> dict[str, float]:
+def weighed_as_said(turn: Turn, index: int, merged: set[str]) -> dict[str, float]:
     found = full_round(turn, index, merged)
     for name in merged:
         first = next(each for each in turn.state.sites[name].lines[index].undecided if each.merging)

@@ -11,6 +11,7 @@ from diloco.config import build
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError, VerbError
 from diloco.config.model_files import write_folder
+from diloco.config.schema import RunConfig
 from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import Part, commit, write_part
@@ -92,7 +93,7 @@ def test_a_running_syncer_gives_its_newest(tmp_path: Path) -> None:
         take_from_syncer("127.0.0.1:1", hand.config)
 
 
-def checkpointed(folder: Path, config: configs.RunConfig, seed: int) -> dict[str, torch.Tensor]:
+def checkpointed(folder: Path, config: RunConfig, seed: int) -> dict[str, torch.Tensor]:
     model = build.build_model(config)
     values = {name: value.detach() + seed for name, value in named_parameters_once(model).items()}
     checkpoint.save(folder, f"step-{seed:010d}", {f"model/{name}": value for name, value in values.items()}, {})
