@@ -193,7 +193,7 @@ class RunningServer:
         self._threads.shutdown(wait=False)
         self._door.stalls.close()
         for thread in self._watchers:
-            if thread.is_alive():  # None is where the server could not start.
+            if thread.is_alive():  # They run only where the server could start.
                 thread.join(timeout=5.0)
 
 
