@@ -71,10 +71,6 @@ static inline bool read_scales(const uint8_t *bytes, int64_t blocks, float *scal
     return !illegal;
 }
 
-// Prefetch distance in values: 4 KiB, which covers the memory's latency where one core streams 20 GB/s.  At 512 bytes
-// int4 encoding ran at .75 of memcpy, at 4 KiB at .9 (Zen 5).  The processor's own prefetching is not enough.
-static constexpr int64_t AHEAD = 1024;
-
 static inline void ask_for(const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
 }
