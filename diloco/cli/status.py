@@ -469,7 +469,7 @@ def runs(arguments: Sequence[str]) -> ExitCode:
         heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(touched_s[run_dir.root]))
         figures = f"version {last['version']:,}, {last['run_tokens']:,} tokens" if last else "no version here"
         if part.whole_at and part.sites:
-            figures = ", ".join(f"{site.name} at step {site.step:,}" for site in part.sites.values())
+            figures = ", ".join(f"{name} at step {site.step:,}" for name, site in part.sites.items())
         stands = f"part, syncer at {part.whole_at}" if part.whole_at else _stands(run_dir)
         print(f"{run_dir.root.name:<24} {stands:<32} {heard}  {figures}", flush=True)
     return ExitCode.OK

@@ -33,7 +33,8 @@ class RunHistory:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         """``events`` are the first ones."""
-        self.sites: dict[str, SiteHistory] = {}
+        self.sites = defaultdict[str, SiteHistory](SiteHistory)
+        """Each site, from its first mention."""
         self.layout: list[int] = []
         """Values in each fragment."""
         self.versions: list[int] = []
@@ -110,10 +111,6 @@ class RunHistory:
             self.num_lines += 1
             self.lines.append((now_s, who, line))
 
-    def site(self, name: str) -> SiteHistory:
-        """Return the record of a site; create it at its first mention."""
-        return self.sites.setdefault(name, SiteHistory(name))
-
     def staleness(self, site: SiteHistory) -> int:
         """Return how many versions the site's oldest base is behind."""
         known = enumerate(self.versions)
@@ -187,7 +184,7 @@ class RunHistory:
             self.num_syncers = whole(event, "syncers") or 1
             names = event.get("sites")
             for name in names if isinstance(names, list) else []:
-                site = self.site(str(name))
+                site = self.sites[str(name)]
                 site.done, site.left = None, False
         if state == "ended":
             self.run_status = str(event.get("status"))
@@ -204,13 +201,13 @@ class RunHistory:
                 return
             spans = self.syncer_spans
         elif name in self.sites or event.get("site"):
-            site = self.site(name)
+            site = self.sites[name]
             spans = site.spans
             site.process = state
             if state == "started":
                 site.restarts += bool(spans)
                 site.losses.cut()
-            site.joined = site.connected = site.frozen = False
+            site.joined = site.frozen = False
             site.out_of_reach.clear()
         else:
             return
@@ -298,7 +295,7 @@ class RunHistory:
         if self.round(fragment, version) is None:
             self.rounds.append(done)
             for name in done.weights:
-                site = self.site(name)
+                site = self.sites[name]
                 site.merges += 1
                 site.merges_since_fault += 1
                 if not site.has_own_events:  # For each update the site takes a version, more or less.
@@ -346,7 +343,7 @@ class RunHistory:
 
         Each of several syncers records them: the first for the site's progress, each for its own traffic.
         """
-        site = self.site(str(event.get("site")))
+        site = self.sites[str(event.get("site"))]
         if site.has_own_events:
             return
         of_syncer, incarnation = whole(event, "of_syncer"), whole(event, "incarnation")
@@ -365,7 +362,7 @@ class RunHistory:
                 site.step_before = site.step if before is not None else 0
                 site.losses.cut()
             site.incarnation = incarnation
-        site.joined = site.connected = True
+        site.joined = True
         site.reported = {name: whole(event, name) for name in event if name.startswith("tokens_")}
         site.trained(now_s, event, whole(event, "tokens_processed"))
         site.base_versions |= versions_in(event)
@@ -396,17 +393,16 @@ class RunHistory:
     # --- events of a site --------------------------------------------------------------------------------------
 
     def _on_step(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(who)
+        site = self.sites[who]
         site.has_own_events = True
         self._steps(now_s)
         # Steps repeated after a restart count again: these are tokens read, so the trainer's own total is not used.
         site.trained(now_s, event, site.tokens + whole(event, "tokens"))
 
     def _on_joined(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(who)
+        site = self.sites[who]
         site.joined = site.has_own_events = True
         site.out_of_reach.discard(whole(event, "of_syncer"))
-        site.connected = not site.out_of_reach
         site.done, site.left_with, site.left = None, None, False
         site.incarnation = whole(event, "incarnation")
         self._syncers[whole(event, "of_syncer")] = str(event.get("syncer", "HOST:PORT"))
@@ -415,7 +411,7 @@ class RunHistory:
         site.base_versions |= {place: version for place, version in versions_in(event).items() if version >= 0}
 
     def _on_meter(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(who)
+        site = self.sites[who]
         incarnation = whole(event, "incarnation") or site.incarnation
         values = {name: number(event, name) for name in event if name not in ("at", "who", "what", "incarnation")}
         site.meters[incarnation] = {name: value for name, value in values.items() if value is not None}
@@ -448,7 +444,7 @@ class RunHistory:
             case "units":
                 self.units = {name: whole(event, name) for name in event if name not in ("at", "who", "what")}
             case "link":
-                self.site(site).links[self._session] = (whole(event, "bytes_up"), whole(event, "bytes_down"))
+                self.sites[site].links[self._session] = (whole(event, "bytes_up"), whole(event, "bytes_down"))
                 self._count_wire(now_s)
             case "grace":
                 self._met.setdefault(whole(event, "fragment"), now_s)
@@ -464,47 +460,45 @@ class RunHistory:
                 else:
                     self.standstills.append(Standstill(who, fragment, now_s - (number(event, "seconds") or 0.0), why))
             case "refused":
-                self.site(site).refused[str(event.get("reason"))] += 1
+                self.sites[site].refused[str(event.get("reason"))] += 1
             case "site_joined":
-                self.site(site).left = False
+                self.sites[site].left = False
                 if self.by_hand:  # No ``up`` says when a process ends: at the latest when the next begins.
-                    _end_span(self.site(site).spans, now_s)
-                    self.site(site).spans.append(Span(now_s))
+                    _end_span(self.sites[site].spans, now_s)
+                    self.sites[site].spans.append(Span(now_s))
             case "site_left" | "site_evicted":
-                self.site(site).left = True
-                if self.by_hand and (spans := self.site(site).spans):
+                self.sites[site].left = True
+                if self.by_hand and (spans := self.sites[site].spans):
                     spans[-1].end_s = now_s
             case "number_format":
-                self.site(who).products = str(event.get("products"))
+                self.sites[who].products = str(event.get("products"))
             case "connected" if "anew" in event:  # A standby.
                 self._syncers[0] = str(event.get("syncer", "HOST:PORT"))
             case "connected":
-                self.site(who).out_of_reach.discard(whole(event, "of_syncer"))
-                self.site(who).connected = not self.site(who).out_of_reach
+                self.sites[who].out_of_reach.discard(whole(event, "of_syncer"))
             case "disconnected" if who in self.sites:
-                self.site(who).out_of_reach.add(whole(event, "of_syncer"))
-                self.site(who).connected = False
+                self.sites[who].out_of_reach.add(whole(event, "of_syncer"))
             case "sealed":
-                self.site(who).sealed[whole(event, "fragment"), whole(event, "sequence")] = whole(event, "tokens")
+                self.sites[who].sealed[whole(event, "fragment"), whole(event, "sequence")] = whole(event, "tokens")
             case "adopted":
                 fragment, version = whole(event, "fragment"), whole(event, "version")
-                self.site(who).base_versions[fragment] = version
+                self.sites[who].base_versions[fragment] = version
                 if isinstance(sequences := event.get("merged"), list):
-                    tokens = sum(self.site(who).sealed.pop((fragment, each), 0) for each in sequences)
+                    tokens = sum(self.sites[who].sealed.pop((fragment, each), 0) for each in sequences)
                     if self.whole_at:
                         self._take_versions({"fragments": [fragment], "versions": [version]})
-                        self.site(who).merges += len(sequences)
+                        self.sites[who].merges += len(sequences)
                         self._merged[who][who] += tokens
             case "pushed" if event.get("outcome") == "accepted":
                 self.bytes_fp32 += self._fragment_bytes(event)
             case "pushed" | "fate" if event.get("reason") in DISCARDING:
                 update = whole(event, "fragment"), whole(event, "sequence")
-                self.site(who).tokens_discarded += self.site(who).sealed.pop(update, 0)
+                self.sites[who].tokens_discarded += self.sites[who].sealed.pop(update, 0)
             case "site_done":
                 # The ledger's keys are "processed", "merged", ...; the summary's are "tokens_processed", ...
                 ledger = {name.removeprefix("tokens_"): value for name, value in mapping(event, "ledger").items()}
                 done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
-                self.site(who).done = self.site(who).left_with = done
+                self.sites[who].done = self.sites[who].left_with = done
 
 
 def versions_in(event: Mapping[str, object]) -> dict[int, int]:
@@ -629,15 +623,12 @@ class Evaluation:
 class SiteHistory:
     """The history of one site."""
 
-    name: str
     process: str = ""
     """The state of its process, from ``up``: started, ended, killed; empty without ``up``."""
     frozen: bool = False
     joined: bool = False
-    connected: bool = False
-    """Whether it hears from every syncer."""
     out_of_reach: set[int] = field(default_factory=set)
-    """Of several syncers: the numbers of those that it has lost."""
+    """The numbers of the syncers that it has lost."""
     cut: str = ""
     """The fault on its link now; "" without one."""
     products: str = ""
@@ -724,4 +715,4 @@ class SiteHistory:
             return "frozen"
         if not self.joined:
             return "starting" if self.process else "waiting"
-        return "training" if self.connected else "alone"
+        return "alone" if self.out_of_reach else "training"

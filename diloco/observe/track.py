@@ -69,7 +69,7 @@ class Curves:
             yield Point(who, float(str(event["at"])), round(history.seconds, 3), step, sent)
 
     def _of_site(self, name: str, event: Event) -> tuple[int, dict[str, float | None]]:
-        site, at = self._history.site(name), float(str(event["at"]))
+        site, at = self._history.sites[name], float(str(event["at"]))
         before = self._last.get(name)
         if not site.tokens or (event["what"] == "reported" and site.has_own_events):
             return 0, {}

@@ -125,13 +125,13 @@ def _sites(history: RunHistory, *, wide: bool) -> Table:
     names = [name for name in COLUMNS if name not in left_out]
     for name in names:
         table.add_column(name, justify="left" if name in ("site", "state") else "right", no_wrap=True)
-    for _, site in sorted(history.sites.items()):
+    for name, site in sorted(history.sites.items()):
         state, train_s = site.state(), site.meter("train_s")
         alive = state in ("training", "alone", "frozen")
         base = " ".join(str(version) for _, version in sorted(site.base_versions.items())[:3])
-        up = Text("up", "green") if site.connected else Text("down", "yellow")
+        up = Text("up", "green") if site.joined and not site.out_of_reach else Text("down", "yellow")
         cells: dict[str, Text | str] = {
-            "site": site.name,
+            "site": name,
             "state": Text(state, STATE_STYLES.get(state, "")),
             "step": f"{site.step:,}",
             "tok/s": count(site.tokens_per_s) if alive else "-",

@@ -57,7 +57,7 @@ def test_a_site_is_one_over_its_processes(recorder: Recorder) -> None:
     points = [point for point in site.losses.whole() if point is not None]
     assert [point[1] for point in points] == sorted(point[1] for point in points)
     assert site.tokens == site.step * STEP_TOKENS == points[-1][1], "what a restart does again is counted again"
-    site = SiteHistory("site-a")
+    site = SiteHistory()
     assert (site.meter("stall_s"), site.meter_max("step_s_max"), site.meter_by_steps("step_s_p50")) == (0, 0, 0)
     site.meters = {
         1: {"inner_steps": 30.0, "stall_s": 1.0, "step_s_p50": 0.1, "step_s_max": 0.9},
@@ -178,13 +178,13 @@ def test_a_run_of_two_syncers_ends_when_both_have() -> None:
     assert history.versions == [3, 5, 4]
     take("site-a", "joined", incarnation=1, versions=[5], fragments=[1], of_syncer=1)
     take("site-a", "joined", incarnation=1, versions=[3, 4], fragments=[0, 2], of_syncer=0)
-    assert history.site("site-a").base_versions == {0: 3, 1: 5, 2: 4}
+    assert history.sites["site-a"].base_versions == {0: 3, 1: 5, 2: 4}
     take("site-a", "disconnected", why="gone", of_syncer=0)
     take("site-a", "disconnected", why="gone", of_syncer=1)
     take("site-a", "connected", of_syncer=0)
-    assert not history.site("site-a").connected
+    assert history.sites["site-a"].state() == "alone"
     take("site-a", "connected", of_syncer=1)
-    assert history.site("site-a").connected
+    assert history.sites["site-a"].state() == "training"
     one = {"versions": [5], "fragments": [1], "of_syncer": 1}
     for who, what, fields, seen in (
         ("up", "process", {"name": "syncer", "state": "started"}, {"syncer_up": False}),
