@@ -72,7 +72,6 @@ PAGES_MAX = 8
 REQUEST_S = 5.0
 ANSWER_S = 15.0
 STOP_S = 10.0
-VERSIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0)
 
 
 class Spread:
@@ -280,32 +279,26 @@ class SiteMetrics:
 
     def __init__(self, config: RunConfig, numels: Sequence[int], checkpoints: Path) -> None:
         self._config = config
-        self._site = config.site.id
         self._numels = numels
         self._checkpoints = checkpoints
         self._lock = threading.Lock()
         self._last: dict[str, Event] = {}
-        """The latest event of each kind whose fields are totals or the present state."""
+        """The latest event of each kind."""
         self._step_s = Spread(SECONDS)
         self._pushes = Counter[str]()
         self._canaries = Counter[str]()
         self._raw = {("up", "update"): 0, ("down", "version"): 0}
-        self._connected = False
         self._out_of_reach: set[object] = set()
         """Of several syncers: the numbers of those that are lost."""
         self._disconnects = 0
-        self._norm: float | None = None
 
     def take(self, event: Event) -> None:
         """Take the next event, from the log's thread."""
         with self._lock:
+            self._last[str(event["what"])] = event
             match event["what"]:
-                case "step" | "meter" as what:
-                    self._last[str(what)] = event
-                    if what == "step":
-                        self._step_s.add(number(event, "step_s") or 0.0)
-                case "sealed":
-                    self._norm = number(event, "norm")
+                case "step":
+                    self._step_s.add(number(event, "step_s") or 0.0)
                 case "pushed":
                     outcome = str(event.get("outcome"))
                     self._pushes[outcome] += 1
@@ -315,10 +308,8 @@ class SiteMetrics:
                     self._raw["down", "version"] += FP32_BYTES * self._numels[whole(event, "fragment")]
                 case "connected":
                     self._out_of_reach.discard(event.get("of_syncer"))
-                    self._connected = not self._out_of_reach
                 case "disconnected":
                     self._out_of_reach.add(event.get("of_syncer"))
-                    self._connected = False
                     self._disconnects += 1
                 case "canary":
                     outcome = {True: "same", False: "different"}.get(event.get("same"), "failed")  # type: ignore[call-overload]
@@ -334,13 +325,13 @@ class SiteMetrics:
     def _of_events(self) -> Iterator[Metric]:
         of, moves = self._of_site, ("direction", "kind")
         yield of(histogram, "site_step_duration_seconds", "Time that an inner step took.", self._step_s)
-        if (step := self._last.get("step")) is not None:
-            for name, key, meaning in (
-                ("site_step_loss_nats", "loss", "Loss of the latest step, in nats per token."),
-                ("site_grad_norm", "grad_norm", "Norm of its gradient, before clipping."),
-                ("site_learning_rate", "lr", "Its learning rate."),
-            ):
-                yield of(gauge, name, meaning, number(step, key))
+        for what, name, key, meaning in (
+            ("step", "site_step_loss_nats", "loss", "Loss of the latest step, in nats per token."),
+            ("step", "site_grad_norm", "grad_norm", "Norm of its gradient, before clipping."),
+            ("step", "site_learning_rate", "lr", "Its learning rate."),
+            ("sealed", "pseudo_gradient_norm", "norm", "Norm of the latest update."),
+        ):
+            yield of(gauge, name, meaning, number(self._last.get(what, {}), key))
         if (meter := self._last.get("meter")) is not None:
             train_s, stall_s = number(meter, "train_s") or 0.0, number(meter, "stall_s") or 0.0
             spent = {"compute": max(0.0, train_s - stall_s), "sync_wait": stall_s}
@@ -357,14 +348,13 @@ class SiteMetrics:
         yield of(counter, "site_pushes", "Answers to updates that were sent.", self._pushes, "outcome")
         meaning = "Canaries by what they found: same, different, failed."
         yield of(counter, "canaries", meaning, self._canaries, "outcome")
-        yield of(gauge, "site_connected", "1 while the site hears the syncer.", float(self._connected))
+        connected = float("connected" in self._last and not self._out_of_reach)
+        yield of(gauge, "site_connected", "1 while the site hears the syncer.", connected)
         yield of(counter, "site_disconnects", "Times that the site lost the syncer.", self._disconnects)
-        if self._norm is not None:
-            yield of(gauge, "pseudo_gradient_norm", "Norm of the latest update.", self._norm)
 
     def _of_site(self, family: Callable[..., Metric], name: str, meaning: str, values: Any, *labels: str) -> Metric:
         """Return a family with the site as its first label."""
-        of_site = {(self._site, *key): value for key, value in _labelled(values).items()}
+        of_site = {(self._config.site.id, *key): value for key, value in _labelled(values).items()}
         return family(name, meaning, of_site, "site", *labels)
 
     def _of_checkpoint(self) -> Iterator[Metric]:
@@ -384,53 +374,28 @@ class SiteMetrics:
 
 # --- The syncer's page of metrics ------------------------------------------------------------------------------------
 
-Standing = dict[str, Any]
-
-GONE = (Status.LEFT, Status.EVICTED)
-PRESENT = (
-    ("site_staleness_versions", "staleness", "Versions that the site's oldest base is behind."),
-    ("site_loss_nats", "loss", "Loss of recent steps in the site's last heartbeat, in nats per token."),
-    ("site_tokens_per_second", "tokens_per_s", "Tokens a second since the site's process began."),
-    ("site_stall_ratio", "stall_share", "Share of the site's time spent in the outer exchange, 0 to 1."),
-)
-"""Reported for present sites only: the last values of a site that is gone would stay for ever."""
-OF_RUN = (
-    ("syncer_epoch", "epoch", "Rises with every start, and by a million or more when a standby is promoted."),
-    ("run_lineage", "lineage", "1, or of a restored run a Unix time or one more than before."),
-    ("syncer_disk_free_bytes", "disk_free_bytes", "Free space on the disk of the syncer's data."),
-    ("syncer_memory_bytes_max", "memory_bytes_max", "Memory that the run may take at the syncer at most."),
-    ("staleness_max_versions", "staleness_max", "Versions that an update may be behind: outer.staleness_max."),
-    ("run_progress_ratio", "progress", "Share of the run that is done, 0 to 1."),
-)
-STAGES = ("receive", "read", "fused", "digest", "publish")
-"""The stages of a round, as in ``syncer.status.Tally``."""
-SITE_COUNTERS = (
-    ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
-    ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
-    ("site_steps", "step", "Inner steps of the site."),
-    ("updates_corrupt", "updates_corrupt", "Updates that decoded to other values here than at the site."),
-    ("bases_differed", "bases_differed", "Bases whose values at the site differed from the published ones."),
-)
+VERSIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0)
 
 
 class SyncerMetrics:
     """Takes the syncer's events, and makes the page."""
 
-    def __init__(self, config: RunConfig, status: Callable[[], Standing]) -> None:
+    def __init__(self, config: RunConfig, status: Callable[[], dict[str, Any]]) -> None:
         self._config = config
         self._status = status
         self._lock = threading.Lock()
+        self._last: dict[str, Event] = {}
+        """The latest event of each kind."""
         self._staleness: dict[str, Spread] = {}
-        self._weights: dict[str, float] = {}
-        self._norm: float | None = None
         self._step_s = Spread(SECONDS)
-        self._stage_s = {stage: Spread(SECONDS) for stage in STAGES}
+        # As in ``syncer.status.Tally``.
+        self._stage_s = {stage: Spread(SECONDS) for stage in ("receive", "read", "fused", "digest", "publish")}
         self._snapshot_s = Spread(SECONDS)
-        self._snapshot: tuple[float, float] | None = None
 
     def take(self, event: Event) -> None:
         """Take the next event, from the log's thread."""
         with self._lock:
+            self._last[str(event["what"])] = event
             match event["what"]:
                 case "outer_step" | "published" as what:
                     for stage, spread in self._stage_s.items():
@@ -438,13 +403,10 @@ class SyncerMetrics:
                             spread.add(seconds)
                     if what == "outer_step":
                         self._step_s.add(number(event, "seconds") or 0.0)
-                        self._norm = number(event, "norm")
                         for site, staleness in mapping(event, "staleness").items():
                             self._staleness.setdefault(site, Spread(VERSIONS)).add(staleness)
-                        self._weights = dict(mapping(event, "sites"))
                 case "snapshot":
                     self._snapshot_s.add(number(event, "seconds") or 0.0)
-                    self._snapshot = number(event, "at") or 0.0, number(event, "bytes") or 0.0
 
     def families(self) -> Iterator[Metric]:
         """Yield all metrics as of now; none of the run while the syncer starts or stops."""
@@ -461,25 +423,33 @@ class SyncerMetrics:
 
     def _of_events(self) -> Iterator[Metric]:
         yield histogram("update_staleness_versions", "Age of merged updates, in versions.", self._staleness, "site")
-        yield gauge("update_weight_ratio", "Weight in the latest outer step.", self._weights, "site")
+        step, snapshot = self._last.get("outer_step", {}), self._last.get("snapshot", {})
+        yield gauge("update_weight_ratio", "Weight in the latest outer step.", mapping(step, "sites"), "site")
         yield histogram("outer_step_duration_seconds", "Time that an outer step took.", self._step_s)
         meaning = "Time of one stage of a round: receive, read, fused (decode, merge, step, encode), digest, publish."
         yield histogram("round_stage_duration_seconds", meaning, self._stage_s, "stage")
         yield histogram("snapshot_duration_seconds", "Time that a snapshot took to be durable.", self._snapshot_s)
-        if self._norm is not None:
-            yield gauge("merged_pseudo_gradient_norm", "Norm of the latest merged pseudo-gradient.", self._norm)
-        if self._snapshot is not None:
-            at, size = self._snapshot
-            yield gauge("snapshot_timestamp_seconds", "When the latest snapshot was durable.", at)
-            yield gauge("snapshot_bytes", "Its size.", size)
+        for event, name, key, meaning in (
+            (step, "merged_pseudo_gradient_norm", "norm", "Norm of the latest merged pseudo-gradient."),
+            (snapshot, "snapshot_timestamp_seconds", "at", "When the latest snapshot was durable."),
+            (snapshot, "snapshot_bytes", "bytes", "Its size."),
+        ):
+            yield gauge(name, meaning, number(event, key))
 
 
-def _of_run(status: Standing) -> Iterator[Metric]:
+def _of_run(status: Mapping[str, Any]) -> Iterator[Metric]:
     versions = sum(fragment["version"] for fragment in status["fragments"])
     yield gauge("outer_version", "Outer steps published, over all fragments.", versions)
     ready = float(not status["not_ready"])
     yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", ready)
-    for name, key, meaning in OF_RUN:
+    for name, key, meaning in (
+        ("syncer_epoch", "epoch", "Rises with every start, and by a million or more when a standby is promoted."),
+        ("run_lineage", "lineage", "1, or of a restored run a Unix time or one more than before."),
+        ("syncer_disk_free_bytes", "disk_free_bytes", "Free space on the disk of the syncer's data."),
+        ("syncer_memory_bytes_max", "memory_bytes_max", "Memory that the run may take at the syncer at most."),
+        ("staleness_max_versions", "staleness_max", "Versions that an update may be behind: outer.staleness_max."),
+        ("run_progress_ratio", "progress", "Share of the run that is done, 0 to 1."),
+    ):
         yield gauge(name, meaning, status[key])
     if (lineage := status["lineage"]) > 1:
         yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", lineage)
@@ -510,7 +480,7 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     yield counter("syncer_payload_bytes", "Payload that came from sites (up) and went to them.", moved, "direction")
 
 
-def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
+def _of_sites(sites: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     fates: dict[tuple[str, str], float] = {}
     for name, site in sites.items():
         fates[name, "merged"] = site["updates_merged"]
@@ -526,20 +496,32 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
     yield gauge("updates_held", meaning, {name: len(seconds) for name, seconds in held.items()}, "site")
     longest = {name: max(seconds, default=0.0) for name, seconds in held.items()}
     yield gauge("update_held_seconds", "Seconds that the oldest of them has waited.", longest, "site")
-    present = {name: site for name, site in sites.items() if site["status"] not in GONE}
-    for family, key, meaning in PRESENT:
+    # Of present sites only: the last values of a site that is gone would stay for ever.
+    present = {name: site for name, site in sites.items() if site["status"] not in (Status.LEFT, Status.EVICTED)}
+    for family, key, meaning in (
+        ("site_staleness_versions", "staleness", "Versions that the site's oldest base is behind."),
+        ("site_loss_nats", "loss", "Loss of recent steps in the site's last heartbeat, in nats per token."),
+        ("site_tokens_per_second", "tokens_per_s", "Tokens a second since the site's process began."),
+        ("site_stall_ratio", "stall_share", "Share of the site's time spent in the outer exchange, 0 to 1."),
+    ):
         yield gauge(family, meaning, _told(present, key), "site")
     links = {name: site["link"] for name, site in present.items() if site.get("link")}
     for family, key, scale, meaning in LINKS:
         yield gauge(family, meaning, {name: link[key] * scale for name, link in links.items() if link[key]}, "site")
-    for family, key, meaning in SITE_COUNTERS:
+    for family, key, meaning in (
+        ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
+        ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
+        ("site_steps", "step", "Inner steps of the site."),
+        ("updates_corrupt", "updates_corrupt", "Updates that decoded to other values here than at the site."),
+        ("bases_differed", "bases_differed", "Bases whose values at the site differed from the published ones."),
+    ):
         yield counter(family, meaning, _told(sites, key), "site")
     now = time.time()
     heard = {site: now - ago for site, ago in _told(present, "heard_seconds_ago").items()}
     yield gauge("site_heartbeat_timestamp_seconds", "When the syncer last heard the site.", heard, "site")
 
 
-def _of_safety(status: Standing, backup_every_s: float) -> Iterator[Metric]:
+def _of_safety(status: Mapping[str, Any], backup_every_s: float) -> Iterator[Metric]:
     """Yield the state of backups, the standby, the files for authentication, and the lease; none where one is off."""
     if (backup := status["backup"]) is not None:
         yield gauge("backup_failing", "1 while the latest backup failed.", float(bool(backup["failing"])))
@@ -573,7 +555,7 @@ def _of_safety(status: Standing, backup_every_s: float) -> Iterator[Metric]:
         yield gauge("lease_renewed_timestamp_seconds", "When the lease was renewed last.", renewed)
 
 
-def _told(sites: Mapping[str, Standing], key: str) -> dict[str, float]:
+def _told(sites: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, float]:
     """Return one figure by site, for the sites that have reported it."""
     return {name: float(site[key]) for name, site in sites.items() if site[key] is not None}
 
