@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from functools import cache
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -31,7 +30,7 @@ from diloco.config.errors import ConfigError, VerbError
 from diloco.observe.eventlog import event_blocks
 from diloco.observe.history import RunHistory
 from diloco.observe.metrics import BoundedServer
-from diloco.observe.report import blocks_of, page, parts_of, section, table
+from diloco.observe.report import FRAME, blocks_of, page, parts_of, section, table
 from diloco.observe.summary import summarize
 from diloco.observe.text import (
     ROUND_COLUMNS,
@@ -167,7 +166,7 @@ class Dashboard:
         state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
         if self.reads:
             state = f"reads the run's events: {clock(self._history.seconds)} of the run so far"
-        _, tiles, sections = parts_of(self._history, summary, self._config, now)
+        tiles, sections = parts_of(self._history, summary, self._config, now)
         blocks = blocks_of(state, tiles, sections, good=self.reads or state in ("ok", "running", "finished"))
         if self.operate is not None:
             buttons = [(escape(order), escape(words)) for order, words in orders_of(found).items()]
@@ -192,7 +191,7 @@ class Dashboard:
         """Hand the parts to all viewers."""
         with self.changed:
             self.serial += 1
-            live = LIVE.format(script=_script(), operator=OPERATOR if self.operate is not None else "")
+            live = LIVE.format(script=SCRIPT, operator=OPERATOR if self.operate is not None else "")
             self.whole = page(self._title, blocks, live=live) if blocks else ""
             self.parts = {name: part for name, part in self.parts.items() if name in blocks}
             for name, text in blocks.items():
@@ -333,24 +332,20 @@ OPERATOR = """<section id="operator"><h2>Operate</h2>
 <p id="done" role="status"></p></section>"""
 
 
-@cache
-def _script() -> str:
-    return resources.files("diloco.observe").joinpath("dashboard.js").read_text("utf-8")
+SCRIPT = resources.files("diloco.observe").joinpath("dashboard.js").read_text("utf-8")
 
 
-@cache
-def policy() -> str:
-    """Return the page's Content-Security-Policy: its own script and style, by their digests, and nothing else."""
-    style = resources.files("diloco.observe").joinpath("report.html").read_text("utf-8")
-    texts = {"script": _script(), "style": style.split("<style>")[1].split("</style>")[0]}
-    own = {name: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for name, text in texts.items()}
-    return (
-        f"default-src 'none'; script-src 'sha256-{own['script']}'; style-src 'sha256-{own['style']}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 HEADERS: Mapping[str, str] = {
+    # The page's own script and style, by their digests, and nothing else.
+    "Content-Security-Policy": (
+        f"default-src 'none'; script-src 'sha256-{_digest(SCRIPT)}'; "
+        f"style-src 'sha256-{_digest(FRAME.split('<style>')[1].split('</style>')[0])}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -425,7 +420,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _begin(self, status: HTTPStatus, kind: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Security-Policy": policy(), **HEADERS}.items():
+        for name, value in {"Content-Type": kind, **HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
 

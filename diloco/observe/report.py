@@ -50,15 +50,15 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
             settings = asdict(read(paths[0]))
         summary = summarize(history, None, settings)
     good = summary["status"] == "ok" or bool(history.whole_at)
-    shown = page(run_dir.resolve().name, blocks_of(*parts_of(history, summary, config), good=good))
-    write_file(run_dir / "report.html", shown.encode())
+    blocks = blocks_of(summary["status"], *parts_of(history, summary, config), good=good)
+    write_file(run_dir / "report.html", page(run_dir.resolve().name, blocks).encode())
     return summary, history
 
 
 def parts_of(
     history: RunHistory, summary: Mapping[str, Any], config: str, now: Sequence[str] = ()
-) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Return the page's status, tiles and sections; ``now`` are the sections on this moment, if any."""
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the page's tiles and sections; ``now`` are the sections on this moment, if any."""
     styled = [(name, series_style(number)) for number, name in enumerate(sorted(history.sites))]
     losses = legend([*styled, ("global model (validation)", "global")])
     marks = legend([*styled, ("fault", "bad"), ("outer step", "global")])
@@ -91,7 +91,7 @@ def parts_of(
         f'<details><summary>What happened</summary><pre id="log" tabindex="0">{escape(log)}</pre></details>',
         f'<details><summary>Configuration</summary><pre tabindex="0">{escape(config)}</pre></details>',
     ]
-    return str(summary["status"]), _tiles(summary), sections
+    return _tiles(summary), sections
 
 
 _LOSS_NOTE = "Sites: their own training loss, averaged over neighbouring steps. Global model: validation loss."
@@ -205,6 +205,7 @@ def _site_table(summary: Mapping[str, Any]) -> str:
 # --- The frame of our pages ------------------------------------------------------------------------------------------
 
 STYLES = 8
+FRAME = resources.files("diloco.observe").joinpath("report.html").read_text("utf-8")
 
 
 def blocks_of(status: str, tiles: Sequence[tuple[str, str]], sections: Sequence[str], *, good: bool) -> dict[str, str]:
@@ -216,9 +217,8 @@ def blocks_of(status: str, tiles: Sequence[tuple[str, str]], sections: Sequence[
 
 def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
     """Return the whole page; ``live`` is the HTML that keeps it up to date."""
-    filled = Template(resources.files("diloco.observe").joinpath("report.html").read_text("utf-8"))
     sections = [f'<section id="{name}">{text}</section>' for name, text in blocks.items() if name[1:].isdecimal()]
-    return filled.substitute(blocks, title=escape(title), sections="\n".join(sections), live=live)
+    return Template(FRAME).substitute(blocks, title=escape(title), sections="\n".join(sections), live=live)
 
 
 def section(title: str, legend: str, picture: str, note: str, none: str = "Nothing was recorded.") -> str:
