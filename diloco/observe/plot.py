@@ -108,21 +108,21 @@ def standalone(svg: str) -> str:
     return f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>{STYLE}</style>{body}\n'
 
 
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Return about ``about`` round values (1, 2 or 5 times a power of ten apart) inside [``low``, ``high``]."""
+def ticks(low: float, high: float) -> list[float]:
+    """Return about six round values (1, 2 or 5 times a power of ten apart) inside [``low``, ``high``]."""
     if not high > low:
         return [low]
-    rough = (high - low) / about
+    rough = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
 
 
-def clock_ticks(high: float, about: int = 8) -> list[float]:
-    """Return instants from 0 to ``high`` seconds, at steps that are round on a clock."""
+def clock_ticks(high: float) -> list[float]:
+    """Return at most nine instants from 0 to ``high`` seconds, at steps that are round on a clock."""
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
-    step = next((step for step in steps if high / step <= about), 86400 * math.ceil(high / 86400 / about))
+    step = next((step for step in steps if high / step <= 8), 86400 * math.ceil(high / 86400 / 8))
     return [float(number * step) for number in range(int(high / step) + 1)]
 
 
@@ -172,7 +172,7 @@ def line_chart(
         room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
         low, high = low - room, high + room
     up = Scale(low, high, HEIGHT - BOTTOM, TOP, y.log)
-    _axes(drawing, across, up, x, y, clock_ticks(across.high) if x.time else ticks(across.low, across.high))
+    _axes(drawing, across, up, x, y)
     lowest = 0.0
     for value, text in labels:  # Beside the curves, and below each other.
         drawing.line(LEFT, up(value), right, up(value), "rule")
@@ -196,7 +196,7 @@ def line_chart(
     return drawing.done(f"{y.label} against {x.label}; at the end: {last_values}")
 
 
-def _axes(drawing: _Drawing, across: Scale, up: Scale, x: Axis, y: Axis, x_ticks: Sequence[float]) -> None:
+def _axes(drawing: _Drawing, across: Scale, up: Scale, x: Axis, y: Axis) -> None:
     if y.log:
         y_ticks = [10.0**power for power in range(round(math.log10(up.low)), round(math.log10(up.high)) + 1)]
     else:
@@ -204,7 +204,7 @@ def _axes(drawing: _Drawing, across: Scale, up: Scale, x: Axis, y: Axis, x_ticks
     for value in y_ticks:
         drawing.line(LEFT, up(value), across.end_px, up(value), "grid")
         drawing.text(LEFT - 8, up(value) + 4, y.show(value), "end")
-    for value in x_ticks:
+    for value in clock_ticks(across.high) if x.time else ticks(across.low, across.high):
         drawing.line(across(value), HEIGHT - BOTTOM, across(value), HEIGHT - BOTTOM + 5, "axis")
         drawing.text(across(value), HEIGHT - BOTTOM + 18, x.show(value))
     drawing.line(LEFT, HEIGHT - BOTTOM, across.end_px, HEIGHT - BOTTOM, "axis")
