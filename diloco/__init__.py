@@ -27,6 +27,7 @@ Any training loop joins a run with ``diloco.join``.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from diloco.version import __version__
@@ -41,20 +42,10 @@ __all__ = ["JoinFailed", "Outer", "SiteFailed", "__version__", "join", "save_ver
 
 def __getattr__(name: str) -> object:
     """Import a public name on first access, so that ``import diloco`` alone is cheap."""
-    if name in __all__:
-        from diloco.runs.process import let_workers_fork
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from diloco.runs.process import let_workers_fork
 
-        let_workers_fork()
-    if name in ("Outer", "SiteFailed", "join"):
-        from diloco.integrations import join
-
-        return getattr(join, name)
-    if name == "save_version0":
-        from diloco.config import model_files
-
-        return model_files.save_version0
-    if name == "JoinFailed":
-        from diloco.learner import transfer
-
-        return transfer.JoinFailed
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    let_workers_fork()
+    homes = {"save_version0": "diloco.config.model_files", "JoinFailed": "diloco.learner.transfer"}
+    return getattr(import_module(homes.get(name, "diloco.integrations.join")), name)
