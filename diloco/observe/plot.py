@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
+from diloco.observe.text import shortened
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -235,8 +237,7 @@ def time_line(rows: Sequence[str], bars: Sequence[Bar], seconds: float, x: Axis)
         drawing.line(across(value), TOP, across(value), bottom + 5, "grid")
         drawing.text(across(value), bottom + 18, x.show(value))
     for number, name in enumerate(rows):
-        short = name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 1] + "…"
-        drawing.text(left - 8, TOP + row_px * (number + 0.5) + 4, short, "end")
+        drawing.text(left - 8, TOP + row_px * (number + 0.5) + 4, shortened(name, LABEL_CHARS), "end")
         drawing.line(left, TOP + row_px * (number + 1), WIDTH - RIGHT, TOP + row_px * (number + 1), "grid")
     for bar in bars:
         top = TOP + row_px * (bar.row + 0.5) - bar_px / 2

@@ -23,7 +23,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from diloco.durable import write_file
-from diloco.observe.text import clock, count, size, times_less, units_text, whole
+from diloco.observe.text import clock, count, shortened, size, times_less, units_text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -256,7 +256,6 @@ def write_summary(path: Path, summary: Mapping[str, object]) -> None:
 # --- The summary printed at the end of ``diloco up`` and by ``diloco report``, at most ``WIDTH`` columns wide --------
 
 WIDTH = 80
-SITE_NAME_CHARS = 10
 FAULTS_MAX = 12
 FILES = ("summary.json", "report.html", "events.jsonl", "config.yaml", "logs/", "sites/", "syncer/")
 STANDSTILLS_MAX = 3
@@ -315,13 +314,13 @@ def _sites(summary: Mapping[str, Any]) -> list[str]:
         rest = f"{count(site['tokens_lost']):>8}{count(other):>8}"
         share = site["stall_seconds"] / site["train_seconds"] if site["train_seconds"] else 0.0
         updates = f"{site['updates_merged']:>9}{site['restarts']:>10}{share:>8.2%}"
-        lines.append(f"{_short(name):<{SITE_NAME_CHARS}}{site['inner_steps']:>8,}{tokens}{rest}{updates}")
+        lines.append(f"{shortened(name, 10):<10}{site['inner_steps']:>8,}{tokens}{rest}{updates}")
     return lines if summary["sites"] else []
 
 
 def _speed(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines about each site's tokens per second."""
-    sites = {_short(name): site for name, site in summary["sites"].items() if site.get("tokens_per_second")}
+    sites = {name: site for name, site in summary["sites"].items() if site.get("tokens_per_second")}
     formats = {site["products"] or "?" for site in sites.values()}
     told = [
         f"{name} {count(site['tokens_per_second'])}" + (f" ({site['products'] or '?'})" if len(formats) > 1 else "")
@@ -352,9 +351,8 @@ def _faults(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"{fault['what']} {fault['target']} at {clock(fault['at_seconds'])}{lasted}")
     if len(faults) > FAULTS_MAX:
         lines.append(f"and {len(faults) - FAULTS_MAX} more")
-    since = {_short(name): site["updates_merged_since_fault"] for name, site in summary["sites"].items()}
-    if faults and since:
-        told = ", ".join(f"{name}={number}" for name, number in since.items())
+    told = ", ".join(f"{name}={site['updates_merged_since_fault']}" for name, site in summary["sites"].items())
+    if faults and told:
         lines += _wrapped(f"updates merged since each site's last fault: {told}")
     return [line[: WIDTH - 8] for line in lines]
 
@@ -370,7 +368,3 @@ def _wire(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
         return [f"{moved}, {parallel}", *encoded]
     fp32 = times_less(up + down - joins, wire["bytes_fp32_equivalent"])
     return [f"{moved}, of which {size(joins)} for joins", f"{fp32} fp32 codecs (joins apart), {parallel}", *encoded]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= SITE_NAME_CHARS else name[: SITE_NAME_CHARS - 1] + "…"

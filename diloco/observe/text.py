@@ -310,7 +310,12 @@ def details(status: Mapping[str, Any]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-# --- Format numbers for people ---------------------------------------------------------------------------------------
+# --- Format names and numbers for people -----------------------------------------------------------------------------
+
+
+def shortened(text: str, chars: int) -> str:
+    """Return ``text``, at most ``chars`` long: with "…" where its end is left out."""
+    return text if len(text) <= chars else text[: chars - 1] + "…"
 
 
 def count(value: float) -> str:

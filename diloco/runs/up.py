@@ -21,6 +21,7 @@ from diloco.config.placing import BETWEEN, backup_of, check_lease, has_several, 
 from diloco.config.run_dir import RunDir, run_dir_of
 from diloco.config.schema import SyncerSection
 from diloco.observe.eventlog import EventLog, event_blocks, new_events
+from diloco.observe.text import shortened
 from diloco.runs.process import Child, end_all, verb
 from diloco.runs.scenario import Faults, Schedule, Step, late_sites, not_yet_played, site_of
 from diloco.wan.process import ChildDiedError
@@ -236,8 +237,7 @@ class Up:
             return
         words = child.last_words() or "it printed nothing"
         self.say_process(child, "ended", code=child.code, unasked=True, why=words)
-        brief = words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
-        told = f"{child.name} ended with exit code {child.code}: {brief} ({child.log})"
+        told = f"{child.name} ended with exit code {child.code}: {shortened(words, WORDS_MAX)} ({child.log})"
         if not child.proven and self._first_step_s is None and child.name != EVAL:
             self._fail(child, f"could not start: {told}")
         if self._winding_up() or child.code in (ExitCode.USAGE, ExitCode.MISMATCH):

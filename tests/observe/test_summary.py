@@ -270,11 +270,15 @@ def test_the_table_says_what_was_reached_in_columns_and_fits(recorder: Recorder)
         assert [line for line in closed(recorder) if line.startswith("speed")] == [f"speed   tokens/s: {said}"]
 
 
-@pytest.mark.parametrize("sites", [[], ["a-site-with-a-very-long-name"], [f"site-{number}" for number in range(30)]])
-def test_any_run_fits(sites: list[str]) -> None:
+@pytest.mark.parametrize("sites", [[], ["a" * 63 + "1", "a" * 63 + "2"], [f"site-{number}" for number in range(30)]])
+def test_any_run_fits_and_names_each_site(sites: list[str]) -> None:
     recorder = Recorder()
     recorder.say(0, "up", "run", state="started", sites=sites)
+    for name in sites:
+        recorder.say(1, name, "meter", incarnation=1, tokens=2048, train_s=1.0)
     for number in range(40):
         recorder.say(1 + number, "up", "fault", fault="reset", target=f"link:{sites[0] if sites else 'x'}")
     lines = closed(recorder, wrong=["site-a ended with exit code 1: " + "long words " * 30])
     assert max(map(len, lines)) <= WIDTH
+    text = "".join("".join(lines).split())
+    assert [words for name in sites for words in (f"{name}2.05k", f"{name}=0") if words not in text] == []
