@@ -468,8 +468,8 @@ class RunHistory:
                     self.sites[site].spans.append(Span(now_s))
             case "site_left" | "site_evicted":
                 self.sites[site].left = True
-                if self.by_hand and (spans := self.sites[site].spans):
-                    spans[-1].end_s = now_s
+                if self.by_hand:
+                    _end_span(self.sites[site].spans, now_s)
             case "number_format":
                 self.sites[who].products = str(event.get("products"))
             case "connected" if "anew" in event:  # A standby.

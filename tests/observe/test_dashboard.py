@@ -272,14 +272,17 @@ def test_a_syncers_answers_alone_make_the_history_of_its_run(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("statuses", "events", "left", "spans"),
     [
-        ("live silent live", "joined silent back", False, 1),
-        ("silent live", "joined silent back", False, 1),
-        ("live left live", "joined left joined", False, 2),
-        ("live evicted", "joined evicted", True, 1),
-        ("left", "left", True, 0),
+        ("live silent live", "joined silent back", False, [(0, None)]),
+        ("silent live", "joined silent back", False, [(0, None)]),
+        ("live left live", "joined left joined", False, [(0, 1), (2, None)]),
+        ("live evicted", "joined evicted", True, [(0, 1)]),
+        ("live left evicted", "joined left evicted", True, [(0, 1)]),
+        ("left", "left", True, []),
     ],
 )
-def test_a_site_that_a_syncer_calls_silent_has_not_left(statuses: str, events: str, left: bool, spans: int) -> None:
+def test_a_site_that_a_syncer_calls_silent_has_not_left(
+    statuses: str, events: str, left: bool, spans: list[tuple[float, float | None]]
+) -> None:
     """Its tokens of unknown fate may come back; those of a site that left or was evicted may not."""
 
     def answer(status: str) -> dict[str, Any]:
@@ -287,14 +290,13 @@ def test_a_site_that_a_syncer_calls_silent_has_not_left(statuses: str, events: s
         return {"epoch": 1, "fragments": [], "sites": sites, "ending": None}
 
     history, told = RunHistory(), list[str]()
-    for before, now in pairwise([None, *statuses.split()]):
-        for event in as_events(answer(now), answer(before) if before else {}, 0.0):
+    for at, (before, now) in enumerate(pairwise([None, *statuses.split()])):
+        for event in as_events(answer(now), answer(before) if before else {}, at):
             history.take(event)
             told.append(event["what"])
     assert [what for what in told if what.startswith("site_")] == [f"site_{word}" for word in events.split()]
     site = history.sites["a"]
-    assert (site.left, len(site.spans)) == (left, spans)
-    assert [span.end_s is None for span in site.spans][-1:] == [not left] * bool(spans)
+    assert (site.left, [(span.start_s, span.end_s) for span in site.spans]) == (left, spans)
 
 
 # --- An operator at the page -----------------------------------------------------------------------------------------
