@@ -26,11 +26,11 @@ from diloco.config.errors import ExitCode, VerbError
 from diloco.config.run_dir import RunDir
 from diloco.observe.text import details, heading
 from tests.cli.conftest import Cli
-from tests.observe.recorded import Recorder, write
+from tests.observe.recorded import Recorder, append
 
 
 def test_it_writes_the_report_and_prints_the_table(tmp_path: Path, cli: Cli) -> None:
-    write(tmp_path / "events.jsonl", Recorder(10).record()[:200])
+    append(tmp_path / "events.jsonl", Recorder(10).record()[:200])
     out = cli.out("report", str(tmp_path))
     assert "the run did not reach its end" in out
     assert (tmp_path / "report.html").is_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 from diloco.observe.eventlog import Event
@@ -183,8 +184,9 @@ class Recorder:
         return {"phase": "ended", "ending": "finished", "run_tokens": self.run_tokens, "sites": sites}
 
 
-def write(path: Path, events: list[Event]) -> None:
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+def append(path: Path, events: Iterable[Event]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
 
 
 def told(events: list[Event]) -> RunHistory:

@@ -29,7 +29,7 @@ from diloco.observe.report import MARKS_MAX
 from diloco.syncer.server import Syncer
 from tests.loopback.cluster import SiteThread, closed_port, eventually, serving
 from tests.loopback.toy import Toy
-from tests.observe.recorded import Recorder, write
+from tests.observe.recorded import Recorder, append
 from tests.wire.certificates import ADMIN, OBSERVER, A, written
 
 BOUND_S = 30.0
@@ -43,7 +43,7 @@ class Run:
         self.answer: dict[str, Any] | None = None
         self.asked = 0
         if events is not None:
-            write(self.file, events)
+            append(self.file, events)
         self.page = Dashboard("quiet-otter", self.file if events is not None else None, {}, "seed: 1", self.ask)
 
     def ask(self) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
@@ -188,8 +188,7 @@ def test_all_viewers_hear_what_is_new_and_the_syncer_is_asked_for_all_of_them_at
         streams = [messages(each.getresponse()) for each in viewers]
         for each in streams:
             assert next(each)["status"] == '<span class="ok">running</span>'
-        with run.file.open("a") as file:
-            file.writelines(json.dumps(event) + "\n" for event in events[len(events) // 2 :])
+        append(run.file, events[len(events) // 2 :])
         for each in streams:
             changed = next(parts for parts in each if "status" in parts)
             assert "finished" in changed["status"]
@@ -472,7 +471,7 @@ def test_a_browser_keeps_the_page_up_to_date(tmp_path: Path, width: int) -> None
             eventually(lambda: browser.value(ready) == "complete running", BOUND_S, "the page")
             browser.value("document.getElementById('log').focus()")
             browser.value("document.querySelector('.zoom input').click()")
-            write(run.file, events)
+            append(run.file, events[len(events) // 2 :])
             eventually(lambda: browser.value(status) == "finished", BOUND_S, "what came after the page was loaded")
             browser.value("filter.value = 'FAULT'; filter.dispatchEvent(new Event('input'))")
             lines = browser.value("document.getElementById('log').textContent").splitlines()

@@ -28,7 +28,7 @@ from diloco.observe.plot import (
 from diloco.observe.report import STYLES, blocks_of, legend, page, section, series_style, table
 from diloco.observe.summary import SCHEMA, summarize, write_summary
 from diloco.observe.text import clock
-from tests.observe.recorded import SITES, Recorder, told, write
+from tests.observe.recorded import SITES, Recorder, append, told
 
 
 def parsed(text: str) -> ElementTree.Element:
@@ -44,7 +44,7 @@ def words_of(page: ElementTree.Element) -> list[str]:
 def folder(path: Path, events: list[Event], recorder: Recorder | None = None) -> Path:
     run_dir = path / "quiet-otter"
     run_dir.mkdir()
-    write(run_dir / "events.jsonl", events)
+    append(run_dir / "events.jsonl", events)
     (run_dir / "config.yaml").write_text("run: {name: '<quiet & otter>'}\n")
     if recorder is not None:
         write_summary(run_dir / "summary.json", summarize(told(events), recorder.status(), {"run": {"seed": 3}}))
@@ -100,8 +100,7 @@ def test_after_a_restore_what_counts_as_merged_is_what_was_restored(tmp_path: Pa
     held = [[site, fragment, 2048 * (1 + fragment), 1] for site in SITES for fragment in (0, 1)]
     recorder.say(900.0, "restore", "restored", lineage=2, versions=[3, 3], run_tokens=9216, held=held)
     run_dir = folder(tmp_path, events, recorder)
-    with (run_dir / "events.jsonl").open("a") as log:
-        log.write(json.dumps(recorder.events[-1]) + "\n")
+    append(run_dir / "events.jsonl", recorder.events[-1:])
     before = json.loads((run_dir / "summary.json").read_text())["sites"]
     summary, history = report.rebuild(run_dir)
     for name, site in summary["sites"].items():

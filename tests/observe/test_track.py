@@ -24,7 +24,7 @@ from diloco.observe.history import RunHistory
 from diloco.observe.summary import summarize
 from diloco.observe.track import TRACKERS, Point, Sender, Tracker
 from diloco.runs import process
-from tests.observe.recorded import SITES, Recorder
+from tests.observe.recorded import SITES, Recorder, append
 from tests.sooner import sooner
 
 Curve = list[tuple[int, float]]
@@ -40,13 +40,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "runs" / "quiet-otter"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(compose(["run.seed=7", "run.name=quiet-otter"])))
-    append(folder, EVENTS[: len(EVENTS) // 2])
+    append(folder / "events.jsonl", EVENTS[: len(EVENTS) // 2])
     return folder
-
-
-def append(run: Path, events: Sequence[Mapping[str, object]]) -> None:
-    with (run / "events.jsonl").open("a") as file:
-        file.write("".join(f"{json.dumps(event)}\n" for event in events))
 
 
 def of_jsonl(run: Path) -> tuple[Curve, object]:
@@ -126,7 +121,7 @@ def test_a_tracker_has_the_losses_of_the_summary_and_a_resumed_run_goes_on_in_th
         pytest.importorskip(name)
     assert tuple(TRACKERS) == NAMES
     assert main(["track", str(run), name]) == 0
-    append(run, EVENTS[len(EVENTS) // 2 :])
+    append(run / "events.jsonl", EVENTS[len(EVENTS) // 2 :])
     assert main(["track", str(run), name]) == 0
     assert main(["track", str(run), name]) == 0
     assert f"{name}: 0 points sent of quiet-otter" in capfd.readouterr().out
@@ -201,7 +196,7 @@ def test_what_comes_while_a_tracker_is_down_is_sent_at_the_end_too(run: Path, mo
     with pytest.raises(ConnectionError):
         sender.send(ends=False)
     events.append(EVENTS[len(EVENTS) // 2 :])
-    append(run, events[1])
+    append(run / "events.jsonl", events[1])
     assert sender.send(ends=True) == len(got)
     assert got == [point for event in EVENTS for point in curves.take(event)]
 
