@@ -140,7 +140,7 @@ def long_run(folder: Path, days: float) -> dict[str, Any]:
     """Return how long the first page and all of them take, the page's size, and the memory that all that takes."""
     events = write_events(folder / "events.jsonl", days)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    page = Dashboard("bench", folder / "events.jsonl", {}, "", lambda: (None, {}))
+    page = Dashboard("bench", folder / "events.jsonl", "", lambda: (None, {}))
     began = time.monotonic()
     parts, pages = page.made(), 1
     first_s = time.monotonic() - began

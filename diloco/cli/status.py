@@ -437,9 +437,8 @@ def dashboard_of(
         same = [each for each in found.values() if each.get("run_id") == first["run_id"]]  # A region has its own run.
         return {**first, **(together(same) or {} if len(same) > 1 else {})}, found
 
-    settings = asdict(config) if config is not None else {}
     events, text = run_dir.events if run_dir else None, to_yaml(config) if config else ""
-    return Dashboard(title, events, settings, text, ask, operate)
+    return Dashboard(title, events, text, ask, operate)
 
 
 # --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------

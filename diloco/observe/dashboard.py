@@ -69,17 +69,15 @@ class Dashboard:
     """Makes the page of a run.
 
     ``events`` is the run's file of events; None: the history is made from the answers of ``ask`` from now on.
-    ``settings`` is the run's configuration as plain values, ``config`` the same as text.  ``ask`` returns the syncer's
-    status, or None when it does not answer, and each syncer's own by its address (``sections_now``).  ``operate``
-    carries out an order (``orders_of``) for the bearer of a token, and yields where it is done; None: the page only
-    reads.
+    ``config`` is the text of the run's configuration.  ``ask`` returns the syncer's status, or None when it does not
+    answer, and each syncer's own by its address (``sections_now``).  ``operate`` carries out an order (``orders_of``)
+    for the bearer of a token, and yields where it is done; None: the page only reads.
     """
 
     def __init__(
         self,
         title: str,
         events: Path | None,
-        settings: Mapping[str, object],
         config: str,
         ask: Callable[[], tuple[Status | None, dict[str, Status]]],
         operate: Callable[[Mapping[str, Any], str], Iterable[str]] | None = None,
@@ -91,7 +89,7 @@ class Dashboard:
         self.parts: dict[str, tuple[int, str]] = {}
         """By the part's id in the page: the serial number of its last change, and its HTML."""
         self.whole = ""
-        self._title, self._events, self._settings, self._config = title, events, settings, config
+        self._title, self._events, self._config = title, events, config
         self.ask, self.operate = ask, operate
         self._history = RunHistory()
         self._blocks = event_blocks(events) if events is not None else None
@@ -162,7 +160,7 @@ class Dashboard:
             raise
         why = "The run has ended." if self._history.ending else "No syncer answers."
         now = sections_now({} if status is None and self._history.ending else found, why)
-        summary = summarize(self._history, status, self._settings)
+        summary = summarize(self._history, status, {})
         state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
         if self.reads:
             state = f"reads the run's events: {clock(self._history.seconds)} of the run so far"

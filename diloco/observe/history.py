@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from diloco.config.placing import BETWEEN, is_syncer
@@ -334,7 +335,7 @@ class RunHistory:
 
     def round(self, fragment: int, version: int) -> Round | None:
         """Return the round that made this version, if known; an outer step repeated by a restart is the same round."""
-        recent = (self.rounds[-1 - back] for back in range(min(len(self.rounds), 256)))
+        recent = islice(reversed(self.rounds), 256)
         wanted = (self.lineage, fragment, version)
         return next((known for known in recent if (known.lineage, known.fragment, known.version) == wanted), None)
 

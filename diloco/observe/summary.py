@@ -28,7 +28,6 @@ from diloco.observe.text import clock, count, shortened, size, times_less, units
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from typing import Any
 
     from diloco.observe.history import RunHistory, SiteHistory
 

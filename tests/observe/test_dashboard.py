@@ -38,13 +38,12 @@ BOUND_S = 30.0
 class Run:
     """A run's folder and what its syncer answers; counts how often it is asked."""
 
-    def __init__(self, folder: Path, events: list[Event] | None) -> None:
+    def __init__(self, folder: Path, events: list[Event]) -> None:
         self.file = folder / "events.jsonl"
         self.answer: dict[str, Any] | None = None
         self.asked = 0
-        if events is not None:
-            append(self.file, events)
-        self.page = Dashboard("quiet-otter", self.file if events is not None else None, {}, "seed: 1", self.ask)
+        append(self.file, events)
+        self.page = Dashboard("quiet-otter", self.file, "seed: 1", self.ask)
 
     def ask(self) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
         self.asked += 1
@@ -316,7 +315,7 @@ def operated(folder: Path, tokens: str = "") -> Iterator[tuple[Syncer, str, Dash
         def operate(order: Mapping[str, Any], token: str) -> Iterator[str]:
             return commanded(order["verb"], order["words"], order["syncers"], settings, token)
 
-        page = Dashboard("toy", None, {}, "", ask, operate)
+        page = Dashboard("toy", None, "", ask, operate)
         with served(page, "127.0.0.1", 0) as url:
             yield syncer, url, page
 
