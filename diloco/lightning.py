@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diloco.integrations import SiteCallback, required
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     Callback = required("lightning.pytorch", "Callback", "lightning")
@@ -31,7 +28,7 @@ class DiLoCoCallback(SiteCallback, Callback):
     ``fit(ckpt_path=...)`` resumes from it.  Of several optimizers the steps of the last one count.
     """
 
-    _restored: Mapping[str, Any] = MappingProxyType({})
+    _restored: dict[str, Any] | None = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the site's state from the Trainer's checkpoint until the site joins."""
@@ -39,8 +36,8 @@ class DiLoCoCallback(SiteCallback, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join: the model holds the run's version when training begins."""
-        self.join(pl_module, trainer.optimizers, self._restored, hooks=True)
-        self._restored = MappingProxyType({})
+        self.join(pl_module, trainer.optimizers, self._restored or {}, hooks=True)
+        self._restored = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log the run's progress, and end the training when the run has ended."""
