@@ -509,7 +509,7 @@ def logs(arguments: Sequence[str]) -> ExitCode:
         for event in events:
             who = str(event["who"])
             if event["what"] not in FREQUENT and given.who in (None, who):
-                says.setdefault(who, SiteLines(who, every, [out]))(event)
+                says.setdefault(who, SiteLines(every, [out]))(event)
         found = out.getvalue().splitlines()
         out.seek(out.truncate(0))
         return found

@@ -29,10 +29,10 @@ QUIET = frozenset(
 
 
 class SiteLines:
-    """Takes every event of a site and writes a line about each important one to each of ``out``."""
+    """Takes every event of one site and writes a line about each important one to each of ``out``."""
 
-    def __init__(self, who: str, every_steps: int, out: Sequence[LineWriter | TextIO]) -> None:
-        self._who, self._every, self._out = who, every_steps, out
+    def __init__(self, every_steps: int, out: Sequence[LineWriter | TextIO]) -> None:
+        self._every, self._out = every_steps, out
         self._versions: dict[int, int] = {}
         self._meter: Mapping[str, object] = {}
 
@@ -64,7 +64,7 @@ class SiteLines:
             text = ": ".join(filter(None, (str(event.get("note", what)), facts, _in_words(event.get("why") or ""))))
         if text:
             for out in self._out:
-                out.write(f"[{self._who}] {text}\n")
+                out.write(f"[{event['who']}] {text}\n")
 
 
 def _in_words(value: object) -> str:

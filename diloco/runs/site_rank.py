@@ -250,7 +250,7 @@ def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: Exit
     """Return rank 0's event log, with lines for people in ``lines`` and on the terminal; ``stack`` closes it."""
     file = FileLines(lines, missing_lines(who))
     stack.callback(file.close)
-    log = EventLog(events, who, also=SiteLines(who, config.run.log_every, [lines_to(sys.stdout, who), file]))
+    log = EventLog(events, who, also=SiteLines(config.run.log_every, [lines_to(sys.stdout, who), file]))
     send_traces(log, config, stack)
     stack.callback(log.close)
     return log

@@ -199,7 +199,7 @@ def event(what: str, **fields: object) -> Event:
 
 def test_a_step_line_has_torchtitans_words_and_ours_behind_the_bar() -> None:
     out = io.StringIO()
-    lines = SiteLines("site-a", 10, [out])
+    lines = SiteLines(10, [out])
     lines(event("joined", incarnation=1, epoch=1, versions=[3, 4]))
     lines(event("adopted", fragment=1, version=5, merged=[2]))
     lines(event("meter", staleness=1, bytes_up=2048, bytes_down=3 << 20))
@@ -231,7 +231,7 @@ def test_who_may_come_in_now_is_said_and_no_other_note_and_a_terminal_that_went_
     def gone(data: memoryview) -> int:
         raise BrokenPipeError
 
-    said = SiteLines("site-a", 1, [LineWriter(gone, missing_lines("site-a")), out := io.StringIO()])
+    said = SiteLines(1, [LineWriter(gone, missing_lines("site-a")), out := io.StringIO()])
     for step in (1, 2):
         said(event("step", step=step))
     assert len(out.getvalue().splitlines()) == 2, "and the log goes on"
@@ -252,6 +252,6 @@ def test_who_may_come_in_now_is_said_and_no_other_note_and_a_terminal_that_went_
 )
 def test_an_event_in_words(told: Event, said: str) -> None:
     out = io.StringIO()
-    SiteLines("site-a", 10, [out])(told)
+    SiteLines(10, [out])(told)
     assert out.getvalue().startswith(f"[site-a] {said}" if said else "")
     assert bool(out.getvalue()) == bool(said)
