@@ -52,16 +52,14 @@ class Curves:
     def take(self, event: Event) -> Iterator[Point]:
         """Take the next event and yield its point, if it has one."""
         history, what, who = self._history, event["what"], str(event["who"])
-        fragment, version = whole(event, "fragment"), whole(event, "version")
-        known = history.versions[fragment] if fragment < len(history.versions) else 0
-        evaluations = len(history.evaluations)
+        rounds, evaluations = history.num_rounds, len(history.evaluations)
         history.take(event)
         step, values = history.run_tokens, dict[str, float | None]()
         if what in ("step", "reported", "site_done"):
             step, values = self._of_site(str(event.get("site", who)), event)
-        elif what == "published" and version > known:
-            values = self._of_round(fragment, version)
-        elif what == "eval" and len(history.evaluations) > evaluations:
+        elif history.num_rounds > rounds:
+            values = self._of_round(whole(event, "fragment"), whole(event, "version"))
+        elif len(history.evaluations) > evaluations:
             score = history.evaluations[-1]
             step = score.tokens
             values = {"global/val_loss": score.val_loss, "global/val_bits_per_byte": score.val_bits_per_byte}

@@ -248,18 +248,16 @@ def test_a_syncers_answers_alone_make_the_history_of_its_run(tmp_path: Path) -> 
     history, before = RunHistory(), dict[str, Any]()
     with serving(toy) as (syncer, address, _):
         sites = [SiteThread(toy, name, address, step_s=0.01) for name in ("a", "b")]
-        at = 1000.0
-        while syncer.wait(0.3) is None or at < 1002:
+        at, ended = 1000.0, False
+        while not ended:
+            ended = syncer.wait(0.3) is not None and at >= 1002
+            for each in sites if ended else ():
+                each.join(BOUND_S)
             status = json.loads(json.dumps(syncer.status()))
             for event in as_events(status, before, at):
                 history.take(event)
             before, at = status, at + 1
             assert at < 1000 + BOUND_S / 0.3, "the run did not end"
-        for each in sites:
-            each.join(BOUND_S)
-        status = json.loads(json.dumps(syncer.status()))
-        for event in as_events(status, before, at):
-            history.take(event)
     assert history.ending == "finished"
     assert history.versions == [fragment["version"] for fragment in status["fragments"]]
     assert history.run_tokens >= 4000
