@@ -17,8 +17,6 @@ else:
 
 __all__ = ["DiLoCoCallback"]
 
-STATE = "diloco.pt"
-
 
 class DiLoCoCallback(SiteCallback, TrainerCallback):
     """Makes a ``Trainer`` a site of the run that a syncer serves::
@@ -79,4 +77,4 @@ class DiLoCoCallback(SiteCallback, TrainerCallback):
 
 def _state_of(args: TrainingArguments, state: TrainerState) -> Path:
     """Return the path of the site's state in the Trainer's checkpoint of this step."""
-    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / "diloco.pt"
