@@ -128,16 +128,15 @@ def clock_ticks(high: float) -> list[float]:
     return [float(number * step) for number in range(int(high / step) + 1)]
 
 
-def thinned(points: Points, bins: int = BINS) -> Points:
-    """Return at most ``bins`` points for each unbroken part, each the mean of its neighbours."""
+def thinned(points: Points) -> Points:
+    """Return about ``BINS`` points, each the mean of its neighbours in an unbroken part."""
     thin: Points = []
     part: list[tuple[float, float]] = []
-    longest = max(1, sum(point is not None for point in points))
+    wide = max(1, math.ceil(sum(point is not None for point in points) / BINS))
     for point in [*points, None]:
         if point is not None:
             part.append(point)
             continue
-        wide = max(1, math.ceil(longest / bins))
         groups = [part[begin : begin + wide] for begin in range(0, len(part), wide)]
         thin += [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
         thin.append(None)
