@@ -260,7 +260,7 @@ def _run(
         page = dashboard_of(run_dir.root.name, run_dir, config, watches)
         print(f"watch it at {stack.enter_context(served(page, '127.0.0.1', 0))}", flush=True)
         try:
-            with make_view(history, facts_of(config, sum(options.layout)), os.environ) as view:
+            with make_view(history, facts_of(config, sum(options.layout))) as view:
                 outcome = up.run(view, watches, interrupts)
         except VerbError as error:
             outcome, failed = up.outcome, error

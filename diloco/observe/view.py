@@ -7,6 +7,7 @@ its updates without a fate, stall the share of its time inside the agent.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -239,9 +240,9 @@ def standing(history: RunHistory, facts: Facts) -> Iterable[str]:
         yield f"{'':>7}  units of the data: {units_shortly(history.units)}"
 
 
-def make_view(history: RunHistory, facts: Facts, environment: Mapping[str, str]) -> LiveView | PlainView:
+def make_view(history: RunHistory, facts: Facts) -> LiveView | PlainView:
     """Return the live screen on a terminal; plain lines when there is none, or under NO_COLOR, CI or TERM=dumb."""
-    plain = any(environment.get(name) for name in ("NO_COLOR", "CI")) or environment.get("TERM") == "dumb"
+    plain = any(os.environ.get(name) for name in ("NO_COLOR", "CI")) or os.environ.get("TERM") == "dumb"
     console = Console()
     if plain or not console.is_terminal:
         return PlainView(history, facts, Console(color_system=None, force_terminal=False, highlight=False))

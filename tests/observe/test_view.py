@@ -108,23 +108,21 @@ def test_plain_lines_come_once_and_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "terminal", "wanted"),
+    ("environment", "wanted"),
     [
-        ({"NO_COLOR": ""}, True, LiveView),
-        ({"NO_COLOR": "1"}, True, PlainView),
-        ({"CI": "true"}, True, PlainView),
-        ({"TERM": "dumb"}, True, PlainView),
-        ({}, False, PlainView),
+        ({"FORCE_COLOR": "1", "NO_COLOR": ""}, LiveView),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, PlainView),
+        ({"FORCE_COLOR": "1", "CI": "true"}, PlainView),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, PlainView),
+        ({}, PlainView),
     ],
 )
-def test_who_sees_what(monkeypatch: Any, environment: dict[str, str], terminal: bool, wanted: type) -> None:
-    for name in ("NO_COLOR", "CI", "TERM"):
+def test_who_sees_what(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], wanted: type) -> None:
+    for name in ("NO_COLOR", "CI", "TERM", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    if terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-    else:
-        monkeypatch.delenv("FORCE_COLOR", raising=False)
-    assert isinstance(make_view(RunHistory(), FACTS, environment), wanted)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert isinstance(make_view(RunHistory(), FACTS), wanted)
 
 
 def test_the_live_screen_draws_and_lets_lines_stand() -> None:
