@@ -92,7 +92,7 @@ class FileLines(LineWriter):
     def __init__(self, path: Path, missing: Callable[[int, str], str]) -> None:
         super().__init__(lambda data: os.write(self._file, data), missing)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file = path, -1
+        self._path = path
         self._open()
 
     def write(self, line: str) -> None:
@@ -102,12 +102,14 @@ class FileLines(LineWriter):
             if here.st_size >= FILE_BYTES_MAX:
                 lock(self._file)  # Of the processes that share the file, only one moves it.
                 if _is_at(here, self._path):
-                    *before, (number, _) = _files(self._path)
+                    *older, (number, _) = _files(self._path)
                     self._path.replace(_older(self._path, number))
-                    for _, oldest in before[: -(FILES_MAX - 2)]:
+                    for _, oldest in older[: -(FILES_MAX - 2)]:
                         oldest.unlink(missing_ok=True)
             if not _is_at(here, self._path):  # This process has moved it, or another one.
+                before = self._file
                 self._open()
+                os.close(before)
         super().write(line)
 
     def close(self) -> None:
@@ -116,15 +118,9 @@ class FileLines(LineWriter):
         os.close(self._file)
 
     def _open(self) -> None:
-        before = self._file
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if before >= 0:
-            os.close(before)
-        self._is_cut = False
-        if size := os.fstat(self._file).st_size:
-            with self._path.open("rb") as there:
-                there.seek(size - 1)
-                self._is_cut = there.read(1) != b"\n"
+        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        self._is_cut = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
 
 class EventLog:

@@ -25,7 +25,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -171,10 +171,8 @@ class _Handler(MetricsHandler):
     def _hang_up(self) -> None:
         """Shut the connection down, from another thread: the handler then reads its end, or fails to write to it."""
         self.server.turned_away.add(f"the latest from {self.client_address[0]}, was silent or slow")
-        try:
+        with suppress(OSError):  # It may be over already.
             self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # It is over already.
 
 
 class BoundedServer(socketserver.ThreadingTCPServer):

@@ -21,9 +21,9 @@ BEGIN = 1_780_000_000.0
 class Recorder:
     """Makes the events of a run of so many seconds, second by second."""
 
-    def __init__(self, seconds: float = 60.0, seed: int = 0) -> None:
+    def __init__(self, seconds: float = 60.0) -> None:
         self.seconds = seconds
-        self.random = random.Random(seed)
+        self.random = random.Random(0)
         self.events: list[Event] = []
         self.versions = [0] * len(FRAGMENTS)
         self.steps = dict.fromkeys(SITES, 0)
