@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from diloco.observe import eventlog
+from diloco.observe.console import missing_lines
 from diloco.observe.eventlog import (
     FILES_MAX,
     Event,
@@ -73,10 +74,6 @@ def test_a_reader_goes_on_where_it_stopped_and_loses_only_what_was_cut(tmp_path:
     assert [event["what"] for event in read_events(path)] == ["step", "connected"], "a dead process had cut that"
 
 
-def missing_said(count: int, why: str) -> str:
-    return f"{count} lines are missing: {why}\n"
-
-
 def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     names = ("site-a", "site-b", "syncer")
@@ -132,23 +129,23 @@ class Disk:
 
 @pytest.mark.parametrize(("room", "cut", "refused"), [(10, "", 2), (15, "secon\n", 2), (8, "", 3)])
 def test_what_a_full_disk_refuses_is_counted_and_said_once(room: int, cut: str, refused: int) -> None:
-    disk = Disk(room)
-    lines = LineWriter(disk.write, missing_said)
+    disk, missing = Disk(room), "[a] lines missing here: {} (No space left on device)\n"
+    lines = LineWriter(disk.write, missing_lines("a"))
     for line in ("the first\n", "second\n", "third\n"):
         lines.write(line)
     disk.room = 1000
     for line in ("fourth\n", "fifth\n"):
         lines.write(line)
     first = "the first\n" if room > 8 else "the firs\n"
-    assert disk.taken.decode() == f"{first}{cut}{missing_said(refused, 'No space left on device')}fourth\nfifth\n"
+    assert disk.taken.decode() == f"{first}{cut}{missing.format(refused)}fourth\nfifth\n"
     disk = Disk(3)
-    lines = LineWriter(disk.write, missing_said)
+    lines = LineWriter(disk.write, missing_lines("a"))
     lines.write("only\n")
     disk.room = 4  # Not enough: that it is missing is said whole or again.
     lines.write("another\n")
     disk.room = 1000
     lines.write("third\n")
-    assert disk.taken.decode() == f"onl\n1 l\n{missing_said(2, 'No space left on device')}third\n"
+    assert disk.taken.decode() == f"onl\n[a]\n{missing.format(2)}third\n"
 
 
 @contextmanager

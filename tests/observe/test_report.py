@@ -127,8 +127,6 @@ def test_a_page_says_what_it_is_given_and_nothing_that_a_browser_would_take_for_
     assert 'class="s1"' in legend([("b", series_style(1))])
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 X, Y = Axis("time", clock, time=True), Axis("loss", lambda value: f"{value:.2f}")
 
 

@@ -135,9 +135,6 @@ def test_the_live_screen_draws_and_lets_lines_stand() -> None:
     assert "asked to stop" in out.getvalue()
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_figures_in_words() -> None:
     counts = (0, 999, 999.9, 12_345, 999_700, 27e9, 2.1375e15)
     assert [count(value) for value in counts] == ["0", "999", "1.00k", "12.3k", "1.00M", "27.0G", "2.14P"]
@@ -186,9 +183,6 @@ def test_units_of_the_data_without_what_is_empty_and_in_columns() -> None:
     assert units_text(every).endswith("1 partly merged, 1 in hand, 1 given back, 1 re-issued, 1 repeated")
     assert units_shortly(UNITS) == "1,300 leased, 1,200 merged, 0 partly, 0 repeated"
     assert units_shortly({}) == "0 leased, 0 merged, 0 partly, 0 repeated"
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 def event(what: str, **fields: object) -> Event:
