@@ -238,14 +238,20 @@ def troubles(status: Mapping[str, Any]) -> list[str]:
 def site_cells(status: Mapping[str, Any], name: str) -> dict[str, str]:
     """Return the cells of a site's row by their columns; "-" for what it has not reported."""
     site, seconds = status["sites"][name], status["up_seconds"]
-    link, loss, heard, stall = (site.get(field) for field in ("link", "loss", "heard_seconds_ago", "stall_share"))
+    loss, heard, stall = (site.get(field) for field in ("loss", "heard_seconds_ago", "stall_share"))
+    link, trip, about_link = site.get("link") or {}, "-", list[str]()
+    if link.get("rtt_ns"):  # Rates as far as the site has measured them; codec and overlap, where chosen.
+        trip = f"{link['rtt_ns'] / 1e6:.0f} ms"
+        rates = [megabits(link[key]) if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
+        about_link = [trip, "/".join(rates)] + ([link["up_codec"]] if link["why"] else [])
+        about_link += [f"overlap {link['overlap_steps']}"] if link.get("overlap_steps") else []
     figures = {
         **{"step": "step", "tokens/s": "tokens_per_s", "processed": "tokens_processed", "merged": "tokens_merged"},
         **{"in flight": "tokens_in_flight", "stale": "staleness"},
     }
     cells = {column: "-" if site.get(field) is None else f"{site[field]:,.0f}" for column, field in figures.items()}
     for way in ("up", "down"):
-        mean, rate = site[f"payload_bytes_{way}"] / (seconds or 1), (link or {}).get(f"{way}_bytes_per_s")
+        mean, rate = site[f"payload_bytes_{way}"] / (seconds or 1), link.get(f"{way}_bytes_per_s")
         used = f"{mean * 8 / 1e6:.3g} of {rate * 8 / 1e6:.3g}" if rate else "-"
         cells |= {way: size(site.get(f"bytes_{way}") or site[f"payload_bytes_{way}"]), f"Mbit/s {way}": used}
     return cells | {
@@ -253,21 +259,11 @@ def site_cells(status: Mapping[str, Any], name: str) -> dict[str, str]:
         "state": site["status"],
         "loss": f"{loss:.4f}" if isinstance(loss, float) else "-",
         "stall": f"{stall:.2%}" if isinstance(stall, float) else "-",
-        "codec": (link or {}).get("up_codec") or "-",
-        "round trip": f"{link['rtt_ns'] / 1e6:.0f} ms" if link and link["rtt_ns"] else "-",
-        "link": _link(link),
+        "codec": link.get("up_codec") or "-",
+        "round trip": trip,
+        "link": " ".join(about_link) or "-",
         "heard": f"{heard:.1f} s ago" if heard is not None else "never",
     }
-
-
-def _link(link: Mapping[str, Any] | None) -> str:
-    """Return round trip and rates, as far as the site has measured them; and codec and overlap, where chosen."""
-    if not link or not link["rtt_ns"]:
-        return "-"
-    rates = [megabits(link[key]) if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
-    chosen = f" {link['up_codec']}" if link["why"] else ""
-    overlap = f" overlap {link['overlap_steps']}" if link.get("overlap_steps") else ""
-    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)}{chosen}{overlap}"
 
 
 ROUND_COLUMNS = ("fragment", "next version", "arrived", "awaited", "open for", "grace left")

@@ -26,6 +26,7 @@ from diloco.observe.dashboard import Dashboard, as_events, orders_of, sections_n
 from diloco.observe.eventlog import Event
 from diloco.observe.history import RunHistory
 from diloco.observe.report import MARKS_MAX
+from diloco.observe.text import site_cells
 from diloco.syncer.server import Syncer
 from tests.loopback.cluster import SiteThread, closed_port, eventually, serving
 from tests.loopback.toy import Toy
@@ -159,6 +160,20 @@ def test_this_moment_has_each_site_the_open_rounds_and_each_syncer() -> None:
         assert words in syncers
     assert "standby osl follows TAKES NO UPDATES: disk_full sites: fra, iad" in syncers
     assert texts_of(sections_now({}, "It ended")) == ["It ended", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "80 ms 100 Mbit/s/?"),
+        ({"why": "it is slow", "overlap_steps": 3}, "80 ms 100 Mbit/s/? int4:32 overlap 3"),
+        ({"rtt_ns": 0}, "-"),
+    ],
+)
+def test_the_link_of_diloco_status_has_what_is_measured_and_chosen(more: dict[str, object], said: str) -> None:
+    status = {**ANSWER, "sites": {"fra": {**SITE, "link": {**SITE["link"], **more}}}}  # type: ignore[dict-item]
+    assert site_cells(status, "fra")["link"] == said
+    assert site_cells(ANSWER, "iad")["link"] == "-"
 
 
 def test_regions_stand_below_their_syncer_and_one_that_is_away_is_named() -> None:
