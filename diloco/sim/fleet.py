@@ -313,6 +313,10 @@ class Member:
         self.heap.at(instant_ns, arrive)
 
 
+ENDS = ev.FinalAnnounced | ev.LeaveAsked
+"""Events after which a site trains no further than the step under way."""
+
+
 class Site(Member):
     """A site that trains, with its machine, its absences and its link."""
 
@@ -436,8 +440,8 @@ class Site(Member):
     def _train(self) -> None:
         """Begin a stretch of steps up to the next boundary at which something is due, if the site may train."""
         state = self.machine.state
-        has_all = min([part.base_version for part in state.fragments]) >= 0
-        if state.stopping or state.left or self.machine.must_wait() or not has_all:
+        # -1: a fragment has no version yet.
+        if state.stopping or state.left or self.machine.must_wait() or -1 in [p.base_version for p in state.fragments]:
             self._rest()
             return
         if not self._listens:
@@ -610,22 +614,17 @@ class Site(Member):
     def _hear(self, event: ev.LearnerEvent) -> None:
         self._read(self.heap.now_ns)
         state = self.machine.state
-        is_due = isinstance(event, ev.FinalAnnounced | ev.LeaveAsked)
-        for part in state.fragments:
-            is_due = is_due or part.due
-        if is_due:
+        if self._began_ns is not None and (isinstance(event, ENDS) or True in [part.due for part in state.fragments]):
             self._catch_up()
         self._handle(event)
-        acts = state.stopping
-        for part in state.fragments:
-            acts = acts or part.fetched > part.base_version or (part.due and self._began_ns is not None)
+        acts = state.stopping or True in [part.fetched > part.base_version for part in state.fragments]
         if self._began_ns is None:
             if acts:
                 self._handle(ev.BoundaryReached())
             self._train()
             return
         self._find_due()
-        if acts:
+        if acts or self._is_due:
             # The site adopts or seals at the boundary after the step under way.
             passed = -(-(self.heap.now_ns - self._began_ns) // self._step_ns)
             self._until(max(1, passed))
