@@ -89,12 +89,11 @@ def implausible(machine: Machine, event: UpdateArrived) -> str:
     believed = believed_steps(machine, event)
     if event.steps > STEPS_RATIO_MAX * believed:
         return f"steps is {event.steps}, and there was time for {believed}"
-    known = [other.step_tokens for other in _others(state, event) if other.step_tokens]
-    others = median_low(known) if known else 0  # The lower of two, so that two sites cannot raise their own bound.
     bound, why = STEP_TOKENS_MAX, "as at any site"
     if line.step_tokens and not machine.options.unit_sequences:
         bound, why = TOKENS_RATIO_MAX * line.step_tokens, f"{TOKENS_RATIO_MAX} times its first {line.step_tokens}"
-    elif others:
+    elif known := [other.step_tokens for other in _others(state, event) if other.step_tokens]:
+        others = median_low(known)  # The lower of two, so that two sites cannot raise their own bound.
         bound, why = NEWCOMER_RATIO_MAX * others, f"{NEWCOMER_RATIO_MAX} times the {others} of others"
         if bound < STEP_TOKENS_MIN:
             bound, why = STEP_TOKENS_MIN, "as at any site that others say little of"
@@ -114,13 +113,15 @@ def believed_steps(machine: Machine, event: UpdateArrived) -> int:
     line = state.sites[event.site].lines[event.fragment]
     if event.steps <= line.usual_steps:
         return event.steps
-    elsewhere = median_high([each.usual_steps for each in _others(state, event) if each.usual_steps] or [0])
-    usual_steps = min(line.usual_steps or elsewhere, UNEQUAL_MAX * (elsewhere or line.usual_steps)) or STEPS_MIN
     usual_ns = median_high([site.step_ns for site in state.sites.values() if site.step_ns] or [0])
     step_ns = max(state.sites[event.site].step_ns, usual_ns // UNEQUAL_MAX) or STEP_NS_MIN
     since_ns = line.arrivals_ns[-machine.options.updates_in_flight_max - 1 :] or [0]
-    elapsed_ns = state.now_ns + state.away_ns - since_ns[0]
-    return min(event.steps, usual_steps + 2 * elapsed_ns // step_ns)
+    in_time = 2 * (state.now_ns + state.away_ns - since_ns[0]) // step_ns
+    if event.steps <= in_time:
+        return event.steps
+    elsewhere = median_high([each.usual_steps for each in _others(state, event) if each.usual_steps] or [0])
+    usual_steps = min(line.usual_steps or elsewhere, UNEQUAL_MAX * (elsewhere or line.usual_steps)) or STEPS_MIN
+    return min(event.steps, usual_steps + in_time)
 
 
 def fastest_step_ns(state: OuterState) -> int:
@@ -161,6 +162,9 @@ class Finding:
     ratio: float | None = None
     z: float | None = None
     why: str = ""
+
+
+USUAL = Finding()
 
 
 def judge(options: HealthOptions, vital: Vital, own: list[Vital], others: list[Vital]) -> Finding:
@@ -275,6 +279,9 @@ class Verdict:
     fate: Fate | None = None
 
 
+ACCEPTED = Verdict(Outcome.ACCEPTED)
+
+
 def admit(
     machine: Machine, site: str, incarnation: int, fragment: int, sequence: int, base_version: int, digest: str
 ) -> Verdict:
@@ -313,7 +320,7 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.STALE)
     if len(line.undecided) >= options.updates_in_flight_max:
         return Verdict(Outcome.RETRY, Reason.OVERLOAD)
-    return Verdict(Outcome.ACCEPTED)
+    return ACCEPTED
 
 
 def _known(line: Line, sequence: int, digest: str) -> Verdict:

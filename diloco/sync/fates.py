@@ -188,7 +188,9 @@ def expire(turn: Turn) -> None:
 
 def silent_since(state: OuterState) -> dict[str, int]:
     """Return the instants at which the silent sites whose unit leases still run became silent."""
-    return {name: holder.silent_ns for name, holder in holders_of(state).items() if holder.silent_ns is not None}
+    if state.units is None:
+        return {}
+    return {name: each.silent_ns for name, each in state.units.holders.items() if each.silent_ns is not None}
 
 
 def columns_of(machine: Machine) -> Columns:

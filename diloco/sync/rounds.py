@@ -20,11 +20,11 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.sync import admission, fates, members, region
-from diloco.sync.admission import ARRIVALS_KEPT, Finding, Verdict
+from diloco.sync.admission import ARRIVALS_KEPT, USUAL, Finding, Verdict
 from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartOuterStep, StopTraining, UpdateRef
 from diloco.sync.events import Outcome, OuterStepDone, OuterStepFailed, Reason, UpdateArrived
 from diloco.sync.options import OuterOptions, smoothed
-from diloco.sync.state import Held, Machine, Pending, Phase, Round, Turn
+from diloco.sync.state import Held, Machine, Pending, Phase, Round, Status, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -160,7 +160,8 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     members.came_back(turn, event.site)
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
-    line, vital = site.lines[event.fragment], admission.vital_of(turn, event)
+    line = site.lines[event.fragment]
+    vital = admission.vital_of(turn, event) if event.norm > 0 else None  # 0: not measured.
     # The claims of the site's next update are compared with these.  State of an earlier release has no arrivals.
     line.arrivals_ns = [*(line.arrivals_ns or [0]), state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
     if turn.options.unit_sequences or not line.step_tokens:
@@ -186,7 +187,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     if finding.why:
         what, why = "update_held" if pending.held else "outlier_admitted", f"sequence {event.sequence}: {finding.why}"
         turn.note(what, why, site=event.site, fragment=event.fragment)
-    if event.norm > 0 and pending.held is None:  # 0: not measured.
+    if vital is not None and pending.held is None:
         line.vitals = [*line.vitals, vital][-state.health.history :]
 
 
@@ -198,14 +199,15 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
         if verdict.reason is Reason.OUTLIER:
             why = f"sequence {event.sequence}: it was refused before"
             turn.note("outlier_again", why, site=event.site, fragment=event.fragment)
-        return verdict, Finding()
+        return verdict, USUAL
     if not event.intact:
-        return Verdict(Outcome.REFUSED, Reason.CORRUPT), Finding()
+        return Verdict(Outcome.REFUSED, Reason.CORRUPT), USUAL
     if not event.finite:
-        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), Finding()
-    state, reason = turn.state, Reason.IMPLAUSIBLE
-    finding = Finding(why=admission.implausible(turn, event))
-    if not finding.why and event.norm > 0:  # 0: not measured.
+        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), USUAL
+    state, finding, reason = turn.state, USUAL, Reason.IMPLAUSIBLE
+    if why := admission.implausible(turn, event):
+        finding = Finding(why=why)
+    elif event.norm > 0:  # 0: not measured.
         # A sum of floats depends on its order, and a replay must give the same.
         vitals = {name: state.sites[name].lines[event.fragment].vitals for name in sorted(state.sites)}
         own = vitals.pop(event.site)
@@ -250,7 +252,8 @@ def consider(turn: Turn, index: int) -> None:
     now_ns = state.now_ns
     if collecting.met_ns is None:
         collecting.met_ns = now_ns
-        live = [state.sites[name] for name in sorted(turn.attendance.live)]
+        is_adaptive = turn.options.grace == "adaptive"  # A fixed grace needs no figures of the sites.
+        live = [site for site in state.sites.values() if site.status is Status.LIVE] if is_adaptive else []
         step_ns = max([site.step_ns for site in live], default=0)
         fastest_ns = min([each for site in live if (each := admission.period_ns(site, index))], default=0)
         wait_ns = grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)
@@ -319,8 +322,9 @@ def _close(turn: Turn, index: int, why: str) -> None:
         turn.attendance.line_changed(name, index)
     fragment.round = None
     fragment.merging_since_ns = state.now_ns
-    merged = {name for name, _ in turn.attendance.merging(index)}
-    fragment.full_round = _full_round(turn, index, merged) if turn.options.share_weighted else {}
+    fragment.full_round = {}
+    if turn.options.share_weighted:
+        fragment.full_round = _full_round(turn, index, {name for name, _ in turn.attendance.merging(index)})
     step = outer_step(turn, index)
     part = "" if step.share == 1 else f"; {step.share:.3f} of a full round"
     turn.note("round_closed", why + part, fragment=index, version=step.version)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from diloco.sync.data_units import Span, Units
@@ -157,7 +156,13 @@ class Line:
 
     def waiting(self) -> list[Pending]:
         """Return the updates that the next outer step will take: those before the first that is held."""
-        return list(takewhile(lambda pending: pending.held is None, self.unmerged()))
+        found = list[Pending]()
+        for pending in self.undecided:
+            if pending.held is not None:
+                break
+            if not pending.merging:
+                found.append(pending)
+        return found
 
     def holding(self) -> bool:
         """Return whether an update waits for an operator's decision."""
@@ -274,14 +279,13 @@ class Attendance:
     def line_changed(self, name: str, index: int) -> None:
         """Account for an update of the site that arrived, is being merged, has its fate, or is no longer held."""
         line = self._state.sites[name].lines[index]
-        waiting, holding = bool(line.undecided and line.waiting()), line.holding()
-        if holding or (not waiting and name in self.arrived[index]):
+        undecided, arrived, holds = self.undecided[index], self.arrived[index], self.holding[index]
+        waiting, holding = line.waiting(), line.holding()
+        if holding or (not waiting and name in arrived):
             self.missed[index] = True
-        for names, is_in in (self.undecided, line.undecided), (self.arrived, waiting), (self.holding, holding):
-            if is_in:
-                names[index].add(name)
-            else:
-                names[index].discard(name)
+        (undecided.add if line.undecided else undecided.discard)(name)
+        (arrived.add if waiting else arrived.discard)(name)
+        (holds.add if holding else holds.discard)(name)
 
     def awaited(self, index: int) -> AbstractSet[str]:
         """Return the live sites for which the fragment's round waits: not those with a held update."""

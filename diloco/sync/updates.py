@@ -51,10 +51,10 @@ def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: i
     if options.dynamic_steps:
         return [each for each in range(options.num_fragments) if step >= dynamic_due(options, state, each)]
     by_steps = due(options.due_at, options.inner_steps, step, steps)
-    if not options.lock_step:
+    if not by_steps or not options.lock_step:
         return by_steps
     turn = in_turn(options, state)
-    return [turn] if by_steps and turn is not None else []
+    return [turn] if turn is not None else []
 
 
 def next_turn(options: LearnerOptions, state: LearnerState) -> tuple[int, int, int]:
@@ -64,8 +64,8 @@ def next_turn(options: LearnerOptions, state: LearnerState) -> tuple[int, int, i
     sites.  A site that was away has another step count than the rest: if each site went by its own steps, two sites
     could wait with different fragments, and neither round would close.
     """
-    dues = enumerate(options.due_at)
-    return min((state.fragments[each].base_version, at or options.inner_steps, each) for each, at in dues)
+    dues, parts = enumerate(options.due_at), state.fragments
+    return min([(parts[each].base_version, at or options.inner_steps, each) for each, at in dues])
 
 
 def in_turn(options: LearnerOptions, state: LearnerState) -> int | None:
