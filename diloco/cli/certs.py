@@ -58,10 +58,11 @@ def main(arguments: Sequence[str]) -> ExitCode:
     from diloco.deploy.certificates import CertificateError
 
     with failing(CertificateError, begin=f"{given.target}: "):
-        return {"init": _init, "issue": _issue, "show": _show, "revoke": _revoke}[given.what](given)
+        {"init": _init, "issue": _issue, "show": _show, "revoke": _revoke}[given.what](given)
+    return ExitCode.OK
 
 
-def _init(given: argparse.Namespace) -> ExitCode:
+def _init(given: argparse.Namespace) -> None:
     from diloco.deploy.certificates import make_authority
 
     _only(given, "trust_domain", "force")
@@ -75,10 +76,9 @@ def _init(given: argparse.Namespace) -> ExitCode:
     _write_revoked(folder, [], [])
     write_file(files[3], b"", 0o644)
     print(f"{folder}/ca.pem is the authority's certificate; {folder}/ca.key signs with it: keep that key to yourself")
-    return ExitCode.OK
 
 
-def _issue(given: argparse.Namespace) -> ExitCode:
+def _issue(given: argparse.Namespace) -> None:
     from diloco.deploy import certificates
     from diloco.wire.options import check_private
 
@@ -117,10 +117,9 @@ def _issue(given: argparse.Namespace) -> ExitCode:
     elif who.startswith("site/"):
         words.append(f"site.id={who.removeprefix('site/')}")
     print(" ".join(words))
-    return ExitCode.OK
 
 
-def _show(given: argparse.Namespace) -> ExitCode:
+def _show(given: argparse.Namespace) -> None:
     from diloco.deploy.certificates import describe
 
     _only(given)
@@ -139,10 +138,9 @@ def _show(given: argparse.Namespace) -> ExitCode:
     }
     for name, value in rows.items():
         print(f"{name:<16}{value}")
-    return ExitCode.OK
 
 
-def _revoke(given: argparse.Namespace) -> ExitCode:
+def _revoke(given: argparse.Namespace) -> None:
     from diloco.wire.identity import read_revoked
 
     who = _who(given)
@@ -169,7 +167,6 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
     print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file refuses them")
     if who == "standby":
         print(f"sites still trust it as a syncer until {last:%Y-%m-%d}, at any syncer address that it can take")
-    return ExitCode.OK
 
 
 def _issued(file: Path) -> list[tuple[str, str, datetime]]:

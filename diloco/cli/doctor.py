@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.cli.status import asked_all, syncer_addresses
+from diloco.config import compose as configs
 from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser, words_and_settings
 from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.config.run_dir import LATEST, existing_run
-from diloco.doctor import Finding, Level, LinkFigures, bounded, fail
+from diloco.doctor import Finding, Level, LinkFigures, bounded, fail, machine
+from diloco.sync.options import PROTOCOL
 
 if TYPE_CHECKING:
     import argparse
@@ -87,7 +89,6 @@ def main(arguments: Sequence[str]) -> ExitCode:
             settings.append(f"run.name={value}" if key == "run" else text)
 
     from diloco.config import build_syncer
-    from diloco.config import compose as configs
 
     config = configs.compose(settings) if given.config is None else configs.read(given.config, settings)
     build_syncer.check(config)
@@ -107,7 +108,6 @@ def main(arguments: Sequence[str]) -> ExitCode:
 def _watch(given: argparse.Namespace) -> ExitCode:
     """Report each condition of the run that begins or ends, until the run has ended or Ctrl-C."""
     from diloco.cli.up import finished
-    from diloco.config import compose as configs
     from diloco.config import connecting
     from diloco.doctor.syncer import Alerts, certificates
 
@@ -220,16 +220,13 @@ class Examination:
 
     def run(self, server: str | None) -> ExitCode:
         """Check this machine, and the path to each address in ``server``; return the exit code."""
-        from diloco.doctor import machine as machine
-        from diloco.doctor.machine import store, stores
-
         self._check("software", machine.software)
         self._check("devices", lambda: machine.devices(self._config.site.device))
         self._check("format", lambda: machine.number_format(self._config.site.device, self._config.inner.precision))
         self._check("kernels", machine.kernels)
         self._check("limits", machine.limits)
-        for each in stores(self._config):
-            self._check("store", partial(store, each))
+        for each in machine.stores(self._config):
+            self._check("store", partial(machine.store, each))
         reached, link = self._links(server) if server is not None else (True, None)
         self._check("kernel", lambda: machine.kernel(link))
         if not reached:
@@ -314,9 +311,7 @@ class Examination:
     def _address(self, address: str, security: SecurityOptions) -> tuple[bool, LinkFigures | None]:
         """Check one address; return whether it answered, and the figures of the link where a syncer did."""
         from diloco.config import build
-        from diloco.doctor.machine import proxies
         from diloco.doctor.syncer import Visitor, visit, way_to
-        from diloco.sync.options import PROTOCOL
         from diloco.wire.checkup import Checkup
         from diloco.wire.messages import ProbeAsk
         from diloco.wire.options import ClientOptions
@@ -332,7 +327,7 @@ class Examination:
             with Checkup(address, security, ClientOptions()) as checkup:
                 return visit(checkup, Visitor(config.site.id, ask, limit_s=self._seconds))
 
-        self._add(proxies(address.rpartition(":")[0].strip("[]"), os.environ), address)
+        self._add(machine.proxies(address.rpartition(":")[0].strip("[]"), os.environ), address)
         way = bounded("dns", lambda: way_to(address, security), CHECK_S)
         if isinstance(way, Finding):
             self._add([way], address)

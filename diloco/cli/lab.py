@@ -138,8 +138,6 @@ def _bar(total: int, before: int, *, quiet: bool) -> Iterator[Callable[[Cell, Fo
 
 
 def _report(lab: Laboratory, lines: Sequence[RowResult], folder: Path, took_s: float, *, as_json: bool) -> None:
-    from diloco.lab.experiment import html, table
-
     rows: list[dict[str, Any]] = []
     for line in lines:
         row, found = lab.rows[line.name], line.found
@@ -154,9 +152,9 @@ def _report(lab: Laboratory, lines: Sequence[RowResult], folder: Path, took_s: f
     if offs and None not in offs:
         result["worst_default"] = max(offs)
     write_file(folder / "table.json", json.dumps(result, indent=1).encode())
-    write_file(folder / "report.html", html(lab, lines).encode())
+    write_file(folder / "report.html", labs.html(lab, lines).encode())
     if as_json:
         print(json.dumps(result))
         return
-    print(table(lines))
+    print(labs.table(lines))
     print(f"{folder}/report.html")

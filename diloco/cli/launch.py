@@ -13,6 +13,7 @@ from diloco.config.arguments import load_config, parted, settings_parser
 from diloco.config.compose import enough_sites
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.run_dir import name_run, run_dir_of
+from diloco.durable import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,8 +86,6 @@ def prepared(kind: str, config: RunConfig) -> tuple[dict[str, str], list[list[st
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
     """Write ``files``, texts by name, into ``folder``; ConfigError where a different file of the same name exists."""
-    from diloco.durable import write_file
-
     for name, text in files.items():
         path = folder / name
         if path.exists() and path.read_text("utf-8", "replace") != text:

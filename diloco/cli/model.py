@@ -368,13 +368,13 @@ class _Evaluation:
     def run(self, address: str, follow: bool, every_s: float) -> ExitCode:
         """Evaluate once, or until the run has ended."""
         from diloco.config import connecting
-        from diloco.config.connecting import unanswered
 
         if not follow:
             if self._try_final() or self._once(self._connected(address)):
                 return ExitCode.OK
             said = f"the syncer of run {self._config.run.name} does not answer"
-            raise VerbError(ExitCode.UNREACHABLE, unanswered(address, connecting.site_security(self._config), said))
+            why = connecting.unanswered(address, connecting.site_security(self._config), said)
+            raise VerbError(ExitCode.UNREACHABLE, why)
         self._version_zero()
         heard_at, next_at = time.monotonic(), time.monotonic()
         connected: Observed | None = None

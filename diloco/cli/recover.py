@@ -14,8 +14,13 @@ from diloco.config.arguments import OneLineParser, limit_threads
 from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, refusing, require
 from diloco.config.placing import backup_of, number_of
 from diloco.config.run_dir import existing_run
+from diloco.durable import PLAIN_DISK, LockedError, Step, locked
 from diloco.models.sources import data_of, is_data, past_of
+from diloco.observe.eventlog import EventLog, recent_events
+from diloco.observe.text import whole
 from diloco.runs.process import disk_from_environment
+from diloco.sync.journal import JournalError, describe
+from diloco.sync.rounds import parse_selection
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     from diloco.sync.rounds import Selection
     from diloco.syncer.backups import Vault
     from diloco.syncer.replaying import ReplayerWithout
-    from diloco.syncer.restoring import Known, Restored
+    from diloco.syncer.restoring import Restore, Restored
     from diloco.syncer.store import RunCard
 
 
@@ -42,11 +47,11 @@ def journal(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("what", choices=["show", "verify"])
     parser.add_argument("target", metavar="RUN_DIR|FILE")
     given = parser.parse_args(arguments)
-    return _show(given.target) if given.what == "show" else _verify(given.target)
+    (_show if given.what == "show" else _verify)(given.target)
+    return ExitCode.OK
 
 
-def _show(target: str) -> ExitCode:
-    from diloco.sync.journal import JournalError, describe
+def _show(target: str) -> None:
     from diloco.syncer.journal_files import read_file
 
     found = [Path(target)]
@@ -63,11 +68,9 @@ def _show(target: str) -> ExitCode:
             print(describe(record))
         if read.torn_bytes:
             print(f"# {read.torn_bytes} bytes of a turn that was being written")
-    return ExitCode.OK
 
 
-def _verify(target: str) -> ExitCode:
-    from diloco.sync.journal import JournalError
+def _verify(target: str) -> None:
     from diloco.syncer.snapshots import SnapshotError
     from diloco.syncer.spool import SpoolError
     from diloco.syncer.store import verify
@@ -81,7 +84,6 @@ def _verify(target: str) -> ExitCode:
     )
     if found.torn_bytes:
         print(f"the last {found.torn_bytes} bytes are of a turn that was being written, and never acknowledged")
-    return ExitCode.OK
 
 
 def data_folder(target: str) -> Path:
@@ -116,8 +118,6 @@ def replay(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--verify", action="store_true", help="begin at the oldest snapshot, compare all later ones")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     given = parser.parse_args(arguments)
-    from diloco.sync.rounds import parse_selection
-
     with refusing(ValueError, begin="--without "):
         selections = [parse_selection(text) for text in given.without]
     require(given.to is None or given.to >= 0, "--to", given.to, "a version, from 0 on")
@@ -241,7 +241,8 @@ def restore(arguments: Sequence[str]) -> ExitCode:
     past = past_of(given.run)
     limit_threads(1)
     if given.list:
-        return _list(past, given)
+        _list(past, given)
+        return ExitCode.OK
     if (given.source is None) == (given.from_site is None):
         raise ConfigError("give --from IMAGE|BACKUP or --from-site FOLDER, one of them (--list shows the backups)")
     _say(past, given, *_restore(past, given))
@@ -251,7 +252,6 @@ def restore(arguments: Sequence[str]) -> ExitCode:
 def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]]:
     """Restore under the folder's lock; return the result, and notes on the source to print."""
     from diloco.config import build, build_syncer
-    from diloco.durable import LockedError, locked
     from diloco.models.read import ColdError
     from diloco.syncer.backups import BackupError
     from diloco.syncer.restoring import RestoreError
@@ -272,8 +272,6 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
 
 def _take_others(past: Past, stack: ExitStack) -> None:
     """Raise VerbError while another process leads or follows the run: its work would be lost, or would come back."""
-    from diloco.durable import LockedError, locked
-
     for folder in past.others():
         with failing(LockedError, end=", a syncer or standby of this run: stop it first"):
             stack.enter_context(locked(folder))
@@ -291,14 +289,11 @@ def _take_others(past: Past, stack: ExitStack) -> None:
 
 
 def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
-    from diloco.durable import PLAIN_DISK, Step
-    from diloco.syncer.restoring import Restore
     from diloco.syncer.snapshots import read_image
 
     image = read_image(Path(given.source))
-    why = given.why or f"restored from the image {given.source}"
-    known = _known(given, _evidence(past, given))
-    restored = Restore(past.data, card, past.rules(), why, known, disk_from_environment()).in_place(image)
+    why = f"restored from the image {given.source}"
+    restored = _begin(past, card, given, _evidence(past, given), why).in_place(image)
     momentum = all(values.optimizer.tensors for values in image.fragments)
     without = image.facts.get("without") or []
     said = [f"without {text}" for text in without] if isinstance(without, list) else []
@@ -313,20 +308,17 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
 
 def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
     from diloco.syncer.backups import BackupError
-    from diloco.syncer.restoring import Restore
 
     vault, name = _backup(given.source, card.run_id)
     facts = vault.facts(card.run_id, name)
-    why = given.why or f"restored from the backup {name} of {facts.at}"
     found = vault.backups(card.run_id).values()
     passed = [f"damaged and not used: {damaged}" for damaged in found if isinstance(damaged, BackupError)]
     told = [each for each in found if not isinstance(each, BackupError)]
     highest = max(each.lineage for each in told), max(each.epoch for each in told)
-    known = _known(given, _evidence(past, given), *highest)
-    disk = disk_from_environment()
-    fetch = lambda folder: vault.fetch(card.run_id, name, folder, disk)  # noqa: E731
-    restored = Restore(past.data, card, past.rules(), why, known, disk).backup(fetch)
-    return restored, [f"backup {name} of {facts.at}", *passed, "momentum as it was then"]
+    what = f"backup {name} of {facts.at}"
+    restoring = _begin(past, card, given, _evidence(past, given), f"restored from the {what}", *highest)
+    restored = restoring.backup(lambda folder: vault.fetch(card.run_id, name, folder, restoring.disk))
+    return restored, [what, *passed, "momentum as it was then"]
 
 
 def _backup(source: str, run_id: str) -> tuple[Vault, str]:
@@ -353,7 +345,6 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     from diloco.models.read import ColdError, read_site
     from diloco.outer.optimizer import NOTHING
     from diloco.sync.state import Line
-    from diloco.syncer.restoring import Restore
     from diloco.syncer.snapshots import FragmentValues
 
     site = read_site(given.from_site, number_of(past.config))
@@ -385,11 +376,9 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
         FragmentValues(version, base, base.clone(), NOTHING, told)
         for version, base, told in zip(site.versions, site.bases, site.digests, strict=True)
     ]
-    why = given.why or f"restored from what site {site.site} held at its step {site.step}"
-    numbers = _known(given, evidence, site.lineage, site.epoch)
-    above = past.config.upstream.site_id or ""
-    restoring = Restore(past.data, card, past.rules(), why, numbers, disk_from_environment())
-    restored = restoring.values(values, lines, site.units_begun, above)
+    why = f"restored from what site {site.site} held at its step {site.step}"
+    restoring = _begin(past, card, given, evidence, why, site.lineage, site.epoch)
+    restored = restoring.values(values, lines, site.units_begun, past.config.upstream.site_id or "")
     said = [f"from site {site.site}, step {site.step}; the outer optimizer's momentum is lost"]
     said += [f"no other evidence confirms its version of fragment {index}" for index in alone]
     if site.units_begun:
@@ -399,10 +388,14 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     return restored, said
 
 
-def _known(given: argparse.Namespace, evidence: Evidence, lineage: int = 0, epoch: int = 0) -> Known:
-    from diloco.syncer.restoring import Known
+def _begin(
+    past: Past, card: RunCard, given: argparse.Namespace, evidence: Evidence, why: str, lineage: int = 0, epoch: int = 0
+) -> Restore:
+    """Return the restore of the run, above the source's ``lineage`` and ``epoch`` and all that the evidence names."""
+    from diloco.syncer.restoring import Known, Restore
 
-    return Known(int(time.time()), max(given.above, evidence.lineage, lineage), max(evidence.epoch, epoch))
+    known = Known(int(time.time()), max(given.above, evidence.lineage, lineage), max(evidence.epoch, epoch))
+    return Restore(past.data, card, past.rules(), given.why or why, known, disk_from_environment())
 
 
 def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
@@ -416,7 +409,7 @@ def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
     return found
 
 
-def _list(past: Past, given: argparse.Namespace) -> ExitCode:
+def _list(past: Past, given: argparse.Namespace) -> None:
     from diloco.syncer.backups import BackupError, Vault
 
     url = given.source or backup_of(past.config)
@@ -433,7 +426,7 @@ def _list(past: Past, given: argparse.Namespace) -> ExitCode:
             for name, facts in found.items()
         }
         print(json.dumps(plain))
-        return ExitCode.OK
+        return
     for name, facts in found.items():
         if isinstance(facts, BackupError):
             print(f"{name}  cannot be read: {facts}")
@@ -442,14 +435,10 @@ def _list(past: Past, given: argparse.Namespace) -> ExitCode:
         versions = " ".join(map(str, facts.versions))
         print(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes, made {facts.at}")
     print(f"{len(found)} backups of {run_id} in {url}; --from takes the last one, or {url}/{run_id}/NAME")
-    return ExitCode.OK
 
 
 def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[str]) -> None:
     """Print the result, and write it to the run's events."""
-    from diloco.observe.eventlog import EventLog, recent_events
-    from diloco.observe.text import whole
-
     if past.data.resolve() != data_of(past.run_dir).resolve():
         past.run_dir.move_to(past.data)
         said.append(f"the run continues in {past.data}")

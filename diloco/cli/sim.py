@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.config.arguments import load_config, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, options_of, refusing, require
 from diloco.config.keys import hint
+from diloco.config.run_dir import RunDir
 
 if TYPE_CHECKING:
     import argparse
@@ -72,11 +73,13 @@ def main(arguments: Sequence[str]) -> ExitCode:
         if told:
             flag = f"--{told[0].replace('_', '-')}"
             raise ConfigError(f"{flag} and +scenario={named[0]}: a published table takes no option but --json")
-        return _study(named[0], given)
-    return _fleet(given)
+        _study(named[0], given)
+    else:
+        _fleet(given)
+    return ExitCode.OK
 
 
-def _study(name: str, given: argparse.Namespace) -> ExitCode:
+def _study(name: str, given: argparse.Namespace) -> None:
     from diloco.plan.studies import STUDIES
 
     if name not in STUDIES:
@@ -98,10 +101,9 @@ def _study(name: str, given: argparse.Namespace) -> ExitCode:
         print(json.dumps({"scenario": name, study.worst: worst, "seconds": seconds, "cells": rows}))
     else:
         print(f"at most {worst:g} {study.unit} off")
-    return ExitCode.OK
 
 
-def _fleet(given: argparse.Namespace) -> ExitCode:
+def _fleet(given: argparse.Namespace) -> None:
     if given.like is not None:
         if given.config is not None:
             raise ConfigError("--config and --like: the configuration is that of the run")
@@ -115,7 +117,6 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
     config = load_config(given)
     require(1 <= given.seeds <= SEEDS_MAX, "--seeds", given.seeds, f"must be from 1 to {SEEDS_MAX}")
     from diloco.config import build_syncer
-    from diloco.config.run_dir import RunDir
     from diloco.lab.compare import as_made, read_made, simulated
     from diloco.lab.fleet import Told, above_of, fleet_of, not_simulated, tree_of, with_sites
     from diloco.sim.fleet import EndlessError, simulate
@@ -154,7 +155,6 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
             },
         }
     print(json.dumps(figures) if given.json else "\n".join(lines(figures)))
-    return ExitCode.OK
 
 
 def compared(told: Mapping[str, Any]) -> list[str]:

@@ -11,15 +11,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from diloco.config import compose as configs
 from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
-from diloco.config.compose import read, to_yaml
 from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
-from diloco.config.run_dir import LATEST, RunDir, existing_run
+from diloco.config.run_dir import LATEST, RunDir, existing_run, run_dir_of
+from diloco.durable import locked
 from diloco.observe.console import SiteLines
 from diloco.observe.eventlog import EventLog, new_events, recent_events
 from diloco.observe.history import RunHistory
 from diloco.observe.text import details, heading, site_cells, standby_line
+from diloco.runs.process import Child, Interrupts, child_environment, end_all, verb
+from diloco.sync.options import PROTOCOL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -167,9 +170,7 @@ def asking(address: str, settings: Sequence[str], called: str = "", token: str =
     caller in gets nothing then.  VerbError: exit 3 where it does not answer; exit 1, with its reason, where it
     refuses.
     """
-    from diloco.config import compose as configs
     from diloco.config import connecting
-    from diloco.sync.options import PROTOCOL
     from diloco.wire.checkup import Checkup
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import ProbeAsk, Refused, Unreachable
@@ -375,7 +376,6 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
     drain the run, to evict sites and to decide on held updates.  The syncer must know tokens, by its
     cluster.syncer.tokens_file.  Ctrl-C ends it.
     """
-    from diloco.config import compose as configs
     from diloco.config import connecting
     from diloco.observe.dashboard import served
     from diloco.runs.up import StatusWatch
@@ -400,7 +400,7 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
         watches = [StatusWatch(each, security) for each in addresses]
         for each in watches:
             stack.callback(each.close)
-        config = read(run_dir.config) if run_dir is not None and run_dir.config.is_file() else None
+        config = configs.read(run_dir.config) if run_dir is not None and run_dir.config.is_file() else None
         title = run_dir.root.resolve().name if run_dir is not None else ", ".join(addresses)
         operate = lambda order, token: commanded(order["verb"], order["words"], order["syncers"], settings, token)  # noqa: E731
         page = dashboard_of(title, run_dir, config, watches, operate)
@@ -437,7 +437,7 @@ def dashboard_of(
         same = [each for each in found.values() if each.get("run_id") == first["run_id"]]  # A region has its own run.
         return {**first, **(together(same) or {} if len(same) > 1 else {})}, found
 
-    events, text = run_dir.events if run_dir else None, to_yaml(config) if config else ""
+    events, text = run_dir.events if run_dir else None, configs.to_yaml(config) if config else ""
     return Dashboard(title, events, text, ask, operate)
 
 
@@ -477,7 +477,7 @@ def runs(arguments: Sequence[str]) -> ExitCode:
 def _stands(run_dir: RunDir) -> str:
     """Return a run's state by its folder; a killed syncer has left its address there."""
     try:
-        config = read(run_dir.config) if run_dir.config.is_file() else None
+        config = configs.read(run_dir.config) if run_dir.config.is_file() else None
         dirs = syncer_dirs(config, run_dir) if config is not None else [run_dir]
         if all(each.final_model.is_file() for each in dirs):
             return "finished"
@@ -502,7 +502,7 @@ def logs(arguments: Sequence[str]) -> ExitCode:
     given = parser.parse_args(arguments)
     require(given.lines >= 0, "--lines", given.lines, "0 or more")
     run_dir = existing_run(given.run)
-    every = read(run_dir.config).run.log_every if run_dir.config.is_file() else 1
+    every = configs.read(run_dir.config).run.log_every if run_dir.config.is_file() else 1
     out, says = io.StringIO(), dict[str, SiteLines]()
 
     def lines(events: Sequence[Event]) -> list[str]:
@@ -561,20 +561,17 @@ def track(arguments: Sequence[str]) -> ExitCode:
     credentials are those of the tracker's own environment variables, such as WANDB_API_KEY, WANDB_MODE and
     MLFLOW_TRACKING_URI.
     """
-    from diloco.config.compose import TRACKERS, check_trackers
-    from diloco.durable import locked
     from diloco.observe.track import Sender
-    from diloco.runs.process import Interrupts
 
     parser = OneLineParser("track", track.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
-    parser.add_argument("tracker", choices=TRACKERS, help=f"one of {', '.join(TRACKERS)}")
+    parser.add_argument("tracker", choices=configs.TRACKERS, help=f"one of {', '.join(configs.TRACKERS)}")
     parser.add_argument("--follow", action="store_true", help="send what comes, until Ctrl-C")
     given = parser.parse_args(arguments)
-    check_trackers([given.tracker])
+    configs.check_trackers([given.tracker])
     run_dir, name = existing_run(given.run), given.tracker
     folder = run_dir.root / "track" / name
-    config = asdict(read(run_dir.config)) if run_dir.config.is_file() else {}
+    config = asdict(configs.read(run_dir.config)) if run_dir.config.is_file() else {}
     sender, sent, failing = None, 0, False
     with Interrupts() as interrupts, ExitStack() as stack:
         while True:
@@ -609,9 +606,6 @@ def tracked(config: RunConfig, hurries: Callable[[], bool] = lambda: False) -> I
     It gets ``TRACK_HURRY_S`` where ``hurries``: the caller is to stop at once, or another process takes its place.
     Of several syncers the first one does it.  A tracker that is still busy then is killed.
     """
-    from diloco.config.run_dir import run_dir_of
-    from diloco.runs.process import Child, child_environment, end_all, verb
-
     run_dir, names = run_dir_of(config), config.run.track if not config.cluster.syncer.index else []
     children = []
     for name in names:

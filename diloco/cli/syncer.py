@@ -22,6 +22,8 @@ from diloco.observe.text import whole
 from diloco.open_files import raise_limit
 from diloco.runs.process import Child, Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas, verb
 from diloco.runs.syncers import JOINS, keep_running
+from diloco.sync.events import Ending
+from diloco.sync.leadership import LeaseLostError
 from diloco.sync.options import how_to_restore
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
     from diloco.config.schema import RunConfig
     from diloco.observe.eventlog import Event, EventLog
-    from diloco.sync.events import Ending
     from diloco.syncer.server import Syncer
     from diloco.syncer.standby import Warm
 
@@ -231,7 +232,6 @@ def starting(is_locked: str) -> Iterator[None]:
 
 
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
-    from diloco.sync.leadership import LeaseLostError
     from diloco.syncer.server import UpstreamRefusedError
     from diloco.syncer.snapshots import MemoryDamaged
 
@@ -330,8 +330,6 @@ def join_line(config: RunConfig, addresses: Sequence[str], settings: Sequence[st
 
 def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:
     """Print how the run ended, and the ``command`` that resumes it; return the exit code."""
-    from diloco.sync.events import Ending
-
     if ending is Ending.FINISHED:
         print(f"run {config.run.name} has finished; final version in {_data(config, run_dir) / 'final'}")
         return ExitCode.OK

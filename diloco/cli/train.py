@@ -14,6 +14,7 @@ from diloco.config.arguments import limit_threads, load_config, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.run_dir import held, name_run, point_latest, run_dir_of
 from diloco.durable import write_file
+from diloco.runs.process import Stopping
 from diloco.runs.site_rank import Place, check_resume, in_words, join_group, open_log, place_from_environment, silent
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import Resumed, StepInfo, Trainer, Verdict
     from diloco.models.evaluate import Score
-    from diloco.runs.process import Stopping
 
 WHO = "train"
 TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
@@ -84,16 +84,14 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
 
     from diloco.cli.status import tracked
     from diloco.config import build
-    from diloco.config.build import check_kernels
     from diloco.config.model_files import load_values
     from diloco.models.evaluate import Evaluator
-    from diloco.runs.process import Stopping
 
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
     build.check(config)
     configs.check_trackers(config.run.track)
-    check_kernels(config)
+    build.check_kernels(config)
     run_dir = run_dir_of(config)
     check_resume(config, run_dir.train)
     with ExitStack() as stack:

@@ -32,12 +32,13 @@ from diloco.observe.eventlog import EventLog
 from diloco.observe.history import RunHistory
 from diloco.observe.report import rebuild
 from diloco.observe.summary import closing_lines, summarize, write_summary
+from diloco.observe.text import count
 from diloco.observe.view import Facts, make_view
 from diloco.open_files import raise_limit
 from diloco.runs.memory_folder import check_memory_folder, clear_memory
 from diloco.runs.process import Interrupts, child_environment
 from diloco.runs.scenario import AT, SYNCER, Step, scenario_of
-from diloco.runs.up import EVAL, OneSyncer, Outcome, Up, UpOptions, check_syncers, children_of, syncers_of
+from diloco.runs.up import EVAL, OneSyncer, Outcome, StatusWatch, Up, UpOptions, check_syncers, children_of, syncers_of
 from diloco.wan.process import RelayProcess
 
 if TYPE_CHECKING:
@@ -67,11 +68,10 @@ def main(arguments: Sequence[str]) -> ExitCode:
     check(config)
     steps = scenario_of(config)
 
-    from diloco.config import build_syncer
-    from diloco.config.build import check_kernels
+    from diloco.config import build, build_syncer
 
     build_syncer.check(config)
-    check_kernels(config)
+    build.check_kernels(config)
     check_memory_folder(config)
     with ExitStack() as stack:
         run_dir, again = choose_run(config, stack, named_keys(given))
@@ -234,7 +234,6 @@ def _run(
     from diloco.config import build, connecting
     from diloco.inner.data import DataError
     from diloco.observe.dashboard import served
-    from diloco.runs.up import StatusWatch
 
     if not Path(config.data.cache).is_dir():
         print("preparing the text, once for all runs", flush=True)
@@ -326,8 +325,6 @@ EVALUATION_S_MAX = 600.0
 
 def facts_of(config: RunConfig, values: int) -> Facts:
     """Return the facts in the head of the view."""
-    from diloco.observe.text import count
-
     model, codec, outer = config.model, config.codec, config.outer
     codecs = codec.up if codec.up == codec.down else f"{codec.up} up, {codec.down} down"
     size = f"{model.layers}x{model.dim} transformer, {count(values)} values"
