@@ -311,7 +311,7 @@ class Examination:
     def _address(self, address: str, security: SecurityOptions) -> tuple[bool, LinkFigures | None]:
         """Check one address; return whether it answered, and the figures of the link where a syncer did."""
         from diloco.config import build
-        from diloco.doctor.syncer import Visitor, visit, way_to
+        from diloco.doctor.syncer import visit, way_to
         from diloco.wire.checkup import Checkup
         from diloco.wire.messages import ProbeAsk
         from diloco.wire.options import ClientOptions
@@ -325,7 +325,7 @@ class Examination:
                 told = layout.to_json().encode()
                 ask = ProbeAsk(said.protocol, said.run_id, said.layout_fingerprint, told, said.shared)
             with Checkup(address, security, ClientOptions()) as checkup:
-                return visit(checkup, Visitor(config.site.id, ask, limit_s=self._seconds))
+                return visit(checkup, config.site.id, ask, self._seconds)
 
         self._add(machine.proxies(address.rpartition(":")[0].strip("[]"), os.environ), address)
         way = bounded("dns", lambda: way_to(address, security), CHECK_S)

@@ -10,10 +10,15 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+import yaml  # type: ignore[import-untyped]
+
+from diloco.config import build, build_syncer, connecting
 from diloco.config import compose as configs
 from diloco.config.errors import A_NAME, ConfigError, require, section
 from diloco.config.placing import BETWEEN, syncer_configs, syncer_dir, syncer_name, towards
 from diloco.config.schema import RunConfig
+from diloco.syncer.options import memory_bytes_max
+from diloco.wire.options import check_bind, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -123,8 +128,6 @@ def processes(config: RunConfig) -> list[Process]:
 
     A syncer that listens on loopback only is not among them: it runs elsewhere, started by hand.
     """
-    from diloco.config import build
-
     check_reachable(config)
     check(config)
     numel = build.whole_layout(config).numel
@@ -171,9 +174,6 @@ EXCHANGED_BYTES = 16
 
 def _syncer_gib(config: RunConfig) -> int:
     """Return the memory for a syncer: the bound that it keeps, and as much again as torch and Python need."""
-    from diloco.config import build, build_syncer, connecting
-    from diloco.syncer.options import memory_bytes_max
-
     plan = build_syncer.plan(config, build.layout_of(config))
     options = build_syncer.syncer_options(config, syncer_dir(config))
     return max(GIB_MIN, ceil(memory_bytes_max(options, plan, connecting.server_options(config)) / GIB) + 4)
@@ -199,9 +199,6 @@ def check(config: RunConfig) -> None:
 
 def check_reachable(config: RunConfig) -> None:
     """Raise ConfigError where sites on other machines could not reach the syncer: its address is on loopback."""
-    from diloco.config import connecting
-    from diloco.wire.options import check_bind, is_loopback
-
     remote = not any(is_loopback(address.strip()) for address in config.site.syncer.replace("/", ",").split(","))
     wanted = "the address at which the sites' machines reach the syncer, host:port"
     require(remote, "site.syncer", config.site.syncer, wanted)
@@ -213,8 +210,6 @@ def check_reachable(config: RunConfig) -> None:
 
 def networked(config: RunConfig, host: Callable[[str], str]) -> RunConfig:
     """Let syncers listen where containers reach them, and sites without another address find them at their ``host``."""
-    from diloco.wire.options import is_loopback
-
     listen = config.cluster.syncer.listen
     port = listen.rpartition(":")[2]
     fixed = port.isdecimal() and int(port) > 0
@@ -228,8 +223,6 @@ def networked(config: RunConfig, host: Callable[[str], str]) -> RunConfig:
 
 def has_syncer(config: RunConfig) -> bool:
     """Return whether the syncer is to be launched too."""
-    from diloco.wire.options import is_loopback
-
     return not is_loopback(config.cluster.syncer.listen)
 
 
@@ -249,7 +242,6 @@ def filled(template: str, values: Mapping[str, object]) -> str:
 
 def documents(*told: Mapping[str, object], head: str) -> str:
     """Return YAML of several documents, below the lines of ``head`` as comments."""
-    import yaml  # type: ignore[import-untyped]
 
     class Plain(yaml.SafeDumper):  # type: ignore[misc]
         """Writes text of several lines as a literal block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from diloco.deploy.rendering import RENDEZVOUS_PORT, Process, documents, package
+from diloco.deploy.rendering import RENDEZVOUS_PORT, Package, Process, documents, package
 
 HOME = "~/diloco"
 """The working folder of a process on its machine."""
@@ -18,7 +18,8 @@ Files that the settings name by a relative path (certificates, keys, tokens) bel
 
 def files(process: Process) -> dict[str, str]:
     """Return the task, its settings and, for an installed program, constraints.txt, by name."""
-    return {**process.file(), f"{process.name}.sky.yaml": _task(process), **package(process.config).files}
+    installed = package(process.config, process.build)
+    return {**process.file(), f"{process.name}.sky.yaml": _task(process, installed), **installed.files}
 
 
 def call(process: Process) -> list[str]:
@@ -28,8 +29,8 @@ def call(process: Process) -> list[str]:
     return ["sky", "launch", "--yes", "--detach-run", "--cluster", process.label, *source, f"{process.name}.sky.yaml"]
 
 
-def _task(process: Process) -> str:
-    launch, installed = process.config.launch, package(process.config, process.build)
+def _task(process: Process, installed: Package) -> str:
+    launch = process.config.launch
     mounts = {f"{HOME}/{name}": name for name in [process.settings, *process.own_files()]}
     if installed.tree is None:
         beside = [*installed.files, *([installed.wheel.name] if installed.wheel else [])]

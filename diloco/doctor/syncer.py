@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from diloco.deploy.certificates import CertificateError, Facts, describe
 from diloco.doctor import Finding, Level, LinkFigures, fail, ok, warn
 from diloco.observe.text import size, standby_line
 from diloco.sync.link import megabits
@@ -21,7 +23,6 @@ from diloco.wire.options import SYSTEM_ROOTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from diloco.deploy.certificates import Facts
     from diloco.wire.checkup import Checkup, Probed
     from diloco.wire.messages import ProbeAnswer
     from diloco.wire.options import SecurityOptions
@@ -36,17 +37,6 @@ SERVICES = ("grpc.", "diloco.wire.")
 
 
 @dataclass(frozen=True, slots=True)
-class Visitor:
-    """This end: the site's name, the content of its join (without a run only its protocol), and the bytes of filler to
-    send each way within ``limit_s``; no filler where that is 0."""
-
-    site_id: str
-    ask: ProbeAsk
-    bytes_each: int = PROBE_BYTES_MAX
-    limit_s: float = 3.0
-
-
-@dataclass(frozen=True, slots=True)
 class Visit:
     """The findings, and the link's figures; None: no syncer answered."""
 
@@ -54,8 +44,12 @@ class Visit:
     link: LinkFigures | None
 
 
-def visit(checkup: Checkup, visitor: Visitor) -> Visit:
-    """Run all checks of the syncer.  A failed check does not stop the next, unless the first gets no answer."""
+def visit(checkup: Checkup, site_id: str, ask: ProbeAsk, limit_s: float, bytes_each: int = PROBE_BYTES_MAX) -> Visit:
+    """Run all checks of the syncer.  A failed check does not stop the next, unless the first gets no answer.
+
+    ``ask`` is the content of the site's join, without a run only its protocol.  ``bytes_each`` bytes of filler go each
+    way within ``limit_s``; none where that is 0.
+    """
     try:
         process = checkup.serving("")
     except Unreachable as error:
@@ -63,12 +57,12 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
     except Refused as error:
         return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], None)
     findings = [ok("grpc", "it answers")] if process else [warn("grpc", "it shuts down", "ask again when it is back")]
-    findings += _asked("run", lambda: [_run(checkup, visitor.ask.run_id)])
+    findings += _asked("run", lambda: [_run(checkup, ask.run_id)])
     findings += _asked("rtt", lambda: [_round_trip(checkup)])
-    known = _asked("identity", lambda: _probed(checkup, visitor))
+    known = _asked("identity", lambda: _probed(checkup, site_id, ask))
     findings += known
-    if visitor.limit_s and any(each.check == "clock" for each in known):  # The syncer supports probes.
-        findings += _asked("bandwidth", lambda: [_bandwidth(checkup, visitor)])
+    if limit_s and any(each.check == "clock" for each in known):  # The syncer supports probes.
+        findings += _asked("bandwidth", lambda: [_bandwidth(checkup, ask.protocol, limit_s, bytes_each)])
     figures = {each.check: each.figures for each in findings}
     rtt, rates = figures.get("rtt", {}), figures.get("bandwidth", {})
     up, down = rates.get("up_bytes_per_s", 0.0), rates.get("down_bytes_per_s", 0.0)
@@ -97,21 +91,21 @@ def _run(checkup: Checkup, run_id: str) -> Finding:
     return warn("run", f"it knows run {run_id} and takes no updates at present", remedy, runs=names)
 
 
-def _probed(checkup: Checkup, visitor: Visitor) -> list[Finding]:
+def _probed(checkup: Checkup, site_id: str, ask: ProbeAsk) -> list[Finding]:
     """Check the identity that the syncer gives us, its clock, and whether it has the same run."""
     try:
         checkup.come_in()
     except Refused as error:
         return [fail("identity", f"it refuses us: {error.text}", _remedy(error))]
     try:
-        probed = checkup.probe(visitor.ask if checkup.serving(visitor.ask.run_id) else replace(visitor.ask, run_id=""))
+        probed = checkup.probe(ask if checkup.serving(ask.run_id) else replace(ask, run_id=""))
     except Refused as error:
         if error.status is not Status.UNIMPLEMENTED:
             raise
         says = "an earlier release: it reports neither clock nor rates, and compares settings only at a join"
         remedy = "upgrade when the run allows it: the syncer first, then its sites"
         return [ok("identity", "it lets us in"), warn("protocol", says, remedy)]
-    return [_identity(probed.answer, visitor.site_id), *_meant(probed.answer, visitor.ask), _clock(probed)]
+    return [_identity(probed.answer, site_id), *_meant(probed.answer, ask), _clock(probed)]
 
 
 def _identity(answer: ProbeAnswer, site_id: str) -> Finding:
@@ -153,10 +147,9 @@ def _clock(probed: Probed) -> Finding:
     return ok("clock", f"its clock and ours agree to {max(abs(ahead_s), doubt_s):.2g} s", **figures)
 
 
-def _bandwidth(checkup: Checkup, visitor: Visitor) -> Finding:
+def _bandwidth(checkup: Checkup, protocol: int, limit_s: float, bytes_each: int) -> Finding:
     """Measure the bytes per second of one connection, up and down."""
-    each, limit_ns = visitor.bytes_each, int(visitor.limit_s * 1e9)
-    ask = ProbeAsk(visitor.ask.protocol, bytes_up=each, bytes_down=each, limit_ns=limit_ns)
+    ask = ProbeAsk(protocol, bytes_up=bytes_each, bytes_down=bytes_each, limit_ns=int(limit_s * 1e9))
     try:
         probed = checkup.probe(ask)
     except Refused as error:
@@ -169,7 +162,7 @@ def _bandwidth(checkup: Checkup, visitor: Visitor) -> Finding:
     carried = [f"{way.bytes / 1e6:.3g} MB" if way is not None else "nothing" for way in (probed.up, probed.down)]
     figures = {"up_bytes_per_s": up, "down_bytes_per_s": down}
     if not (up and down):
-        says = f"only {carried[0]} of filler went up and {carried[1]} down in {visitor.limit_s:g} s"
+        says = f"only {carried[0]} of filler went up and {carried[1]} down in {limit_s:g} s"
         return warn("bandwidth", f"{says}: too little to measure", "give more time: --seconds 10", **figures)
     says = f"up {megabits(up)}, down {megabits(down)} on one connection ({carried[0]} and {carried[1]} of filler)"
     return ok("bandwidth", says, **figures)
@@ -293,8 +286,6 @@ def _spoken(address: str, host: str, security: SecurityOptions, greeting: Greeti
 
 
 def _tls(address: str, host: str, security: SecurityOptions, greeting: Greeting) -> Finding:
-    from diloco.deploy.certificates import CertificateError, describe
-
     facts = None
     if greeting.shown:
         with suppress(CertificateError):
@@ -366,10 +357,6 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
         return [ok("files", f"a token, from {security.token_file}")]
     if not security.tls_cert:
         return [ok("files", "nothing to show: no token and no certificate")]
-    from pathlib import Path
-
-    from diloco.deploy.certificates import CertificateError, describe
-
     try:
         facts = describe(Path(security.tls_cert).read_bytes())
     except (CertificateError, OSError) as error:

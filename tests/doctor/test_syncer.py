@@ -17,7 +17,7 @@ import yaml
 from cryptography import x509
 
 from diloco.doctor import Level, syncer
-from diloco.doctor.syncer import HOLDS_S, Alerts, Visit, Visitor, Way, certificates, own_files, visit, way_to
+from diloco.doctor.syncer import HOLDS_S, Alerts, Visit, Way, certificates, own_files, visit, way_to
 from diloco.wire.checkup import Checkup, Greeting, Heard, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
@@ -40,13 +40,13 @@ def served(security: SecurityOptions = PLAIN, *, ready: bool = True) -> Iterator
         server.stop(0.2)
 
 
-def visitor(run_id: str = RUN, **changes: Any) -> Visitor:
-    return Visitor("site-a", ProbeAsk(3, run_id), **({"bytes_each": 1 << 20} | changes))
+def visit_as(checkup: Checkup, run_id: str = RUN, limit_s: float = 3.0, bytes_each: int = 1 << 20) -> Visit:
+    return visit(checkup, "site-a", ProbeAsk(3, run_id), limit_s, bytes_each)
 
 
-def visited(address: str, run_id: str = RUN, token: str = "", **changes: Any) -> Visit:
+def visited(address: str, run_id: str = RUN, token: str = "") -> Visit:
     with Checkup(address, SecurityOptions(token=token), ClientOptions(control_timeout_s=5.0)) as checkup:
-        return visit(checkup, visitor(run_id, **changes))
+        return visit_as(checkup, run_id)
 
 
 def said(found: Visit | Way) -> str:
@@ -125,16 +125,16 @@ def probed(ahead_s: float = 0.0, **told: Any) -> Callable[..., Probed]:
 def test_what_a_syncer_answers_is_told(method: str, found: Callable[..., Any], words: str) -> None:
     answering = type("Answering", (Checkup,), {method: found})
     with served() as (address, _), answering(address, SecurityOptions(), ClientOptions()) as checkup:
-        assert words in said(visit(checkup, visitor(limit_s=0.0)))
+        assert words in said(visit_as(checkup, limit_s=0.0))
 
 
 def test_a_rate_that_may_not_be_measured_is_a_warning() -> None:
     with served() as (address, fake), Checkup(address, SecurityOptions(), ClientOptions()) as checkup:
-        found = [visit(checkup, visitor(bytes_each=1 << 16)) for _ in range(4)][-1]
+        found = [visit_as(checkup, bytes_each=1 << 16) for _ in range(4)][-1]
         assert "warn  bandwidth   not measured: Probe: caller is over its limit of probes" in said(found)
         assert " -> ask again in " in said(found)
         fake.probe_fails = Refusal(Status.PERMISSION_DENIED, "site/a may not push, nor send filler")
-        assert "it answered before, but not now: site/a may not push" in said(visit(checkup, visitor()))
+        assert "it answered before, but not now: site/a may not push" in said(visit_as(checkup))
 
 
 # --- The way to an address, against real ends on the loopback ---------------------------------------------------------
