@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.cli.status import asking, leading, syncer_address
-from diloco.cli.syncer import again, said, serve, starting, write_config
+from diloco.cli.syncer import serve, starting, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, parted, settings_parser
 from diloco.config.compose import check_trackers
 from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, refusing, require
 from diloco.config.placing import syncer_dir
-from diloco.observe.console import identity_lines, lines_to, syncer_log
+from diloco.observe.console import identity_lines, lines_to
 from diloco.observe.eventlog import EventLog
 from diloco.observe.text import standby_line
 from diloco.open_files import raise_limit
@@ -129,20 +129,17 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     check_trackers(config.run.track)
     build_syncer.standby_primary(config)
     write_config(config, run_dir, given, over=False)
-    config.cluster.syncer.folder = config.cluster.syncer.folder or str(run_dir.root / config.cluster.standby.name)
+    folder = Path(config.cluster.syncer.folder or run_dir.root / config.cluster.standby.name)
+    config.cluster.syncer.folder = str(folder)
     if regional.is_region(config):
-        regional.run_above(config, Path(config.cluster.syncer.folder))
+        regional.run_above(config, folder)
     warm = _followed(config, run_dir)
     if isinstance(warm, ExitCode):
         return warm
-    with ExitStack() as stack:
-        stack.callback(warm.taken.close)
-        log = syncer_log(config, stack)
-        folder = config.cluster.syncer.folder
-        run_dir.move_to(Path(folder))  # Before the new syncer publishes: the old folder is stale then.
+    with closing(warm.taken):
+        run_dir.move_to(folder)  # Before the new syncer publishes: the old folder is stale then.
         print(f"took over in {folder}")
-        ending = serve(config, run_dir, log, stack, given, warm)
-    return said(config, run_dir, ending, again(config, given, promoted=True))
+        return serve(config, run_dir, given, warm)
 
 
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:

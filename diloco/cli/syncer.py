@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.observe.eventlog import Event, EventLog
+    from diloco.observe.eventlog import Event
     from diloco.syncer.server import Syncer
     from diloco.syncer.standby import Warm
 
@@ -66,10 +66,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
     _check_settings(config, run_dir)  # Before the first file: a refused start leaves no run behind.
     write_config(config, run_dir, given)
-    with ExitStack() as stack:
-        log = syncer_log(config, stack)
-        ending = serve(config, run_dir, log, stack, given)
-    return said(config, run_dir, ending, again(config, given))
+    return serve(config, run_dir, given)
 
 
 def _check_settings(config: RunConfig, run_dir: RunDir) -> None:
@@ -147,15 +144,25 @@ def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, 
         configs.write(at(config, 0), run_dir_of(config).config)
 
 
-def serve(
-    config: RunConfig,
-    run_dir: RunDir,
-    log: EventLog,
-    stack: ExitStack,
-    given: argparse.Namespace,
-    warm: Warm | None = None,
+def serve(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, warm: Warm | None = None) -> ExitCode:
+    """Be the run's syncer, from a standby's ``warm`` state if given; print how the run ended, and how to resume it."""
+    command = again(config, given, promoted=warm is not None)
+    with ExitStack() as stack:
+        ending = _serve(config, run_dir, given, command, stack, warm)
+    if ending is Ending.FINISHED:
+        print(f"run {config.run.name} has finished; final version in {_data(config, run_dir) / 'final'}")
+        return ExitCode.OK
+    if ending is None:
+        print(f"run {config.run.name} waits for another syncer process; {command} starts one")
+    else:
+        print(f"run {config.run.name} is drained; {command} resumes it")
+    return ExitCode.DRAINED
+
+
+def _serve(
+    config: RunConfig, run_dir: RunDir, given: argparse.Namespace, command: str, stack: ExitStack, warm: Warm | None
 ) -> Ending | None:
-    """Start (from a standby's ``warm`` state), wait for the last version, linger, stop; return the run's ending."""
+    """Start, wait for the last version, linger, stop; return the run's ending."""
     import torch
 
     from diloco.cli.status import tracked
@@ -167,7 +174,7 @@ def serve(
 
     torch.set_num_threads(1)
     keep_what_is_loaded()
-    layout, disk = build.layout_of(config), disk_from_environment()
+    log, layout, disk = syncer_log(config, stack), build.layout_of(config), disk_from_environment()
     plan = build_syncer.plan(config, layout)
     syncer = Syncer(
         build_syncer.syncer_options(config, run_dir),
@@ -196,7 +203,7 @@ def serve(
     stack.enter_context(tracked(config, lambda: stopping.handing_over))
     write_file(run_dir.address, address.encode())
     stack.callback(run_dir.address.unlink, missing_ok=True)
-    _greet(config, run_dir, address, given, again(config, given, promoted=warm is not None))
+    _greet(config, run_dir, address, given, command)
     if warm is None and (older := old_copy(before, syncer.status())):
         print(f"{_data(config, run_dir)}: {older}", file=sys.stderr, flush=True)
     if not has_several(config):  # Of several, each holds a part; `diloco up` knows the whole.
@@ -326,15 +333,3 @@ def join_line(config: RunConfig, addresses: Sequence[str], settings: Sequence[st
     words += ["site.tls_cert=site-a.pem", "site.tls_key=site-a.key"] if syncer.require_client_cert else []
     words += ["site.token_file=site-a.token"] if syncer.tokens_file else []
     return " ".join(words)
-
-
-def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:
-    """Print how the run ended, and the ``command`` that resumes it; return the exit code."""
-    if ending is Ending.FINISHED:
-        print(f"run {config.run.name} has finished; final version in {_data(config, run_dir) / 'final'}")
-        return ExitCode.OK
-    if ending is None:
-        print(f"run {config.run.name} waits for another syncer process; {command} starts one")
-        return ExitCode.DRAINED
-    print(f"run {config.run.name} is drained; {command} resumes it")
-    return ExitCode.DRAINED
