@@ -79,12 +79,12 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if given.webhook or given.command:
         raise ConfigError("--webhook and --command belong to --watch")
     require(0 <= given.seconds <= SECONDS_MAX, "--seconds", given.seconds, f"from 0 to {SECONDS_MAX}")
-    server, settings = None, []
+    has_server, settings = given.config is not None, []
     for text in given.settings:
         key, _, value = text.partition("=")
         if key in ("server", "site.syncer") or (not value and is_address(text)):
-            server = value or text
-            settings.append(f"site.syncer={server}")
+            has_server = True
+            settings.append(f"site.syncer={value or text}")
         else:
             settings.append(f"run.name={value}" if key == "run" else text)
 
@@ -92,10 +92,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
     config = configs.compose(settings) if given.config is None else configs.read(given.config, settings)
     build_syncer.check(config)
-    if server is None and given.config is not None:
-        server = config.site.syncer
     examination = Examination(config, settings if given.config is None else None, given.seconds, quiet=given.json)
-    code = examination.run(server)
+    code = examination.run(has_server)
     counts = {level.value: sum(each.level is level for each in examination.findings) for level in Level}
     if given.json:
         found = [each.fields() for each in examination.findings]
@@ -216,10 +214,12 @@ class Examination:
         self._settings = settings
         self._seconds = seconds
         self._quiet = quiet
+        self._link: LinkFigures | None = None
+        """The link to the first syncer that answered."""
         self.findings: list[Finding] = []
 
-    def run(self, server: str | None) -> ExitCode:
-        """Check this machine, and the path to each address in ``server``; return the exit code."""
+    def run(self, has_server: bool) -> ExitCode:
+        """Check this machine and, where it ``has_server``, the path to each of its addresses; return the exit code."""
         self._check("software", machine.software)
         self._check("devices", lambda: machine.devices(self._config.site.device))
         self._check("format", lambda: machine.number_format(self._config.site.device, self._config.inner.precision))
@@ -227,37 +227,34 @@ class Examination:
         self._check("limits", machine.limits)
         for each in machine.stores(self._config):
             self._check("store", partial(machine.store, each))
-        reached, link = self._links(server) if server is not None else (True, None)
-        self._check("kernel", lambda: machine.kernel(link))
+        reached = not has_server or self._reaches_all()
+        self._check("kernel", lambda: machine.kernel(self._link))
         if not reached:
             return ExitCode.UNREACHABLE
         failed = any(finding.level is Level.FAIL for finding in self.findings)
         return ExitCode.FAILED if failed else ExitCode.OK
 
     def _check(self, name: str, check: Callable[[], list[Finding]]) -> None:
-        found = bounded(name, check, CHECK_S)
-        self._add([found] if isinstance(found, Finding) else found)
+        self._add(bounded(name, check, CHECK_S))
 
-    def _add(self, findings: list[Finding], address: str = "") -> None:
-        for finding in findings:
+    def _add(self, found: list[Finding] | Finding, address: str = "") -> None:
+        for finding in [found] if isinstance(found, Finding) else found:
             self.findings.append(replace(finding, address=address))
             if not self._quiet:
                 print(finding.line(), flush=True)
 
-    def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
-        """Run ``_links_to`` for each of several syncers, with that syncer's index; every syncer must be reached."""
-        told = self._complete(server)
-        if BETWEEN not in server:
-            return self._links_to(server)
-        found, whole = [], self._config
-        parts = (replace(whole, site=replace(whole.site, syncer=each)) for each in server.split(BETWEEN))
+    def _reaches_all(self) -> bool:
+        """Run ``_reaches`` for each of several syncers, with that syncer's index; return whether all were reached."""
+        told = self._complete()
+        whole = self._config
+        parts = [replace(whole, site=replace(whole.site, syncer=each)) for each in whole.site.syncer.split(BETWEEN)]
         # Without an answer and without the run's settings, it is unknown which syncer holds which fragments.
-        for part in towards(whole) if told or self._settings is None or whole.run.name else parts:
-            self._config = part
-            found.append(self._links_to(part.site.syncer))
-        return all(reached for reached, _ in found), next((link for _, link in found if link is not None), None)
+        if len(parts) > 1 and (told or self._settings is None or whole.run.name):
+            parts = towards(whole)
+        reached = [self._reaches(part) for part in parts]
+        return all(reached)
 
-    def _complete(self, server: str) -> bool:
+    def _complete(self) -> bool:
         """Complete the settings with the run's, as a site does; return whether a syncer sent them.
 
         The other checks report why no syncer did.
@@ -269,17 +266,17 @@ class Examination:
         if self._settings is None:
             return False
         try:
-            told = ask(server, connecting.site_security(self._config), 0.0)
+            told = ask(self._config.site.syncer, connecting.site_security(self._config), 0.0)
         except (JoinFailed, ValueError, OSError):  # ConfigError is a ValueError.
             return False
         try:
             self._config = fill_in(self._settings, told)
         except ConfigError as error:
-            self._add([fail("settings", str(error), "the syncer refuses a site with these settings: give the run's")])
+            self._add(fail("settings", str(error), "the syncer refuses a site with these settings: give the run's"))
         return True
 
-    def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
-        """Return whether any address answered, and the figures of the link to the first syncer that answered.
+    def _reaches(self, config: RunConfig) -> bool:
+        """Check the addresses in ``site.syncer`` of ``config``; return whether any answered.
 
         Where this site's credentials cannot be used, a finding says so, and no address counts as unreachable.
         """
@@ -287,29 +284,28 @@ class Examination:
         from diloco.doctor.syncer import own_files
         from diloco.wire.channel import check_address, split_addresses
 
-        with refusing(ValueError, begin=f"server is {server!r}: "):
-            addresses = split_addresses(server)
+        with refusing(ValueError, begin=f"server is {config.site.syncer!r}: "):
+            addresses = split_addresses(config.site.syncer)
         try:
-            security = connecting.site_security(self._config)
+            security = connecting.site_security(config)
             for address in addresses:
                 check_address(address, security)
         except ValueError as error:
             fix = "a token needs TLS wherever others may listen"
             if isinstance(error, ConfigError):
                 fix = "name files that exist; only their owner may read secrets"
-            self._add([fail("files", str(error), fix)])
-            return True, None
-        self._check("files", lambda: own_files(security, self._config.site.id))
-        reached, link = False, None
+            self._add(fail("files", str(error), fix))
+            return True
+        self._check("files", lambda: own_files(security, config.site.id))
+        reached = False
         for address in addresses:
             if len(addresses) > 1 and not self._quiet:
                 print(f"--    {address}", flush=True)
-            heard, measured = self._address(address, security)
-            reached, link = reached or heard, link or measured
-        return reached, link
+            reached |= self._answers(config, address, security)
+        return reached
 
-    def _address(self, address: str, security: SecurityOptions) -> tuple[bool, LinkFigures | None]:
-        """Check one address; return whether it answered, and the figures of the link where a syncer did."""
+    def _answers(self, config: RunConfig, address: str, security: SecurityOptions) -> bool:
+        """Check one address; return whether it answered."""
         from diloco.config import build
         from diloco.doctor.syncer import visit, way_to
         from diloco.wire.checkup import Checkup
@@ -317,7 +313,7 @@ class Examination:
         from diloco.wire.options import ClientOptions
 
         def asked() -> Visit:
-            config, ask = self._config, ProbeAsk(PROTOCOL)
+            ask = ProbeAsk(PROTOCOL)
             # Only the site's own training loop knows the layout of a model that comes from a file.
             if config.run.name is not None and (config.model.kind != "file" or config.run.init_from is not None):
                 layout = build.layout_of(config)
@@ -330,17 +326,18 @@ class Examination:
         self._add(machine.proxies(address.rpartition(":")[0].strip("[]"), os.environ), address)
         way = bounded("dns", lambda: way_to(address, security), CHECK_S)
         if isinstance(way, Finding):
-            self._add([way], address)
-            return False, None
+            self._add(way, address)
+            return False
         self._add(way.findings, address)
         if not way.open:
-            return way.reached, None
+            return way.reached
         visited = bounded("grpc", asked, CHECK_S)
         if isinstance(visited, Finding):
-            self._add([visited], address)
-            return True, None
-        self._add(visited.findings, address)
-        return True, visited.link
+            self._add(visited, address)
+        else:
+            self._add(visited.findings, address)
+            self._link = self._link or visited.link
+        return True
 
 
 # --- ``diloco canary`` -----------------------------------------------------------------------------------------------
