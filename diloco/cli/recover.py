@@ -125,14 +125,12 @@ def replay(arguments: Sequence[str]) -> ExitCode:
         raise ConfigError(f"--out is {str(given.out)!r}: it exists already; name a new folder")
     past = past_of(given.run)
     limit_threads(1)
-    facts = _replay(past, selections, given)
-    if given.json:
-        print(json.dumps(facts))
+    _replay(past, selections, given)
     return ExitCode.OK
 
 
-def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespace) -> dict[str, object]:
-    """Replay; print the result as text unless JSON is wanted, and return the values for JSON."""
+def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespace) -> None:
+    """Replay, and print the result."""
     from diloco.config import build
     from diloco.syncer.restoring import Kept, KeptError
     from diloco.syncer.snapshots import Image, SnapshotError, full_parameters, write_image
@@ -162,11 +160,12 @@ def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespa
         with failing(SnapshotError):
             write_image(given.out, Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, facts), parameters)
         facts["out"] = str(given.out)
-    if not given.json:
-        print("\n".join([*(f"note: {note}" for note in notes), *_lines(rebuilt)]))
-        if given.out is not None:
-            print(f"written to {given.out}: diloco restore {given.run} --from {given.out} restores the run from it")
-    return facts
+    if given.json:
+        print(json.dumps(facts))
+        return
+    print("\n".join([*(f"note: {note}" for note in notes), *_lines(rebuilt)]))
+    if given.out is not None:
+        print(f"written to {given.out}: diloco restore {given.run} --from {given.out} restores the run from it")
 
 
 def _lines(rebuilt: ReplayerWithout) -> list[str]:

@@ -459,8 +459,7 @@ def runs(arguments: Sequence[str]) -> ExitCode:
     found = [RunDir(place) for place in places if not place.is_symlink()]
     if not found:
         raise ConfigError(f"{str(folder)!r} holds no run: no config.yaml and no events.jsonl in any folder of it")
-    files = {each.root: each.events if each.events.is_file() else each.config for each in found}
-    touched_s = {root: path.stat().st_mtime for root, path in files.items()}
+    touched_s = {each.root: (each.events if each.events.is_file() else each.config).stat().st_mtime for each in found}
     for run_dir in sorted(found, key=lambda each: (-touched_s[each.root], each.root.name)):
         events = recent_events(run_dir.events, "published")[0]
         part = RunHistory(events)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lzma
 import os
 import zlib
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,8 +163,7 @@ def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
 
     ``run.resume`` becomes "auto", whatever value ``up`` got: a restarted child resumes there.
     """
-    with suppress(FileNotFoundError):
-        run_dir.summary.unlink()
+    run_dir.summary.unlink(missing_ok=True)
     config.run.resume = "auto"
     if run_dir.config.is_file():
         there, kept = _as_in(config, run_dir, named)

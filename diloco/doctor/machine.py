@@ -282,25 +282,20 @@ def store(of: Store) -> list[Finding]:
 
 def _written(folder: Path) -> tuple[list[float], float]:
     """Return the seconds of each small durable write and the bytes/s of a large one, using a temporary file."""
-    handle, name = tempfile.mkstemp(prefix=".diloco-doctor-", dir=folder)
-    try:
-        with open(handle, "wb") as file:
-            syncs_s = []
-            for _ in range(SYNCS):
-                began = time.perf_counter()
-                file.write(bytes(RECORD_BYTES))
-                file.flush()
-                os.fsync(handle)
-                syncs_s.append(time.perf_counter() - began)
-            began, block, written = time.perf_counter(), bytes(MIB), 0
-            while written < BULK_BYTES and time.perf_counter() - began < BULK_S:
-                written += file.write(block)
+    with tempfile.NamedTemporaryFile(prefix=".diloco-doctor-", dir=folder) as file:
+        syncs_s = []
+        for _ in range(SYNCS):
+            began = time.perf_counter()
+            file.write(bytes(RECORD_BYTES))
             file.flush()
-            os.fsync(handle)
-            return syncs_s, written / (time.perf_counter() - began)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
+            os.fsync(file.fileno())
+            syncs_s.append(time.perf_counter() - began)
+        began, block, written = time.perf_counter(), bytes(MIB), 0
+        while written < BULK_BYTES and time.perf_counter() - began < BULK_S:
+            written += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return syncs_s, written / (time.perf_counter() - began)
 
 
 def _remedy(number: int | None, folder: Path, of: Store) -> str:
