@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shlex
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,101 +13,86 @@ from diloco.config.compose import compose
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from tests.cli.conftest import Cli
+from tests.syncer.building import files
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, serve
 
-Said = tuple[int, str, str]
+PKI = Path("pki")
+ISSUE, REVOKE = ("certs", "issue", "pki"), ("certs", "revoke", "pki")
 
 
-@pytest.fixture
-def certs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """``diloco certs`` in a folder: the exit code, what was printed, and the complaint."""
-
-    def run(what: str, *arguments: str, target: str = "pki") -> Said:
-        code = main(["certs", what, str(tmp_path / target), *arguments])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    assert run("init", "--trust-domain", "example.org")[0] == 0
-    return run
+@pytest.fixture(autouse=True)
+def authority(here: Path, cli: Cli) -> None:
+    cli.out("certs", "init", "pki", "--trust-domain", "example.org")
 
 
 def mode(file: Path) -> int:
     return stat.S_IMODE(file.stat().st_mode)
 
 
-def test_keys_are_for_their_owner_alone_nothing_is_overwritten_and_no_key_that_others_read_signs(
-    certs: Callable[..., Said], tmp_path: Path
-) -> None:
-    folder, site = tmp_path / "pki", ("issue", "--site", "a")
-    assert certs(*site, "--days", "1")[0] == 0
-    assert [mode(folder / name) for name in ("ca.key", "sites/a.key")] == [0o600, 0o600]
-    assert [mode(each) for each in (folder, folder / "sites")] == [0o700, 0o700]
-    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    for command in (("init",), site):
-        code, _, complaint = certs(*command)
-        assert (code, "is there already: --force" in complaint) == (1, True)
-    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
-    assert certs(*site, "--force")[0] == 0
-    assert (folder / "sites/a.key").read_bytes() != before[folder / "sites/a.key"]
-    assert mode(folder / "sites/a.key") == 0o600
+def test_keys_are_for_their_owner_alone_nothing_is_overwritten_and_no_key_that_others_read_signs(cli: Cli) -> None:
+    site = (*ISSUE, "--site", "a")
+    cli.out(*site, "--days", "1")
+    assert [mode(PKI / name) for name in ("ca.key", "sites/a.key")] == [0o600, 0o600]
+    assert [mode(each) for each in (PKI, PKI / "sites")] == [0o700, 0o700]
+    before = files(PKI)
+    for command in (("certs", "init", "pki"), site):
+        cli.refuses(1, "is there already: --force", *command)
+    assert files(PKI) == before
+    cli.out(*site, "--force")
+    assert files(PKI)["sites/a.key"] != before["sites/a.key"]
+    assert mode(PKI / "sites/a.key") == 0o600
 
-    key = folder / "ca.key"
-    key.chmod(0o640)
-    code, _, complaint = certs("issue", "--site", "b")
-    assert (code, complaint.count("\n")) == (1, 1)
-    assert f"ca.key {key} can be read by others than its owner: chmod 600 {key}" in complaint
-    assert not (folder / "sites/b.pem").exists()
+    (PKI / "ca.key").chmod(0o640)
+    words = "ca.key pki/ca.key can be read by others than its owner: chmod 600 pki/ca.key"
+    cli.refuses(1, words, *ISSUE, "--site", "b")
+    assert not (PKI / "sites/b.pem").exists()
 
 
-def test_a_revocation_list_that_cannot_be_is_left_alone_and_named(certs: Callable[..., Said], tmp_path: Path) -> None:
-    certs("issue", "--site", "a")
-    file = tmp_path / "pki/revoked.json"
+def test_a_revocation_list_that_cannot_be_is_left_alone_and_named(cli: Cli) -> None:
+    cli.out(*ISSUE, "--site", "a")
     for table in (b"[]", b"{", b'{"ids": ["b"]}', b'{"certificates": "all"}', b"\xff"):
-        file.write_bytes(table)
-        code, _, complaint = certs("revoke", "--site", "a")
-        assert (code, complaint.count("\n")) == (1, 1)
-        assert str(file) in complaint
-        assert file.read_bytes() == table
+        (PKI / "revoked.json").write_bytes(table)
+        cli.refuses(1, "pki/revoked.json", *REVOKE, "--site", "a")
+        assert (PKI / "revoked.json").read_bytes() == table
 
 
 @pytest.mark.parametrize("torn", [b'{"who": "site/a", "finge', b"[]", b'{"who": "site/a"}', b"\xff\xfe"])
 def test_a_torn_line_of_what_was_issued_is_named_and_costs_no_other(
-    certs: Callable[..., Said], tmp_path: Path, torn: bytes
+    torn: bytes, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    certs("issue", "--site", "a")
-    file = tmp_path / "pki/issued.jsonl"
+    cli.out(*ISSUE, "--site", "a")
+    file = PKI / "issued.jsonl"
     file.write_bytes(file.read_bytes() + torn)
-    assert certs("issue", "--site", "a", "--force")[0] == 0
-    code, said, warned = certs("revoke", "--site", "a")
-    assert (code, "names 2 more of site/a" in said) == (0, True)
-    assert "issued.jsonl: line 2 is incomplete" in warned
-    assert warned.count("\n") == 1
+    cli.out(*ISSUE, "--site", "a", "--force")
+    assert main([*REVOKE, "--site", "a"]) == 0
+    said = capsys.readouterr()
+    assert "names 2 more of site/a" in said.out
+    assert "issued.jsonl: line 2 is incomplete" in said.err
+    assert said.err.count("\n") == 1
 
 
 def test_what_a_certificate_is_can_be_read_and_that_nobody_asks_whether_the_syncers_was_revoked_is_said(
-    certs: Callable[..., Said], tmp_path: Path
+    cli: Cli,
 ) -> None:
-    certs("issue", "--syncer", "--host", "sync.example.org", "--host", "127.0.0.1", "--days", "7")
-    code, said, _ = certs("show", target="pki/syncer.pem")
-    assert code == 0
+    cli.out(*ISSUE, "--syncer", "--host", "sync.example.org", "--host", "127.0.0.1", "--days", "7")
+    said = cli.out("certs", "show", "pki/syncer.pem")
     for words in ("spiffe://example.org/syncer", "sync.example.org, 127.0.0.1", "(ends in 6 days)"):
         assert words in said
-    assert "may sign others yes" in certs("show", target="pki/ca.pem")[1]
+    assert "may sign others yes" in cli.out("certs", "show", "pki/ca.pem")
 
-    certs("issue", "--standby", "--host", "x")
-    before = (tmp_path / "pki/revoked.json").read_bytes()
-    code, _, complaint = certs("revoke", "--syncer")
-    assert code == 2
-    assert "and trust it until 20" in complaint
-    assert "make a new authority" in complaint
-    assert (tmp_path / "pki/revoked.json").read_bytes() == before
-    assert "sites still trust it as a syncer" in certs("revoke", "--standby")[1]
+    cli.out(*ISSUE, "--standby", "--host", "x")
+    before = files(PKI)
+    for words in ("and trust it until 20", "make a new authority"):
+        cli.refuses(2, words, *REVOKE, "--syncer")
+    assert files(PKI) == before
+    assert "sites still trust it as a syncer" in cli.out(*REVOKE, "--standby")
 
 
-def test_what_was_issued_works_with_the_printed_settings_and_only_for_what_it_says(certs: Callable[..., Said]) -> None:
+def test_what_was_issued_works_with_the_printed_settings_and_only_for_what_it_says(cli: Cli) -> None:
     def issued(*who: str) -> dict[str, Any]:
         """The settings that are printed, as the options of one end."""
-        settings = shlex.split(certs("issue", *who)[1].splitlines()[-1])
+        settings = shlex.split(cli.out(*ISSUE, *who).splitlines()[-1])
         assert compose(settings), "they exist"
         return {name.rpartition(".")[2]: value for name, _, value in (text.partition("=") for text in settings)}
 
@@ -145,15 +129,15 @@ def test_what_was_issued_works_with_the_printed_settings_and_only_for_what_it_sa
 
 
 def test_revoking_names_all_that_were_issued_besides_what_was_listed_by_hand_and_a_new_one_is_good_again(
-    certs: Callable[..., Said], tmp_path: Path
+    cli: Cli,
 ) -> None:
     for arguments in (["a"], ["a", "--force"], ["b"]):
-        assert certs("issue", "--site", *arguments)[0] == 0
+        cli.out(*ISSUE, "--site", *arguments)
     by_hand = {"certificates": ["ab" * 32], "ids": ["site/b", "observer"]}
-    (tmp_path / "pki/revoked.json").write_text(json.dumps(by_hand))
-    assert "names 2 more of site/a" in certs("revoke", "--site", "a")[1]
-    listed = json.loads((tmp_path / "pki/revoked.json").read_text())
-    issued = [json.loads(line) for line in (tmp_path / "pki/issued.jsonl").read_text().splitlines()]
+    (PKI / "revoked.json").write_text(json.dumps(by_hand))
+    assert "names 2 more of site/a" in cli.out(*REVOKE, "--site", "a")
+    listed = json.loads((PKI / "revoked.json").read_text())
+    issued = [json.loads(line) for line in (PKI / "issued.jsonl").read_text().splitlines()]
     assert listed == {**by_hand, "certificates": ["ab" * 32, *(each["fingerprint"] for each in issued[:2])]}
-    certs("issue", "--site", "a", "--force")
-    assert certs("show", target="pki/sites/a.pem")[1].split()[-1] not in listed["certificates"]
+    cli.out(*ISSUE, "--site", "a", "--force")
+    assert cli.out("certs", "show", "pki/sites/a.pem").split()[-1] not in listed["certificates"]
