@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.cli.status import commanded, leading, syncer_addresses
@@ -36,39 +35,37 @@ class Command:
     done: str
 
 
-COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {
-        "admit": Command(
-            "Let a held update be merged; `diloco status` shows which are held, and why.\n\n"
-            "  diloco admit runs/nimble-otter site-b 0 17",
-            ("SITE", *NUMBERS),
-            "update {sequence} of fragment {fragment} of {site} is admitted",
-        ),
-        "refuse": Command(
-            "Refuse an accepted update that is held or waits for its round; its site discards the progress.\n\n"
-            "  diloco refuse runs/nimble-otter site-b 0 17",
-            ("SITE", *NUMBERS),
-            "update {sequence} of fragment {fragment} of {site} is refused: withdrawn",
-        ),
-        "evict": Command(
-            "Remove a site from the run: its updates that are not being merged yet are refused.\n\n"
-            "  diloco evict runs/nimble-otter site-b",
-            ("SITE",),
-            "{site} is evicted; `diloco readmit` lets it in again",
-        ),
-        "readmit": Command(
-            "Let an evicted site join again.\n\n  diloco readmit runs/nimble-otter site-b",
-            ("SITE",),
-            "{site} may join; start it again",
-        ),
-        "drain": Command(
-            "Begin the last round: every site sends what it has and leaves.  The run can be resumed.\n\n"
-            "  diloco drain runs/nimble-otter",
-            (),
-            "the last round has begun; the run can be resumed",
-        ),
-    }
-)
+COMMANDS: Mapping[str, Command] = {
+    "admit": Command(
+        "Let a held update be merged; `diloco status` shows which are held, and why.\n\n"
+        "  diloco admit runs/nimble-otter site-b 0 17",
+        ("SITE", *NUMBERS),
+        "update {sequence} of fragment {fragment} of {site} is admitted",
+    ),
+    "refuse": Command(
+        "Refuse an accepted update that is held or waits for its round; its site discards the progress.\n\n"
+        "  diloco refuse runs/nimble-otter site-b 0 17",
+        ("SITE", *NUMBERS),
+        "update {sequence} of fragment {fragment} of {site} is refused: withdrawn",
+    ),
+    "evict": Command(
+        "Remove a site from the run: its updates that are not being merged yet are refused.\n\n"
+        "  diloco evict runs/nimble-otter site-b",
+        ("SITE",),
+        "{site} is evicted; `diloco readmit` lets it in again",
+    ),
+    "readmit": Command(
+        "Let an evicted site join again.\n\n  diloco readmit runs/nimble-otter site-b",
+        ("SITE",),
+        "{site} may join; start it again",
+    ),
+    "drain": Command(
+        "Begin the last round: every site sends what it has and leaves.  The run can be resumed.\n\n"
+        "  diloco drain runs/nimble-otter",
+        (),
+        "the last round has begun; the run can be resumed",
+    ),
+}
 
 
 def operate(verb: str, arguments: Sequence[str]) -> ExitCode:

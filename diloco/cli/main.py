@@ -13,7 +13,6 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco.codec import kernel_library
@@ -35,59 +34,55 @@ class Verb:
     does: str
 
 
-GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
-    {
-        "start here": (
-            Verb("up", "cli.up:main", "run everything on this machine: syncer, sites, emulated links, a live view"),
-            Verb("syncer", "cli.syncer:main", "start the service that merges updates and publishes versions"),
-            Verb("site", "cli.site:main", "train at one site, and exchange updates with the syncer"),
-            Verb("status", "cli.status:main", "show how a running syncer and its sites stand"),
-            Verb("doctor", "cli.doctor:main", "check this machine and the path to a syncer; --watch: alerts of a run"),
+GROUPS: Mapping[str, tuple[Verb, ...]] = {
+    "start here": (
+        Verb("up", "cli.up:main", "run everything on this machine: syncer, sites, emulated links, a live view"),
+        Verb("syncer", "cli.syncer:main", "start the service that merges updates and publishes versions"),
+        Verb("site", "cli.site:main", "train at one site, and exchange updates with the syncer"),
+        Verb("status", "cli.status:main", "show how a running syncer and its sites stand"),
+        Verb("doctor", "cli.doctor:main", "check this machine and the path to a syncer; --watch: alerts of a run"),
+    ),
+    "models": (
+        Verb("train", "cli.train:main", "train on all the text without a syncer: the baseline"),
+        Verb("eval", "cli.model:main", "evaluate a model on the validation text, or in benchmark tasks"),
+        Verb("export", "cli.model:export", "write a model as a Hugging Face folder or a DCP checkpoint"),
+        Verb("generate", "cli.model:generate", "continue a text with a model"),
+    ),
+    "look at a run": (
+        Verb("runs", "cli.status:runs", "list the runs in runs/ or another folder"),
+        Verb("logs", "cli.status:logs", "follow the logs of a run"),
+        Verb("dashboard", "cli.status:dashboard", "serve a page that follows a run in the browser"),
+        Verb("track", "cli.status:track", "send the curves of a run to an experiment tracker"),
+        Verb("report", "cli.status:report", "write report.html of a run, and print its summary"),
+        Verb("journal", "cli.recover:journal", "print the syncer's journal, or verify everything that it keeps"),
+        Verb("canary", "cli.doctor:canary", "check a machine for silent data corruption, by repeating a site's steps"),
+    ),
+    "operate a run": (
+        Verb(
+            "launch",
+            "cli.launch:main",
+            "write the files for Docker, Slurm, Kubernetes or SkyPilot, and submit them",
         ),
-        "models": (
-            Verb("train", "cli.train:main", "train on all the text without a syncer: the baseline"),
-            Verb("eval", "cli.model:main", "evaluate a model on the validation text, or in benchmark tasks"),
-            Verb("export", "cli.model:export", "write a model as a Hugging Face folder or a DCP checkpoint"),
-            Verb("generate", "cli.model:generate", "continue a text with a model"),
-        ),
-        "look at a run": (
-            Verb("runs", "cli.status:runs", "list the runs in runs/ or another folder"),
-            Verb("logs", "cli.status:logs", "follow the logs of a run"),
-            Verb("dashboard", "cli.status:dashboard", "serve a page that follows a run in the browser"),
-            Verb("track", "cli.status:track", "send the curves of a run to an experiment tracker"),
-            Verb("report", "cli.status:report", "write report.html of a run, and print its summary"),
-            Verb("journal", "cli.recover:journal", "print the syncer's journal, or verify everything that it keeps"),
-            Verb(
-                "canary", "cli.doctor:canary", "check a machine for silent data corruption, by repeating a site's steps"
-            ),
-        ),
-        "operate a run": (
-            Verb(
-                "launch",
-                "cli.launch:main",
-                "write the files for Docker, Slurm, Kubernetes or SkyPilot, and submit them",
-            ),
-            Verb("certs", "cli.certs:main", "make certificates for mutual TLS, and revoke them"),
-            Verb("admit", "cli.admin:admit", "let a held update be merged"),
-            Verb("refuse", "cli.admin:refuse", "refuse an update that is held or waits"),
-            Verb("evict", "cli.admin:evict", "remove a site from a running run"),
-            Verb("readmit", "cli.admin:readmit", "let an evicted site join again"),
-            Verb("drain", "cli.admin:drain", "end a run in order after one last round; it can be resumed"),
-        ),
-        "recover": (
-            Verb("standby", "cli.standby:main", "follow a syncer, and take over from it"),
-            Verb("restore", "cli.recover:restore", "restore a stopped run from a replay, a backup or a warm site"),
-            Verb("replay", "cli.recover:replay", "compute a run's versions again, with or without some updates"),
-        ),
-        "plan and compare": (
-            Verb("config", "config.arguments:config", "list all settings, or those that match a word"),
-            Verb("completion", "cli.main:completion", "print the shell code for Tab completion"),
-            Verb("plan", "cli.plan:main", "estimate links, memory, money and time of a run before it exists"),
-            Verb("sim", "cli.sim:main", "simulate a run without tensors: which site trains, waits or is away"),
-            Verb("lab", "cli.lab:main", "compare outer rules on a small model, at equal tokens"),
-        ),
-    }
-)
+        Verb("certs", "cli.certs:main", "make certificates for mutual TLS, and revoke them"),
+        Verb("admit", "cli.admin:admit", "let a held update be merged"),
+        Verb("refuse", "cli.admin:refuse", "refuse an update that is held or waits"),
+        Verb("evict", "cli.admin:evict", "remove a site from a running run"),
+        Verb("readmit", "cli.admin:readmit", "let an evicted site join again"),
+        Verb("drain", "cli.admin:drain", "end a run in order after one last round; it can be resumed"),
+    ),
+    "recover": (
+        Verb("standby", "cli.standby:main", "follow a syncer, and take over from it"),
+        Verb("restore", "cli.recover:restore", "restore a stopped run from a replay, a backup or a warm site"),
+        Verb("replay", "cli.recover:replay", "compute a run's versions again, with or without some updates"),
+    ),
+    "plan and compare": (
+        Verb("config", "config.arguments:config", "list all settings, or those that match a word"),
+        Verb("completion", "cli.main:completion", "print the shell code for Tab completion"),
+        Verb("plan", "cli.plan:main", "estimate links, memory, money and time of a run before it exists"),
+        Verb("sim", "cli.sim:main", "simulate a run without tensors: which site trains, waits or is away"),
+        Verb("lab", "cli.lab:main", "compare outer rules on a small model, at equal tokens"),
+    ),
+}
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 OF_OTHERS = (
     ("run start", "diloco up runs everything on this machine; diloco syncer and diloco site run a part each"),

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from diloco.inner.tokenizer import Tokenizer
     from diloco.models.evaluate import Evaluator, Observed
     from diloco.models.read import Taken
-
-
-SIZE_UNITS: Mapping[str, int] = MappingProxyType({"kB": 10**3, "MB": 10**6, "GB": 10**9})
 
 
 def export(arguments: Sequence[str]) -> ExitCode:
@@ -132,7 +128,7 @@ def _reaching(to: str) -> Iterator[None]:
 def size_of(text: str) -> int:
     """Parse a size such as ``500MB`` into bytes; ConfigError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]B)", text)
-    size = int(float(found[1]) * SIZE_UNITS[found[2]]) if found else 0
+    size = int(float(found[1]) * {"kB": 10**3, "MB": 10**6, "GB": 10**9}[found[2]]) if found else 0
     require(size >= 1, "--shard-size", text, "a size, as in 500MB or 5GB")
     return size
 

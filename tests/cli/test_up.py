@@ -14,7 +14,7 @@ from diloco.config.compose import compose
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import below
 from diloco.config.run_dir import RunDir
-from diloco.config.schema import ClusterSite, DataSection, RunConfig
+from diloco.config.schema import DataSection, RunConfig
 from diloco.durable import locked
 from diloco.observe.history import RunHistory
 from diloco.runs.scenario import ScenarioError, scenario_of
@@ -244,6 +244,7 @@ def test_the_head_of_the_view_says_what_runs_and_compressors_are_tried_on_our_ow
         ("outer.quorum=4 outer.quorum_min=4", "is 4: cluster.sites has 3, so that no round would ever close"),
         ("cluster.replication.mode=sync", "mode is 'sync': it acknowledges nothing without a standby"),
         ("upstream.endpoint=a:1", "upstream.endpoint is 'a:1': diloco up runs a whole run"),
+        (f"cluster.sites.{'x' * 65}.nproc=1", "letters, digits, '.', '_' and '-', at most 64"),
         ("cluster.sites.eval.nproc=1 cluster.sites.up.nproc=1 cluster.sites.syncer.nproc=1", "that is the name of ano"),
     ],
 )
@@ -256,14 +257,6 @@ def test_what_up_decides_by_itself_is_refused(settings: str, words: str, tmp_pat
         told = str(refused.value)
         assert f"{section} has {name!r}: " in told if own.endswith(".nproc") else f"{own} is " in told
         assert value in told or own.endswith(".nproc")
-
-
-def test_a_site_has_a_name_for_a_folder(tmp_path: Path) -> None:
-    config = config_in(tmp_path)
-    check(config)
-    config.cluster.sites["-a"] = ClusterSite()
-    with pytest.raises(ConfigError, match=r"cluster.sites has '-a': .*letters, digits"):
-        check(config)
 
 
 def test_a_wrong_setting_is_refused_before_anything_starts(here: Path) -> None:
