@@ -171,7 +171,7 @@ def compared(told: Mapping[str, Any]) -> list[str]:
 
 
 def summary(
-    names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float, regions: Sequence[str] = ()
+    names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float, regions: Sequence[str]
 ) -> dict[str, Any]:
     """Return a fleet's result as plain values; shares are of the simulated time.  ``names`` are those of its sites, or
     of the sites in each of ``regions``."""

@@ -128,8 +128,7 @@ def processes(config: RunConfig) -> list[Process]:
 
     A syncer that listens on loopback only is not among them: it runs elsewhere, started by hand.
     """
-    check_reachable(config)
-    check(config)
+    _check(config)
     numel = build.whole_layout(config).numel
     launch, cores = config.launch, max(2, config.cluster.syncer.threads + 1)
     found = []
@@ -179,8 +178,16 @@ def _syncer_gib(config: RunConfig) -> int:
     return max(GIB_MIN, ceil(memory_bytes_max(options, plan, connecting.server_options(config)) / GIB) + 4)
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError for an impossible setting of ``launch``."""
+def _check(config: RunConfig) -> None:
+    """Raise ConfigError where sites on other machines could not reach the syncer (its address is on loopback), and for
+    an impossible setting of ``launch``."""
+    remote = not any(is_loopback(address.strip()) for address in config.site.syncer.replace(BETWEEN, ",").split(","))
+    wanted = "the address at which the sites' machines reach the syncer, host:port"
+    require(remote, "site.syncer", config.site.syncer, wanted)
+    towards(config)
+    if has_syncer(config):
+        with section("cluster.syncer", address="listen"):
+            check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
     launch = config.launch
     for name, form in TEXTS.items():
         value = getattr(launch, name)
@@ -197,17 +204,6 @@ def check(config: RunConfig) -> None:
     require(least <= launch.leave_s <= 3600, "launch.leave_s", launch.leave_s, long)
 
 
-def check_reachable(config: RunConfig) -> None:
-    """Raise ConfigError where sites on other machines could not reach the syncer: its address is on loopback."""
-    remote = not any(is_loopback(address.strip()) for address in config.site.syncer.replace("/", ",").split(","))
-    wanted = "the address at which the sites' machines reach the syncer, host:port"
-    require(remote, "site.syncer", config.site.syncer, wanted)
-    towards(config)
-    if has_syncer(config):
-        with section("cluster.syncer", address="listen"):
-            check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
-
-
 def networked(config: RunConfig, host: Callable[[str], str]) -> RunConfig:
     """Let syncers listen where containers reach them, and sites without another address find them at their ``host``."""
     listen = config.cluster.syncer.listen
@@ -216,7 +212,7 @@ def networked(config: RunConfig, host: Callable[[str], str]) -> RunConfig:
     require(fixed, "cluster.syncer.listen", listen, "give a fixed port, by which others find it")
     syncer, site = replace(config.cluster.syncer, listen=f"0.0.0.0:{port}"), config.site
     if is_loopback(site.syncer):
-        names = ["syncer", *(f"syncer-{index}" for index in range(1, config.outer.num_syncers))]
+        names = map(syncer_name, range(config.outer.num_syncers))
         site = replace(site, syncer=BETWEEN.join(f"{host(name)}:{port}" for name in names))
     return replace(config, site=site, cluster=replace(config.cluster, syncer=syncer))
 

@@ -22,6 +22,7 @@ from diloco.config.schema import RunConfig
 SOURCE = Path(__file__).resolve().parents[2]
 AWAY = ("run.name=First.run", "site.syncer=syncer.example.org:7077", "cluster=one", "cluster.sites.fra.nproc=8")
 OPEN = ("cluster.syncer.listen=0.0.0.0:7077", "cluster.syncer.insecure_non_loopback=true")
+INDEX = "launch.torch_index=https://wheels.example.org/whl"
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
 

@@ -15,7 +15,7 @@ from diloco.config.schema import RunConfig
 from diloco.deploy import docker, rendering, skypilot
 from diloco.deploy.docker import CPU_BASE, CUDA_BASE, STATE, USER
 from diloco.deploy.rendering import processes
-from tests.deploy.rendered import SOURCE, composed, configured, put, understood
+from tests.deploy.rendered import INDEX, SOURCE, composed, configured, put, understood
 
 KNOWN = frozenset({"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "USER", "VOLUME", "ENTRYPOINT", "CMD"})
 CPU_TORCH, ROCM_TORCH = (f"https://wheels.example.org/whl/{build}" for build in ("cpu", "rocm7.2"))
@@ -23,9 +23,6 @@ CPU_TORCH, ROCM_TORCH = (f"https://wheels.example.org/whl/{build}" for build in 
 
 def named(*settings: str) -> RunConfig:
     return composed("run.name=first", *settings)
-
-
-INDEX = "launch.torch_index=https://wheels.example.org/whl"
 
 
 def files(config: RunConfig) -> dict[str, str]:

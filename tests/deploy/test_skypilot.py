@@ -11,9 +11,8 @@ from diloco.cli.site import check_identity
 from diloco.config.compose import read
 from diloco.deploy.rendering import processes
 from diloco.deploy.skypilot import call, files
-from tests.deploy.rendered import LABEL, SOURCE, commands, configured, put, read_by, understood
+from tests.deploy.rendered import INDEX, LABEL, SOURCE, commands, configured, put, read_by, understood
 
-INDEX = "launch.torch_index=https://wheels.example.org/whl"
 TLS = [
     "site.tls_ca=certs/ca.pem",
     "site.tls_cert=certs/sites/fra.pem",
