@@ -13,7 +13,7 @@ import hashlib
 import ipaddress
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -121,20 +121,15 @@ def _certificate(pem: bytes) -> x509.Certificate:
 def describe(pem: bytes) -> Facts:
     """Return the contents of the first certificate in ``pem``; ``CertificateError`` when there is none."""
     certificate = _certificate(pem)
-    try:
-        names = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
-    except x509.ExtensionNotFound:
-        names = []
-    try:
-        is_authority = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except x509.ExtensionNotFound:
-        is_authority = False
+    extensions: dict[type, Any] = {type(each.value): each.value for each in certificate.extensions}
+    names = list(extensions.get(x509.SubjectAlternativeName, ()))
+    basic = extensions.get(x509.BasicConstraints)
     return Facts(
         subject=certificate.subject.rfc4514_string(),
         issuer=certificate.issuer.rfc4514_string(),
         ids=tuple(name.value for name in names if isinstance(name, x509.UniformResourceIdentifier)),
         hosts=tuple(str(name.value) for name in names if isinstance(name, x509.DNSName | x509.IPAddress)),
-        is_authority=is_authority,
+        is_authority=basic is not None and basic.ca,
         begins=certificate.not_valid_before_utc,
         ends=certificate.not_valid_after_utc,
         fingerprint=hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest(),
