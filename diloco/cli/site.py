@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     raise_limit()
     with ExitStack() as stack:
         if place is None or place.rank == 0:
-            own = folder.root if config.site.node_rank == 0 else folder.machine(config.site.node_rank)
+            own = folder.machine(config.site.node_rank)
             # Before anything in the folder changes: it may be that of a running site.
             stack.enter_context(held(own))
             config = goes_on(config, own / folder.config.name, given)
@@ -167,11 +167,10 @@ def run_ranks(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
 
 def run_machine(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
     """Run this machine's part of a site of several machines; return how rank 0 ended, wherever it ran."""
-    first = config.site.node_rank == 0
-    own = folder.root if first else folder.machine(config.site.node_rank)
+    own = folder.machine(config.site.node_rank)
     ranks = Ranks(config.site.nproc, own / folder.config.name, own / "torchrun.log")
     with Stopping(f"{config.site.id} sends what is unsent and leaves, on all its machines") as stopping:
         stopping.ask(lambda: None)
         say = partial(print, file=sys.stderr, flush=True)
-        machine = (First if first else Another)(config, folder, ranks, lambda: stopping.asked, say)
+        machine = (Another if config.site.node_rank else First)(config, folder, ranks, lambda: stopping.asked, say)
         return machine.run()

@@ -127,8 +127,8 @@ class SiteDir:
         """The file with the process id of rank 0 while it runs, so that it can be asked to leave."""
 
     def machine(self, node_rank: int) -> Path:
-        """Return the folder of one of the site's machines other than machine 0."""
-        return self.root / "machines" / str(node_rank)
+        """Return the folder of one of the site's machines: that of machine 0 is the site's."""
+        return self.root / "machines" / str(node_rank) if node_rank else self.root
 
 
 def run_dir_of(config: RunConfig) -> RunDir:
