@@ -24,7 +24,7 @@ from diloco.config.arguments import OneLineParser, is_address, limit_threads, se
 from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.config.run_dir import LATEST, existing_run
-from diloco.doctor import Finding, Level, LinkFigures, bounded, fail, machine
+from diloco.doctor import Finding, Level, bounded, fail, link_of, machine
 from diloco.sync.options import PROTOCOL
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.doctor.syncer import Visit
     from diloco.wire.options import SecurityOptions
 
 
@@ -214,8 +213,6 @@ class Examination:
         self._settings = settings
         self._seconds = seconds
         self._quiet = quiet
-        self._link: LinkFigures | None = None
-        """The link to the first syncer that answered."""
         self.findings: list[Finding] = []
 
     def run(self, has_server: bool) -> ExitCode:
@@ -228,7 +225,7 @@ class Examination:
         for each in machine.stores(self._config):
             self._check("store", partial(machine.store, each))
         reached = not has_server or self._reaches_all()
-        self._check("kernel", lambda: machine.kernel(self._link))
+        self._check("kernel", lambda: machine.kernel(link_of(self.findings)))
         if not reached:
             return ExitCode.UNREACHABLE
         failed = any(finding.level is Level.FAIL for finding in self.findings)
@@ -312,7 +309,7 @@ class Examination:
         from diloco.wire.messages import ProbeAsk
         from diloco.wire.options import ClientOptions
 
-        def asked() -> Visit:
+        def asked() -> list[Finding]:
             ask = ProbeAsk(PROTOCOL)
             # Only the site's own training loop knows the layout of a model that comes from a file.
             if config.run.name is not None and (config.model.kind != "file" or config.run.init_from is not None):
@@ -331,12 +328,7 @@ class Examination:
         self._add(way.findings, address)
         if not way.open:
             return way.reached
-        visited = bounded("grpc", asked, CHECK_S)
-        if isinstance(visited, Finding):
-            self._add(visited, address)
-        else:
-            self._add(visited.findings, address)
-            self._link = self._link or visited.link
+        self._add(bounded("grpc", asked, CHECK_S), address)
         return True
 
 

@@ -7,7 +7,7 @@ timeout: a name server or a disk that never answers is a finding like any other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -55,6 +55,16 @@ class LinkFigures:
     rtt_s: float
     up_bytes_per_s: float = 0.0
     down_bytes_per_s: float = 0.0
+
+
+def link_of(findings: Sequence[Finding]) -> LinkFigures | None:
+    """Return the figures of the link to the first syncer whose round-trip time was measured; None: none was."""
+    rtt = next((each for each in findings if each.check == "rtt" and each.figures), None)
+    if rtt is None:
+        return None
+    rates = [each.figures for each in findings if each.check == "bandwidth" and each.address == rtt.address]
+    up, down = (rates[0].get(f"{way}_bytes_per_s", 0.0) if rates else 0.0 for way in ("up", "down"))
+    return LinkFigures(rtt.figures["median_ms"] / 1e3, up, down)
 
 
 def ok(check: str, says: str, **figures: Any) -> Finding:

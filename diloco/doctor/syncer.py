@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from diloco.deploy.certificates import CertificateError, Facts, describe
-from diloco.doctor import Finding, Level, LinkFigures, fail, ok, warn
+from diloco.doctor import Finding, Level, fail, ok, warn
 from diloco.observe.text import size, standby_line
 from diloco.sync.link import megabits
 from diloco.wire.checkup import Greeting, Heard, greet, resolve, speaks_tls
@@ -36,15 +36,9 @@ CLOCK_FAIL_S = 300.0
 SERVICES = ("grpc.", "diloco.wire.")
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """The findings, and the link's figures; None: no syncer answered."""
-
-    findings: list[Finding]
-    link: LinkFigures | None
-
-
-def visit(checkup: Checkup, site_id: str, ask: ProbeAsk, limit_s: float, bytes_each: int = PROBE_BYTES_MAX) -> Visit:
+def visit(
+    checkup: Checkup, site_id: str, ask: ProbeAsk, limit_s: float, bytes_each: int = PROBE_BYTES_MAX
+) -> list[Finding]:
     """Run all checks of the syncer.  A failed check does not stop the next, unless the first gets no answer.
 
     ``ask`` is the content of the site's join, without a run only its protocol.  ``bytes_each`` bytes of filler go each
@@ -53,9 +47,9 @@ def visit(checkup: Checkup, site_id: str, ask: ProbeAsk, limit_s: float, bytes_e
     try:
         process = checkup.serving("")
     except Unreachable as error:
-        return Visit([fail("grpc", error.why, "is this the syncer's own port? its log says what it refused")], None)
+        return [fail("grpc", error.why, "is this the syncer's own port? its log says what it refused")]
     except Refused as error:
-        return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], None)
+        return [fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")]
     findings = [ok("grpc", "it answers")] if process else [warn("grpc", "it shuts down", "ask again when it is back")]
     findings += _asked("run", lambda: [_run(checkup, ask.run_id)])
     findings += _asked("rtt", lambda: [_round_trip(checkup)])
@@ -63,10 +57,7 @@ def visit(checkup: Checkup, site_id: str, ask: ProbeAsk, limit_s: float, bytes_e
     findings += known
     if limit_s and any(each.check == "clock" for each in known):  # The syncer supports probes.
         findings += _asked("bandwidth", lambda: [_bandwidth(checkup, ask.protocol, limit_s, bytes_each)])
-    figures = {each.check: each.figures for each in findings}
-    rtt, rates = figures.get("rtt", {}), figures.get("bandwidth", {})
-    up, down = rates.get("up_bytes_per_s", 0.0), rates.get("down_bytes_per_s", 0.0)
-    return Visit(findings, LinkFigures(rtt.get("median_ms", 0.0) / 1e3, up, down))
+    return findings
 
 
 def _asked(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
