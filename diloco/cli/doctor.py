@@ -24,7 +24,7 @@ from diloco.config.arguments import OneLineParser, is_address, limit_threads, se
 from diloco.config.errors import ConfigError, ExitCode, VerbError, refusing, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.config.run_dir import LATEST, existing_run
-from diloco.doctor import Finding, Level, bounded, fail, link_of, machine
+from diloco.doctor import Finding, Level, bounded, fail, machine
 from diloco.sync.options import PROTOCOL
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class Examination:
         for each in machine.stores(self._config):
             self._check("store", partial(machine.store, each))
         reached = not has_server or self._reaches_all()
-        self._check("kernel", lambda: machine.kernel(link_of(self.findings)))
+        self._check("kernel", lambda: machine.kernel(machine.link_of(self.findings)))
         if not reached:
             return ExitCode.UNREACHABLE
         failed = any(finding.level is Level.FAIL for finding in self.findings)

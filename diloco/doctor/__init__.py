@@ -7,7 +7,7 @@ timeout: a name server or a disk that never answers is a finding like any other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -46,25 +46,6 @@ class Finding:
     def fields(self) -> dict[str, Any]:
         """Return the fields for a program."""
         return asdict(self) | {"level": self.level.value}
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFigures:
-    """A link's measured figures; a rate of 0 was not measured."""
-
-    rtt_s: float
-    up_bytes_per_s: float = 0.0
-    down_bytes_per_s: float = 0.0
-
-
-def link_of(findings: Sequence[Finding]) -> LinkFigures | None:
-    """Return the figures of the link to the first syncer whose round-trip time was measured; None: none was."""
-    rtt = next((each for each in findings if each.check == "rtt" and each.figures), None)
-    if rtt is None:
-        return None
-    rates = [each.figures for each in findings if each.check == "bandwidth" and each.address == rtt.address]
-    up, down = (rates[0].get(f"{way}_bytes_per_s", 0.0) if rates else 0.0 for way in ("up", "down"))
-    return LinkFigures(rtt.figures["median_ms"] / 1e3, up, down)
 
 
 def ok(check: str, says: str, **figures: Any) -> Finding:

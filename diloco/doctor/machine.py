@@ -29,10 +29,9 @@ from diloco.sync.link import WINDOW_SHARE_PERCENT, channels_for, megabits
 from diloco.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.doctor import LinkFigures
 
 
 MIB = 1 << 20
@@ -119,6 +118,25 @@ def limits() -> list[Finding]:
         remedy = f"raise the hard limit to {FILES_MIN} or more (LimitNOFILE= of the service, limits.conf of the user)"
         return [warn("limits", f"open files: {told}", remedy, files=soft, files_hard=hard)]
     return [ok("limits", f"open files: {told}", files=soft, files_hard=hard)]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """A link's measured figures; a rate of 0 was not measured."""
+
+    rtt_s: float
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
+
+
+def link_of(findings: Sequence[Finding]) -> LinkFigures | None:
+    """Return the figures of the link to the first syncer whose round-trip time was measured; None: none was."""
+    rtt = next((each for each in findings if each.check == "rtt" and each.figures), None)
+    if rtt is None:
+        return None
+    rates = [each.figures for each in findings if each.check == "bandwidth" and each.address == rtt.address]
+    up, down = (rates[0].get(f"{way}_bytes_per_s", 0.0) if rates else 0.0 for way in ("up", "down"))
+    return LinkFigures(rtt.figures["median_ms"] / 1e3, up, down)
 
 
 def kernel(link: LinkFigures | None, root: Path = Path("/proc/sys/net")) -> list[Finding]:

@@ -11,13 +11,15 @@ import pytest
 
 from diloco.codec import kernel_library
 from diloco.config.compose import compose
-from diloco.doctor import Finding, Level, LinkFigures, bounded, fail, machine, ok, warn
+from diloco.doctor import Finding, Level, bounded, fail, machine, ok, warn
 from diloco.doctor.machine import (
+    LinkFigures,
     Store,
     devices,
     kernel,
     kernels,
     limits,
+    link_of,
     number_format,
     proxies,
     software,
@@ -80,6 +82,18 @@ def test_a_tuned_one_or_a_near_syncer_is_fine(tmp_path: Path, values: dict[str, 
         assert found[0].startswith(level)
     told = [megabits(each) for each in (1.6e3, 27.26e6, 260e6, 2.5e9)]
     assert told == ["0.0128 Mbit/s", "218 Mbit/s", "2,080 Mbit/s", "20 Gbit/s"]
+
+
+def test_the_link_is_that_of_the_first_syncer_whose_round_trip_was_measured() -> None:
+    found = [
+        Finding("rtt", Level.FAIL, "", address="a:1"),
+        Finding("bandwidth", Level.OK, "", figures={"up_bytes_per_s": 9.0}, address="a:1"),
+        Finding("rtt", Level.OK, "", figures={"median_ms": 50.0}, address="b:2"),
+        Finding("bandwidth", Level.OK, "", figures={"up_bytes_per_s": 1.0}, address="b:2"),
+    ]
+    assert link_of(found) == LinkFigures(0.05, 1.0)
+    assert link_of(found[:3]) == LinkFigures(0.05)
+    assert link_of(found[:2]) is None
 
 
 def test_plain_kernels_and_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

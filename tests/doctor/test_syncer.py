@@ -16,7 +16,8 @@ import pytest
 import yaml
 from cryptography import x509
 
-from diloco.doctor import Finding, Level, link_of, syncer
+from diloco.doctor import Finding, Level, syncer
+from diloco.doctor.machine import link_of
 from diloco.doctor.syncer import HOLDS_S, Alerts, Way, certificates, own_files, visit, way_to
 from diloco.wire.checkup import Checkup, Greeting, Heard, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
