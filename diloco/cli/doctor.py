@@ -390,5 +390,4 @@ def _compared(target: Path, steps: int, expect: str | None) -> tuple[str, str, d
     other = expect or digest_after(config, checkpoint, steps)[0]
     cuda = torch.cuda.is_available() and config.site.device != "cpu"
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    kind = {"device": device, "torch": torch.__version__}
-    return first, other, {"checkpoint": str(checkpoint), "step": step, **kind}
+    return first, other, {"checkpoint": str(checkpoint), "step": step, "device": device, "torch": torch.__version__}

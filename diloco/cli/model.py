@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -323,7 +323,6 @@ def _of_file(given: argparse.Namespace, folders: Sequence[str], settings: Sequen
 
 
 def _say(called: str, facts: Mapping[str, object], *, as_json: bool) -> None:
-    """Print one evaluation."""
     if as_json:
         print(json.dumps(facts), flush=True)
         return
@@ -350,10 +349,7 @@ class _Evaluation:
             torch.set_num_threads(config.site.threads)
         self._config, self._run_dir, self._stack, self._as_json = config, run_dir, stack, as_json
         self._dirs = syncer_dirs(config, run_dir) if run_dir is not None else []
-        self._log: EventLog | None = None
-        if run_dir is not None:
-            self._log = EventLog(run_dir.events, "eval")
-            stack.callback(self._log.close)
+        self._log = stack.enter_context(closing(EventLog(run_dir.events, "eval"))) if run_dir is not None else None
         build_syncer.check(config)
         self._evaluator: Evaluator = Evaluator(config, build.corpus(config))
         self._model: Transformer = build.build_model(config).to(build.device(config))

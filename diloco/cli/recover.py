@@ -130,7 +130,6 @@ def replay(arguments: Sequence[str]) -> ExitCode:
 
 
 def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespace) -> None:
-    """Replay, and print the result."""
     from diloco.config import build
     from diloco.syncer.restoring import Kept, KeptError
     from diloco.syncer.snapshots import Image, SnapshotError, full_parameters, write_image
@@ -169,7 +168,6 @@ def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespa
 
 
 def _lines(rebuilt: ReplayerWithout) -> list[str]:
-    """Return the result as lines of text."""
     began, ended = (" ".join(map(str, v)) for v in (rebuilt.began_at, [values.version for values in rebuilt.values]))
     lines = [f"lineage {rebuilt.machine.state.lineage}: {rebuilt.records:,} records, versions {began} to {ended}"]
     lines.append(f"{rebuilt.compared:,} versions match the journal's digests, bit for bit")

@@ -397,9 +397,7 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
     addresses = [leading(each, settings)[0] for each in addresses]
     with ExitStack() as stack:
         security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
-        watches = [StatusWatch(each, security) for each in addresses]
-        for each in watches:
-            stack.callback(each.close)
+        watches = [stack.enter_context(closing(StatusWatch(each, security))) for each in addresses]
         config = configs.read(run_dir.config) if run_dir is not None and run_dir.config.is_file() else None
         title = run_dir.root.resolve().name if run_dir is not None else ", ".join(addresses)
         operate = lambda order, token: commanded(order["verb"], order["words"], order["syncers"], settings, token)  # noqa: E731

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +101,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
             _take_folder(config, run_dir, stack)
             stack.enter_context(tracked(config))
             emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, stack).emit
-        group = join_group(config, place)
-        stack.callback(group.close)
+        group = stack.enter_context(closing(join_group(config, place)))
         clock = _Clock(config, group, stopping)
         trainer, model = build.build_trainer(config, group, (0, 1), run_dir.train, emit, clock.progress)
         clock.trainer = trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lzma
 import os
 import zlib
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -243,8 +243,7 @@ def _run(
     failed = None
     with ExitStack() as stack:
         stack.enter_context(tracked(config, lambda: interrupts.count > 1))
-        log = EventLog(run_dir.events, "up")
-        stack.callback(log.close)
+        log = stack.enter_context(closing(EventLog(run_dir.events, "up")))
         for name in config.cluster.sites:  # A killed site that was not started again left its files in memory.
             stack.callback(clear_memory, replace(config, site=replace(config.site, id=name)))
         syncers = syncers_of(config)
@@ -252,9 +251,8 @@ def _run(
         options = up_options(config, syncers, relay, steps, references)
         children = children_of(options, run_dir)
         up = Up(options, children, run_dir, log, history, relay, environment)
-        watches = [StatusWatch(each.address, connecting.site_security(config)) for each in syncers]
-        for watch in watches:
-            stack.callback(watch.close)
+        security = connecting.site_security(config)
+        watches = [stack.enter_context(closing(StatusWatch(each.address, security))) for each in syncers]
         page = dashboard_of(run_dir.root.name, run_dir, config, watches)
         print(f"watch it at {stack.enter_context(served(page, '127.0.0.1', 0))}", flush=True)
         try:
