@@ -12,10 +12,10 @@ from diloco.cli.main import main
 from diloco.config.compose import compose
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.cli.conftest import Cli
 from tests.syncer.building import files
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, serve
+from tests.wire.fake_syncer import RUN, join_ask, served
 
 PKI = Path("pki")
 ISSUE, REVOKE = ("certs", "issue", "pki"), ("certs", "revoke", "pki")
@@ -103,29 +103,29 @@ def test_what_was_issued_works_with_the_printed_settings_and_only_for_what_it_sa
     assert here.pop("require_client_cert") == "true"
     here = {name: here[name] for name in ("tls_cert", "tls_key", "tls_ca")}
     site, other = shown("--site", "site-a"), shown("--site", "site-b")
-    run, quick = ServerOptions(run_id=RUN), ClientOptions(control_timeout_s=10.0, join_timeout_s=10.0)
-    server = serve(FakeSyncer(), run, SecurityOptions(**here, require_client_cert=True))
-    posing = serve(FakeSyncer(), run, SecurityOptions(tls_cert=other.tls_cert, tls_key=other.tls_key))
-    try:
-        with SyncClient(server.address, "site-a", RUN, site, quick) as client:
+    quick = ClientOptions(control_timeout_s=10.0, join_timeout_s=10.0)
+    posing = SecurityOptions(tls_cert=other.tls_cert, tls_key=other.tls_key)
+    with served(SecurityOptions(**here, require_client_cert=True)) as (address, _):
+        with SyncClient(address, "site-a", RUN, site, quick) as client:
             assert client.join(join_ask()).incarnation == 1
-        with SyncClient(server.address, "site-a", RUN, other, quick) as client:
+        with SyncClient(address, "site-a", RUN, other, quick) as client:
             with pytest.raises(Refused) as caught:
                 client.join(join_ask())
             assert caught.value.status is Status.PERMISSION_DENIED
-        with AdminClient(server.address, shown("--observer")) as observer:
+        with AdminClient(address, shown("--observer")) as observer:
             assert observer.status()
             with pytest.raises(Refused):
                 observer.drain()
-        with AdminClient(server.address, shown("--admin")) as admin:
+        with AdminClient(address, shown("--admin")) as admin:
             admin.drain()
-        with AdminClient(server.address, SecurityOptions(**here)) as syncer, pytest.raises(Unreachable):
+        with AdminClient(address, SecurityOptions(**here)) as syncer, pytest.raises(Unreachable):
             syncer.status()  # The syncer's own certificate says who serves, and opens nothing.
-        with SyncClient(posing.address, "site-a", RUN, site, quick) as client, pytest.raises(Unreachable):
-            client.join(join_ask())  # A site cannot pass for the syncer.
-    finally:
-        server.stop(0.2)
-        posing.stop(0.2)
+    with (
+        served(posing) as (address, _),
+        SyncClient(address, "site-a", RUN, site, quick) as client,
+        pytest.raises(Unreachable),
+    ):
+        client.join(join_ask())  # A site cannot pass for the syncer.
 
 
 def test_revoking_names_all_that_were_issued_besides_what_was_listed_by_hand_and_a_new_one_is_good_again(

@@ -22,7 +22,6 @@ from diloco.config.run_dir import RunDir
 from diloco.doctor import syncer as link
 from diloco.doctor import warn
 from diloco.runs import canary
-from diloco.wire.options import ServerOptions
 from tests.cli.conftest import Cli
 from tests.loopback.cluster import closed_port, eventually, free_port
 from tests.loopback.cluster import serving as serving_toy
@@ -30,7 +29,7 @@ from tests.runs.processes import TINY, place_in
 from tests.runs.test_canary import digest_of, trained_site
 from tests.syncer.building import Events, join, push, report, serving, update
 from tests.syncer.test_standby import BOUND_S, a_toy, following
-from tests.wire.fake_syncer import RUN, FakeSyncer, serve
+from tests.wire.fake_syncer import RUN, FakeSyncer, served
 
 
 def test_a_digest_from_elsewhere_or_of_a_second_time_may_differ(
@@ -49,9 +48,8 @@ def test_a_digest_from_elsewhere_or_of_a_second_time_may_differ(
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
-    yield server.address
-    server.stop(0.2)
+    with served() as (there, _):
+        yield there
 
 
 @pytest.fixture
@@ -108,14 +106,10 @@ def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(mine: 
             asked.extend([ask.shared_config["cluster.syncer.index"]] if ask.shared_config else [])
             return super().probe(ask)
 
-    servers = [serve(Telling(), ServerOptions(run_id=RUN)) for _ in range(2)]
-    where = "/".join(each.address for each in servers)
     two = [*mine, "run.name=small", "outer.num_fragments=2", "outer.num_syncers=2"]
-    try:
+    with served(fake=Telling()) as (one, _), served(fake=Telling()) as (other, _):
+        where = f"{one}/{other}"
         main(["doctor", f"server={where}", *two])
-    finally:
-        for each in servers:
-            each.stop(0.2)
     assert sorted(set(asked)) == ["0", "1"]
     assert asked == sorted(asked)
     said = cli.out("doctor", where, *mine, code=3)  # No setting tells how many there are.

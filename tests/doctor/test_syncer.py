@@ -6,8 +6,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,24 +20,14 @@ from diloco.doctor.machine import link_of
 from diloco.doctor.syncer import HOLDS_S, Alerts, Way, certificates, own_files, visit, way_to
 from diloco.wire.checkup import Checkup, Greeting, Heard, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.loopback.cluster import closed_port, eventually
 from tests.runs.processes import ROOT
 from tests.wire.certificates import LOOPBACK, Authority
-from tests.wire.fake_syncer import RUN, FakeSyncer, serve
+from tests.wire.fake_syncer import RUN, served
 
 PLAIN = SecurityOptions()
 TOKEN = "a-token-of-site-a-0123456789"
-
-
-@contextmanager
-def served(security: SecurityOptions = PLAIN, *, ready: bool = True) -> Iterator[tuple[str, FakeSyncer]]:
-    fake = FakeSyncer()
-    server = serve(fake, ServerOptions(run_id=RUN), security, ready=ready)
-    try:
-        yield server.address, fake
-    finally:
-        server.stop(0.2)
 
 
 def visit_as(checkup: Checkup, run_id: str = RUN, limit_s: float = 3.0, bytes_each: int = 1 << 20) -> list[Finding]:

@@ -6,6 +6,7 @@ import hashlib
 import queue
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,11 @@ from diloco.wire.messages import (
     Status,
     WatchEvent,
 )
-from diloco.wire.options import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from diloco.wire.handlers import Follow, SyncerApi
     from diloco.wire.identity import Identity
@@ -298,3 +299,16 @@ def serve(
     server = RunningServer(api, options, security or SecurityOptions(), note, follow)
     server.start(ready=ready)
     return server
+
+
+@contextmanager
+def served(
+    security: SecurityOptions | None = None, *, fake: FakeSyncer | None = None, ready: bool = True
+) -> Iterator[tuple[str, FakeSyncer]]:
+    """The address of a syncer of run ``RUN``, and what answers there."""
+    fake = fake or FakeSyncer()
+    server = serve(fake, ServerOptions(run_id=RUN), security, ready=ready)
+    try:
+        yield server.address, fake
+    finally:
+        server.stop(0.2)
