@@ -49,7 +49,9 @@ def test_a_syncer_that_is_well_is_told_line_by_line_and_nothing_was_asked_of_its
     assert (way.reached, way.open, [each.check for each in way.findings]) == (True, True, ["dns", "tcp"])
     assert "connects in" in said(way)
     wanted = ["grpc", "run", "rtt", "identity", "protocol", "settings", "clock", "bandwidth"]
-    assert [(each.check, each.level.value) for each in found] == [(check, "ok") for check in wanted]
+    assert [each.check for each in found] == wanted
+    unwell = [each.line() for each in found if each.level is not Level.OK]
+    assert all("it varies much" in line for line in unwell), "only a busy machine's round trips may"
     link = link_of(found)
     assert link is not None
     assert 0 < link.rtt_s < 10
