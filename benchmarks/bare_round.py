@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.rounds import OPTIMIZER, Case, in_processes, settle, values_digest
+from benchmarks.rounds import OUTER, Case, free_port, in_processes, settle, values_digest
 from diloco.codec.base import Buffers, bytes_of, kernels, tile
 from diloco.codec.kernel_library import SUM_BLOCK, FollowJob, SealJob
 from diloco.codec.merging import State, outer_pass
 from diloco.codec.registry import Coded, make_codec
 from diloco.codec.site_pass import pieces_of, rebase_pieces, updates
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
+from diloco.outer.optimizer import NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,6 @@ def run_middle(case: Case, port: int, pipe: Any) -> None:
     """Run the process in the middle, with as many threads for the outer step as a syncer."""
     settle()
     task, codec = case.task, make_codec(case.codec)
-    optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
     buffers, state = Buffers(4), State(torch.zeros(task.numel), torch.zeros(task.numel), NOTHING)
     raw = [torch.empty(codec.payload_bytes(task.numel), dtype=torch.uint8) for _ in range(task.sites)]
     with socket.create_server(("127.0.0.1", port)) as door, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -42,7 +41,7 @@ def run_middle(case: Case, port: int, pipe: Any) -> None:
         for _ in range(task.rounds_in_all):
             _each(lambda at, site: _receive(site, bytes_of(raw[at])), sites)
             parts = [(1.0 / task.sites, [(codec, bytes_of(each))]) for each in raw]
-            stepped = outer_pass(parts, state, optimizer, codec, pool.map, buffers=buffers)
+            stepped = outer_pass(parts, state, OUTER, codec, pool.map, buffers=buffers)
             state = stepped.state
             _each(lambda at, site, payload=stepped.payload: site.sendall(payload), sites)
     pipe.send({})
@@ -82,9 +81,7 @@ def run_site(case: Case, index: int, port: int, pipe: Any) -> None:
 
 def measure_bare(case: Case, bound_s: float) -> list[dict[str, Any]]:
     """Run ``case`` and return the sites' measurements."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     sites = [(run_site, (case, index, port)) for index in range(case.task.sites)]
     return in_processes([(run_middle, (case, port)), *sites], bound_s)[1:]
 

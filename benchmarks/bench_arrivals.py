@@ -8,13 +8,12 @@ smallest validation loss of the published model, over the median.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import add_arguments, finish, record
+from benchmarks.record import finish, parser_of, record
 from diloco.observe.eventlog import read_events
 from diloco.observe.text import number
 from tests.hunts.examples import BOUND_S, CACHE, EXAMPLE, SITES, loss_of, version0
@@ -52,8 +51,7 @@ def start(place: Place, name: str, settings: list[str], seed: int) -> dict[str, 
 
 def main() -> None:
     """Make all runs and print the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--starts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=400_000, help="tokens of each run (default 400000)")
     parser.add_argument("--set", action="append", default=[], help="another setting, such as outer.momentum=0.5")

@@ -12,26 +12,25 @@ include the load of the sites.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import os
 import tempfile
-import threading
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
+from benchmarks.rounds import OPTIMIZER, OUTER, answer, started
 from diloco.codec.base import Hasher, bytes_of, digest_of
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule, outer_step
+from diloco.outer.optimizer import NOTHING, OuterRule, outer_step
 from diloco.runs.process import limit_arenas
 from diloco.sync.events import Outcome
 from diloco.sync.options import PROTOCOL, Agreement, OuterOptions
@@ -52,7 +51,6 @@ BLOCK = 1 << 20
 """Values that a site generates at a time."""
 FOLLOWED = 4096
 """The first values of every fragment, which are checked; whole blocks of every codec here."""
-OPTIMIZER = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
 BOUND_S = 1800.0
 GIB = 1 << 30
 
@@ -93,7 +91,7 @@ class Work:
             num_fragments=self.fragments, quorum=self.sites, quorum_min=self.sites, sites_max=self.sites
         )
         agreement = Agreement(PROTOCOL, RUN, 1, layout.fingerprint, {})
-        return RunPlan(agreement, layout, "shared", outer, OuterRule(OuterOptimizerOptions(**OPTIMIZER)))  # type: ignore[arg-type]
+        return RunPlan(agreement, layout, "shared", outer, OuterRule(OUTER))
 
 
 class Expected:
@@ -116,8 +114,7 @@ class Expected:
             for site in range(work.sites)
         ]
         merged = merge_mean([(1.0, [update]) for update in updates])
-        optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
-        theta, self._states[fragment] = outer_step(self._theta[fragment], merged, self._states[fragment], optimizer)
+        theta, self._states[fragment] = outer_step(self._theta[fragment], merged, self._states[fragment], OUTER)
         _, published = publish(theta, self._published[fragment], codec)
         told = torch.empty(FOLLOWED)
         codec.plain.decode_into(payload, numel, told)
@@ -221,32 +218,15 @@ def pull(client: SyncClient, site: str, fragment: int, version: int) -> memoryvi
 
 def measure(work: Work, folder: Path) -> dict[str, Any]:
     """Run one case and return its row."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    syncer = context.Process(target=run_syncer, args=(work, str(folder), theirs), daemon=True)
-    syncer.start()
     told: list[dict[str, Any]] = []
-    try:
-        if not ours.poll(BOUND_S):
-            raise TimeoutError(f"the syncer did not start in {BOUND_S} s")
-        begun = ours.recv()
-        sites = []
-        for site in range(work.sites):
-            mine, its = context.Pipe()
-            process = context.Process(target=run_site, args=(work, site, begun["address"], its), daemon=True)
-            process.start()
-            its.close()
-            sites.append((process, mine))
-        waiting = [threading.Thread(target=lambda pipe=pipe: told.append(pipe.recv())) for _, pipe in sites]
-        for thread in waiting:
-            thread.start()
-        for thread in waiting:
-            thread.join(BOUND_S)
-        ours.send("stop")
-        ended = ours.recv()
-    finally:
-        syncer.kill()
-        syncer.join()
+    with ExitStack() as stack:
+        syncer = started(stack, run_syncer, work, str(folder))
+        begun = answer(syncer, BOUND_S)
+        for site in [started(stack, run_site, work, site, begun["address"]) for site in range(work.sites)]:
+            with suppress(EOFError, TimeoutError):
+                told.append(answer(site, BOUND_S))
+        syncer.send("stop")
+        ended = answer(syncer, BOUND_S)
     if len(told) != work.sites:
         raise ValueError(f"{len(told)} of {work.sites} sites finished: {ended['failed']}")
     return row(work, begun, ended, told)
@@ -299,8 +279,7 @@ def row(work: Work, begun: dict[str, Any], ended: dict[str, Any], told: list[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--numel", type=int, default=1_000_000_000)
     parser.add_argument("--fragments", type=int, default=16)
     parser.add_argument("--sites", type=int, default=2)

@@ -18,14 +18,13 @@ benchmarks.bench_codec``.
 
 from __future__ import annotations
 
-import argparse
 import os
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
 from diloco.codec import kernel_library
 from diloco.codec.base import Buffers, bytes_of
 from diloco.codec.kernel_library import Fold
@@ -134,8 +133,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--values", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=21)
     forced = os.environ.get(kernel_library.VARIABLE, "")

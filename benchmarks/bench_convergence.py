@@ -12,7 +12,6 @@ Loss is that of the final global model on the whole validation split, in nats pe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,9 +19,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
+
+if TYPE_CHECKING:
+    import argparse
 
 SITES = 3
 BATCH = 16
@@ -101,8 +103,7 @@ def ratios(rows: list[dict[str, Any]], arm: str, beside: str) -> dict[str, Any] 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from --seed on")
     parser.add_argument("--tokens", type=int, default=1_200_000, help="merged tokens of every arm")
     parser.add_argument("--warm-tokens", type=int, default=400_000)

@@ -10,9 +10,7 @@ round a minute, in files as the log makes them.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import resource
 import selectors
 import socket
@@ -21,13 +19,13 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.task import Task
-from benchmarks.record import add_arguments, finish, percentile, record
-from benchmarks.rounds import Case, measure_ours
+from benchmarks.record import finish, parser_of, percentile, record
+from benchmarks.rounds import Case, free_port, measure_ours, started
 from diloco.observe.dashboard import Dashboard
 from diloco.observe.eventlog import FileLines
 from diloco.syncer.status import recorded
@@ -43,8 +41,8 @@ REQUEST = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 def view(port: int, count: int, pipe: Connection) -> None:
-    """Open ``count`` streams of the page and read them until the next message, again and again until "end"."""
-    while pipe.recv() != "end":
+    """Open ``count`` streams of the page and read them until the next message, again and again."""
+    while pipe.recv():
         with selectors.DefaultSelector() as streams:
             for _ in range(count):
                 stream = socket.create_connection(("127.0.0.1", port))
@@ -64,12 +62,8 @@ def beside_viewers(case: Case, viewers: int, turn_s: float, bound_s: float) -> d
     """Return the times of the rounds without viewers and beside them."""
     turns: list[tuple[float, float, bool]] = []
     over, heard = threading.Event(), [0]
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "diloco", "dashboard", case.listen, "--port", str(port)]
-    process = multiprocessing.get_context("spawn").Process(target=view, args=(port, viewers, theirs), daemon=True)
 
     def take_turns() -> None:
         with_viewers = False
@@ -85,8 +79,8 @@ def beside_viewers(case: Case, viewers: int, turn_s: float, bound_s: float) -> d
             with_viewers = not with_viewers
 
     thread = threading.Thread(target=take_turns)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
-        process.start()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page, ExitStack() as stack:
+        ours = started(stack, view, port, viewers)
         assert page.stdout is not None
         page.stdout.readline()
         try:
@@ -94,8 +88,6 @@ def beside_viewers(case: Case, viewers: int, turn_s: float, bound_s: float) -> d
         finally:
             over.set()
             thread.join(bound_s)
-            ours.send("end")
-            process.join(30.0)
             page.terminate()
     rows: dict[str, Any] = {"viewers": viewers, "megabytes_to_viewers": heard[0] / 1e6}
     for name, wanted in (("alone", False), ("beside", True)):
@@ -155,8 +147,7 @@ def long_run(folder: Path, days: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=2500, help="rounds in all (default 2500)")
     parser.add_argument("--numel", type=int, default=1_000_000, help="values of the model")
     parser.add_argument("--viewers", type=int, default=500)
@@ -169,11 +160,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = [long_run(Path(folder), options.days)]
     print(json.dumps(rows[0]), flush=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
     task = Task(numel=options.numel, sites=2, rounds=options.rounds, seed=options.seed)
-    case = Case(task=task, codec="int4:32", listen=listen, synced=False, beat_every_s=1.0)
+    case = Case(task=task, codec="int4:32", listen=f"127.0.0.1:{free_port()}", synced=False, beat_every_s=1.0)
     rows.append(beside_viewers(case, options.viewers, options.turn_s, options.bound_s))
     print(json.dumps(rows[1]), flush=True)
     config = {name: getattr(options, name) for name in ("rounds", "numel", "viewers", "turn_s", "days")}

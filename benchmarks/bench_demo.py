@@ -10,7 +10,6 @@ Run as ``python -m benchmarks.bench_demo``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import add_arguments, finish, record
+from benchmarks.record import finish, parser_of, record
 
 BITS_PER_BYTE_MAX = {"bf16": 1.6, "fp32": 2.0}
 """The limit by number format: that of fp32 where any site uses it."""
@@ -47,9 +46,7 @@ def row_of(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     settings = [f"run.seed={options.seed}", *(["run.seconds=20", "scenario=none"] if options.quick else [])]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "diloco", "up", *settings, f"run.dir={folder}", "run.name=demo"]

@@ -13,7 +13,6 @@ Run as ``python -m benchmarks.bench_gpu_codec``; ``--sweep`` times other launche
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
 from diloco.codec.blocks import E3m0Codec, Int2Codec, Int4Codec, Int8Codec, SignCodec
 from diloco.codec.gpu import accelerated, new_fault
 from diloco.codec.topk import TopKCodec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from torch import Tensor
@@ -238,8 +238,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--values", type=int, default=2**27)
     parser.add_argument(
         "--check-values", type=int, default=2**21 + 4321, help="values of each check (default 2 Mi, odd)"

@@ -22,36 +22,21 @@ a step and allocate it again, by chance, which costs 4 % of a step.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.bench_trainer import (
-    BATCH,
-    CALM_S,
-    CALM_S_MAX,
-    CALM_SHARE,
-    CODEC,
-    MODEL,
-    NUM_FRAGMENTS,
-    agreement_of,
-    answer,
-    layout_of,
-    run_syncer,
-)
-from benchmarks.record import add_arguments, finish, percentile, record
-from benchmarks.rounds import quiet
+from benchmarks.bench_trainer import BATCH, CODEC, MODEL, NUM_FRAGMENTS, layout_of, rest, run_syncer, started_agent
+from benchmarks.record import finish, parser_of, percentile, record
+from benchmarks.rounds import answer, free_port, quiet, started
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import TokenStream
 from diloco.inner.holding import Holding
@@ -61,12 +46,11 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.precision import autocast_dtype, resolve_precision
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
-from diloco.learner.exchange import AgentOptions, Follower
-from diloco.learner.ranks import Orders
+from diloco.learner.exchange import Follower
 from diloco.outer.fragments import named_parameters_once
-from diloco.sync.link import AdaptOptions, Way
-from diloco.sync.options import LearnerOptions
-from diloco.wire.client import SyncClient
+
+if TYPE_CHECKING:
+    import argparse
 
 WARM_PAIRS = 1
 ANSWER_S_MAX = 600.0
@@ -132,35 +116,12 @@ def line_of(model: torch.nn.Module, group: SiteGroup, facts: Facts) -> NoAgent |
     """Return the started counterpart of this rank's trainer: an agent, a follower or none."""
     if not facts.syncer:
         return NoAgent()
-    layout, holding = layout_of(model), Holding(named_parameters_once(model), group)
     if group.rank:
-        follower = Follower([layout], holding, "rebase", {})
+        follower = Follower([layout_of(model)], Holding(named_parameters_once(model), group), "rebase", {})
         follower.follow()
         return follower
-    agent = Agent(
-        AgentOptions(
-            folder=str(Path(facts.data) / "site"), adapt=AdaptOptions(ways=(Way(CODEC, 0),)), finish_timeout_s=5.0
-        ),
-        LearnerOptions(inner_steps=facts.inner_steps, num_fragments=NUM_FRAGMENTS),
-        layout,
-        holding,
-        agreement_of(layout),
-        SyncClient(facts.syncer, "site", "bench"),
-        quiet,
-        Orders(group),
-    )
-    agent.start()
-    return agent
-
-
-def rest() -> None:
-    """Wait until the other threads of this process are idle, for at most ``CALM_S_MAX``."""
-    until = time.monotonic() + CALM_S_MAX
-    while time.monotonic() < until:
-        before = time.process_time()
-        time.sleep(CALM_S)
-        if time.process_time() - before < CALM_SHARE * CALM_S:
-            return
+    folder = str(Path(facts.data) / "site")
+    return started_agent(folder, facts.syncer, "site", facts.inner_steps, model, group, quiet)
 
 
 def cpu_s_of(pid: int) -> float:
@@ -214,28 +175,15 @@ def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
 
 def measure(world: int, agent: bool, arguments: argparse.Namespace, data: str) -> dict[str, Any]:
     """Return the row of a site with ``world`` ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    port = free_port()
     with ExitStack() as stack:
-
-        def start(target: Any, *told: Any) -> Any:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(*told, theirs), daemon=True)
-            process.start()
-            stack.callback(process.join, 30.0)
-            stack.callback(process.kill)
-            return ours, process.pid
-
         syncer, pid = "", 0
         if agent:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             last_core = max(os.sched_getaffinity(0))
-            pipe, pid = start(run_syncer, folder, arguments.seed, last_core)
-            syncer = answer(pipe)
+            syncer, pid = answer(started(stack, run_syncer, folder, arguments.seed, last_core), ANSWER_S_MAX)
         told = (syncer, pid, arguments.inner_steps, arguments.seed, arguments.steps, arguments.pairs)
-        pipes = [start(run_rank, rank, Facts(world, port, data, *told))[0] for rank in range(world)]
+        pipes = [started(stack, run_rank, rank, Facts(world, port, data, *told)) for rank in range(world)]
         return row_of(world, agent, arguments.steps, answer(pipes[0], ANSWER_S_MAX))
 
 
@@ -267,8 +215,7 @@ def row_of(world: int, agent: bool, steps: int, pairs: list[dict[str, float]]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="steps in a block")
     parser.add_argument("--pairs", type=int, default=24, help="pairs of blocks in each case")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")

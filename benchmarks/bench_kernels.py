@@ -10,16 +10,18 @@ Needs a CUDA device and ``pip install 'diloco[fused]'``; without a device it say
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
 from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, flops_per_token, prepare
 from diloco.inner.optimizer import InnerOptions, build_optimizers
+
+if TYPE_CHECKING:
+    import argparse
 
 WAYS = {
     "torch": ComputeOptions(),
@@ -60,8 +62,7 @@ class Way:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step (default 16)")
     parser.add_argument("--steps", type=int, default=5, help="steps of a block (default 5)")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each way (default 7)")

@@ -8,21 +8,19 @@ from ``runs/lab/cells``; ``--fresh`` ignores them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.record import add_arguments, finish, record
+from benchmarks.record import finish, parser_of, record
 from diloco.lab import experiment as labs
 
 
 def main() -> None:
     """Run one laboratory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--lab", default="smoke", help="a file of configs/lab (smoke)")
     parser.add_argument("--seeds", default="", help="0,1,2 (the laboratory's own; --seed is not used)")
     parser.add_argument("--rows", default="", help="only these rows (all)")

@@ -9,7 +9,6 @@ logarithms: 1 is linear growth, 0 is none.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.record import add_arguments, finish, record
+from benchmarks.record import finish, parser_of, record
 from diloco.codec.registry import make_codec
 from diloco.config.build import layout_of
 from diloco.config.compose import compose
@@ -73,9 +72,7 @@ def slope(rows: list[dict[str, Any]], across: str, of: str) -> float:
 
 def main() -> None:
     """Measure all, and print the slopes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    given = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     sites, dims = (SITES[:2], list(DIMS)[:2]) if given.quick else (SITES, list(DIMS))
     rows = []
     for count, dim in product(sites, dims):

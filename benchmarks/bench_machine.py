@@ -8,11 +8,10 @@ median and at the slow end (the 95th percentile of the time).  Run as ``python -
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import JoinRequested, OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, digest_effects, encode_records
@@ -95,9 +94,7 @@ def seconds(work: Callable[[list[OuterEvent]], object], events: list[OuterEvent]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     total, repeats = (2_000, 2) if arguments.quick else (20_000, 5)
     rows: list[dict[str, Any]] = []
     for num_sites in (4, 64):

@@ -9,16 +9,18 @@ not do the work, is named in the last line with the reason and without a figure.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
 import subprocess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.task import Task, reports_in, round_seconds
-from benchmarks.record import ROOT, add_arguments, finish, percentile, record
+from benchmarks.record import ROOT, finish, parser_of, percentile, record
 from benchmarks.rounds import Case, error_max, measure_ours
+
+if TYPE_CHECKING:
+    import argparse
 
 PEERS = {"torchft": 1e-4, "hivemind": 0.3, "flower": 1e-4, "nvflare": 1e-4}
 """Each peer's largest error of the values: fp32 on the wire, and hivemind's 8-bit quantization."""
@@ -116,8 +118,7 @@ def measure(size: str, sites: int, numel: int, names: list[str], arguments: argp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--rounds", type=int, default=8, help="rounds of each system and size, half of them in each order"
     )

@@ -28,7 +28,6 @@ A run takes long, so ``--folder`` keeps every finished piece for the next time; 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -40,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.record import add_arguments, commit, finish, percentile, record
+from benchmarks.record import commit, finish, parser_of, percentile, record
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
 from diloco.inner.corpus import DataOptions, prepare_corpus
@@ -54,6 +53,8 @@ from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
 if TYPE_CHECKING:
+    import argparse
+
     from torch import Tensor
 
 PLAIN = ("bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")
@@ -379,8 +380,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds of the losses, from --seed on")
     parser.add_argument("--folder", type=Path, default=Path("runs/.quality"), help="where finished pieces are kept")
     parser.add_argument("--pieces", type=int, default=None, help="train at most this many more pieces")

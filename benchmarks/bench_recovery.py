@@ -14,7 +14,6 @@ tokens that were neither in the checkpoint nor in an update that the syncer had.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -23,11 +22,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
 from tests.hunts.rank_kills import pid_of
 from tests.runs.processes import place_in, wait_for
 
 if TYPE_CHECKING:
+    import argparse
+
     from diloco.observe.eventlog import Event
     from tests.runs.processes import Place, Verb
 
@@ -147,8 +148,7 @@ def let_go(folder: Path) -> None:
 
 def main() -> None:
     """Measure and print the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=10, help="ranks to kill, each way")
     parser.add_argument("--disk-every", type=int, default=50, help="steps between two checkpoints on the disk")
     parser.add_argument("--memory-every", type=int, default=5, help="the same in memory")

@@ -8,13 +8,12 @@ machine for figures to quote.
 
 from __future__ import annotations
 
-import argparse
 import socket
 import threading
 import time
 from dataclasses import dataclass
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wan.relay import format_address, parse_address
@@ -158,9 +157,7 @@ def measure_direct(target: Target, effort: Effort) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     effort = Effort(num_pings=10, bulk_s=1.0) if arguments.quick else Effort(num_pings=100, bulk_s=4.0)
     grid = [(rtt_ms, mbps) for rtt_ms in RTTS_MS for mbps in RATES_MBPS]
     if arguments.quick:

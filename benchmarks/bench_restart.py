@@ -8,18 +8,18 @@ the cache in the same state.  Nothing else runs; nothing is replayed.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import os
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
+from benchmarks.rounds import answer, started
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, OuterState
 from diloco.sync.options import PROTOCOL, Agreement, OuterOptions
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 NUM_TENSORS = 20
+BOUND_S = 600.0
 
 
 def layout_of(numel: int, fragments: int) -> Layout:
@@ -117,39 +118,28 @@ def peak_kib() -> int:
 
 
 def serve_once(folder: str, numel: int, fragments: int, told: Connection) -> None:
-    """Start the syncer in a new process, send the time and the peak memory, and stop."""
+    """Start the syncer in a new process, and send the seconds and the peak KiB."""
     syncer = syncer_of(folder, layout_of(numel, fragments), 0)
     before = peak_kib()
     began = time.perf_counter()
     syncer.start()
     seconds = time.perf_counter() - began
     told.send((seconds, peak_kib() - before))
-    os._exit(0)  # A stop would write one more snapshot.
-
-
-def started(folder: Path, numel: int, fragments: int) -> tuple[float, int]:
-    """Start once; return the seconds and the peak KiB."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=serve_once, args=(str(folder), numel, fragments, theirs))
-    process.start()
-    seconds, kib = ours.recv()
-    process.join(60.0)
-    return seconds, kib
+    told.recv()  # It is killed here: a stop would write one more snapshot.
 
 
 def measure(folder: Path, numel: int, fragments: int, cold: bool, repeats: int) -> dict[str, Any]:
     """Measure all repeats and return the row."""
     size = sum(path.stat().st_size for path in snapshot_files(folder))
-    starts, reads, kib = [], [], 0
+    starts, reads = [], []
     for _ in range(repeats):
-        for take in (
-            lambda: reads.append(plain_read_s(folder)),
-            lambda: starts.append(started(folder, numel, fragments)),
-        ):
-            if cold:
-                let_go(folder)
-            take()
+        if cold:
+            let_go(folder)
+        reads.append(plain_read_s(folder))
+        if cold:
+            let_go(folder)
+        with ExitStack() as stack:
+            starts.append(answer(started(stack, serve_once, str(folder), numel, fragments), BOUND_S))
     seconds = [each for each, _ in starts]
     kib = max(each for _, each in starts)
     start_s, read_s = percentile(seconds, 50), percentile(reads, 50)
@@ -170,8 +160,7 @@ def measure(folder: Path, numel: int, fragments: int, cold: bool, repeats: int) 
 
 def main() -> None:
     """Measure and print the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", default=None, help="the run's folder (default: a temporary one)")
     given = parser.parse_args()

@@ -12,9 +12,7 @@ bit; and, where that does not take too long, against the plain definitions, also
 
 from __future__ import annotations
 
-import argparse
 import json
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -28,11 +26,13 @@ import torch.distributed as dist
 
 from benchmarks.bare_round import measure_bare
 from benchmarks.peers.task import NUM_TENSORS, Task
-from benchmarks.record import add_arguments, finish, record
+from benchmarks.record import finish, parser_of, record
 from benchmarks.rounds import (
     OPTIMIZER,
+    OUTER,
     Case,
     error_max,
+    free_port,
     in_processes,
     measure_ours,
     settle,
@@ -44,7 +44,7 @@ from diloco.codec import kernel_library
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 
 GLOO, OURS, BARE = "gloo all_reduce + outer step", "diloco", "our kernels over raw sockets"
@@ -63,7 +63,6 @@ def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> Non
     )
     theta = [torch.zeros(shape) for _, shape in task.shapes()]
     states = [NOTHING] * len(theta)
-    optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
     local = [values.clone() for values in theta]
     values = [tensor.numpy() for tensor in local]
     spans = []
@@ -76,7 +75,7 @@ def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> Non
             dist.all_reduce(d)
             d.div_(task.sites)
             if step_too:
-                theta[index], states[index] = outer_step(theta[index], d, states[index], optimizer)
+                theta[index], states[index] = outer_step(theta[index], d, states[index], OUTER)
                 local[index].copy_(theta[index])
         spans.append((began, time.monotonic()))
     rule = "nesterov" if step_too else "mean"
@@ -86,9 +85,7 @@ def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> Non
 
 
 def measure_gloo(task: Task, step_too: bool, bound_s: float) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return in_processes([(run_gloo, (task, rank, port, step_too)) for rank in range(task.sites)], bound_s)
 
 
@@ -104,7 +101,6 @@ def checked(sites: list[dict[str, Any]], codec: str) -> dict[str, Any]:
 def expected_digest(task: Task, codec: str) -> str:
     """Return the digests of the sites' final values, computed one by one with the definitions in plain torch."""
     coder, numel = make_codec(codec), task.numel
-    optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
     theta, published, state = torch.zeros(numel), torch.zeros(numel), NOTHING
     models = [task.zeros() for _ in range(task.sites)]
     for step in range(task.rounds_in_all):
@@ -114,7 +110,7 @@ def expected_digest(task: Task, codec: str) -> str:
             local = torch.cat([torch.from_numpy(each) for each in model])
             sent.append(coder.decode(coder.encode(pseudo_gradient(published, local, [])), numel))
         merged = merge_mean([(1.0 / task.sites, [each]) for each in sent])
-        theta, state = outer_step(theta, merged, state, optimizer)
+        theta, state = outer_step(theta, merged, state, OUTER)
         before, published = published, publish(theta, published, coder)[1]
         for model, own in zip(models, sent, strict=True):
             local = torch.cat([torch.from_numpy(each) for each in model])
@@ -193,8 +189,7 @@ class Cell:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each order, after the warm-up (default 7)")
     parser.add_argument("--codec", default="int4:32", help="codec of both directions")
     parser.add_argument("--numels", type=int, nargs="+", default=[10_000_000, 100_000_000])

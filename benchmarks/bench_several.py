@@ -9,9 +9,7 @@ those with two syncers with those with one, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import tempfile
 import time
 from contextlib import ExitStack
@@ -22,16 +20,20 @@ from typing import Any
 import torch
 
 from benchmarks.peers.task import Task
-from benchmarks.record import add_arguments, finish, record
+from benchmarks.record import finish, parser_of, record
 from benchmarks.rounds import (
     CHUNK_BYTES,
-    OPTIMIZER,
     UnsyncedDisk,
+    agreement_of,
+    answer,
     error_max,
     in_processes,
+    options_of,
+    plan_of,
     quiet,
     settle,
     spread,
+    started,
     values_digest,
 )
 from diloco.codec import kernel_library
@@ -43,10 +45,8 @@ from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
 from diloco.learner.several_syncers import Agents, OneVoice
 from diloco.outer.fragments import Layout, part_of, place, plan_layout
-from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.link import AdaptOptions, Way
-from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
-from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.sync.options import LearnerOptions
 from diloco.syncer.server import Syncer
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
@@ -82,27 +82,12 @@ class Several:
         """Return the layout of ``syncer``'s part."""
         return part_of(plan_layout(self.task.shapes(), FRAGMENTS), self.placement[syncer])
 
-    def agreement(self, syncer: int) -> Agreement:
-        """Return the agreement between ``syncer`` and its sites."""
-        return Agreement(PROTOCOL, "bench", 1, self.layout(syncer).fingerprint, {"codec": self.codec})
-
 
 def run_syncer(case: Several, syncer: int, folder: str, pipe: Any) -> None:
-    """Run one syncer's process: send its address, and end when told."""
+    """Run one syncer's process, and send its address."""
     settle()
     layout = case.layout(syncer)
-    outer = OuterOptions(
-        num_fragments=len(layout.fragments),
-        quorum="all",
-        quorum_min=case.task.sites,
-        grace="fixed",
-        grace_ns=0,
-        weights="uniform",
-    )
-    plan = RunPlan(case.agreement(syncer), layout, "bench", outer, OuterRule(OuterOptimizerOptions(**OPTIMIZER)))  # type: ignore[arg-type]
-    options = SyncerOptions(
-        folder=folder, up_codecs=[case.codec], down_codec=case.codec, snapshot_every=1 << 30, linger_s=0.0
-    )
+    plan, options = plan_of(case.task, layout, case.codec), options_of(folder, case.codec)
     network = ServerOptions(run_id="bench", address="127.0.0.1:0", chunk_bytes=CHUNK_BYTES)
     zeros = lambda: [torch.zeros(fragment.numel) for fragment in layout.fragments]  # noqa: E731
     process = Syncer(options, plan, zeros, network, SecurityOptions(), quiet, UnsyncedDisk())
@@ -141,7 +126,7 @@ def outer_of(case: Several, folder: str, addresses: list[str], site: str, seen: 
                 LearnerOptions(num_fragments=count, inner_steps=PERIOD, offsets=(0,) * count),
                 layout,
                 Holding(parameters, group),
-                case.agreement(syncer),
+                agreement_of(layout, case.codec),
                 SyncClient(address, site, "bench", options=ClientOptions()),
                 voice.of(syncer) if case.syncers > 1 else seen.emit,
                 orders.of(syncer) if case.syncers > 1 else orders,
@@ -178,22 +163,12 @@ def run_site(case: Several, folder: str, addresses: list[str], index: int, pipe:
 
 def measure(case: Several) -> list[dict[str, Any]]:
     """Run ``case`` and return the sites' measurements."""
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        addresses, ends = [], []
-        for syncer in range(case.syncers):
-            ours, theirs = context.Pipe()
-            arguments = (case, syncer, str(folder / f"syncer-{syncer}"), theirs)
-            process = context.Process(target=run_syncer, args=arguments, daemon=True)
-            process.start()
-            stack.callback(process.join, 30.0)
-            stack.callback(process.kill)
-            ends.append(ours)
-        for ours in ends:
-            if not ours.poll(case.bound_s):
-                raise TimeoutError(f"a syncer did not start in {case.bound_s} s")
-            addresses.append(ours.recv())
+        syncers = [
+            started(stack, run_syncer, case, syncer, str(folder / f"syncer-{syncer}")) for syncer in range(case.syncers)
+        ]
+        addresses = [answer(syncer, case.bound_s) for syncer in syncers]
         relay = stack.enter_context(RelayProcess()) if case.link is not None else None
         jobs = []
         for index in range(case.task.sites):
@@ -229,8 +204,7 @@ def rows_of(task: Task, codec: str, links: str, link: LinkOptions | None, *, bot
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each order, after the warm-up (default 7)")
     parser.add_argument("--codec", default="int4:32", help="codec of both directions")
     parser.add_argument("--numel", type=int, default=10_000_000)

@@ -9,12 +9,11 @@ are at the median and at the slow end (the 95th percentile of the time).  Run as
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
 from diloco.config import compose as configs
 from diloco.lab.fleet import Told, fleet_of, with_sites
 from diloco.sim.fleet import simulate
@@ -82,9 +81,7 @@ def measured(name: str, sites: int, seconds: float, seeds: range) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     # With a small share of the hours, a large fleet would not close any round.
     share, repeats, sizes = (0.02, 2, SITES[:2]) if arguments.quick else (1.0, 5, SITES)
     seeds = range(arguments.seed, arguments.seed + repeats)

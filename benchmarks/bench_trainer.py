@@ -19,9 +19,7 @@ step: other load on the machine disturbs it less, but it contains no waiting.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import os
 import tempfile
 import time
@@ -35,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-from benchmarks.record import add_arguments, finish, percentile, record
-from benchmarks.rounds import quiet
+from benchmarks.record import finish, parser_of, percentile, record
+from benchmarks.rounds import agreement_of, answer, quiet, started
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import TokenStream
 from diloco.inner.holding import Holding
@@ -54,14 +52,17 @@ from diloco.observe.track import Sender
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.link import AdaptOptions, Way
-from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
+from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
 from diloco.wire.options import SecurityOptions, ServerOptions
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
+
+    Emit = Callable[[str, dict[str, object]], None]
 
 CODEC = "int4:32"
 NUM_FRAGMENTS = 4
@@ -96,10 +97,6 @@ def layout_of(model: torch.nn.Module) -> Layout:
     return plan_layout([(name, tuple(values.shape)) for name, values in parameters.items()], NUM_FRAGMENTS)
 
 
-def agreement_of(layout: Layout) -> Agreement:
-    return Agreement(PROTOCOL, "bench", NUM_FRAGMENTS, layout.fingerprint, {"codec": CODEC})
-
-
 def run_syncer(folder: str, seed: int, core: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {core})
@@ -108,13 +105,42 @@ def run_syncer(folder: str, seed: int, core: int, pipe: Any) -> None:
     layout = layout_of(model)
     outer = OuterOptions(num_fragments=NUM_FRAGMENTS, quorum=1, overlap_steps=OVERLAP_STEPS)
     rule = OuterRule(OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0))
-    plan = RunPlan(agreement_of(layout), layout, "bench", outer, rule)
+    plan = RunPlan(agreement_of(layout, CODEC), layout, "bench", outer, rule)
     options = SyncerOptions(folder=folder, up_codecs=[CODEC], down_codec=CODEC, linger_s=0.0)
     values = {name: tensor.detach() for name, tensor in named_parameters_once(model).items()}
     first = [gather(fragment, values) for fragment in layout.fragments]
     syncer = Syncer(options, plan, lambda: first, ServerOptions(run_id="bench"), SecurityOptions(), quiet)
-    pipe.send(syncer.start())
+    pipe.send((syncer.start(), os.getpid()))
     pipe.recv()
+
+
+def started_agent(
+    folder: str, address: str, site: str, inner_steps: int, model: torch.nn.Module, group: SiteGroup, emit: Emit
+) -> Agent:
+    """Return the agent of rank 0 of a site, which has joined the syncer at ``address``."""
+    layout = layout_of(model)
+    agent = Agent(
+        AgentOptions(folder=folder, adapt=AdaptOptions(ways=(Way(CODEC, 0),)), finish_timeout_s=5.0),
+        LearnerOptions(inner_steps=inner_steps, num_fragments=NUM_FRAGMENTS),
+        layout,
+        Holding(named_parameters_once(model), group),
+        agreement_of(layout, CODEC),
+        SyncClient(address, site, "bench"),
+        emit,
+        Orders(group),
+    )
+    agent.start()
+    return agent
+
+
+def rest() -> None:
+    """Wait until the other threads of this process are idle, for at most ``CALM_S_MAX``."""
+    until = time.monotonic() + CALM_S_MAX
+    while time.monotonic() < until:
+        before = time.process_time()
+        time.sleep(CALM_S)
+        if time.process_time() - before < CALM_SHARE * CALM_S:
+            return
 
 
 class Turns:
@@ -143,21 +169,14 @@ class Turns:
     def _hand_over(self) -> Verdict:
         agent_cpu_s = self._others_cpu_s() - self._began_cpu_s + self._in_agent_s if self._agent is not None else 0.0
         own_cpu_s = time.thread_time() - self._began_own_s
-        self._rest()
+        if self._agent is not None:
+            rest()
         self._pipe.send({"step_s": self._step_s, "agent_cpu_s": agent_cpu_s, "own_cpu_s": own_cpu_s})
         self._pipe.recv()
         self._step_s, self._in_agent_s = [], 0.0
         self._began_cpu_s = self._others_cpu_s()
         self._began_own_s, self._last = time.thread_time(), time.perf_counter()
         return Verdict()
-
-    def _rest(self) -> None:
-        until = time.monotonic() + CALM_S_MAX
-        while self._agent is not None and time.monotonic() < until:
-            before = self._others_cpu_s()
-            time.sleep(CALM_S)
-            if self._others_cpu_s() - before < CALM_SHARE * CALM_S:
-                return
 
     def _others_cpu_s(self) -> float:
         """Return the CPU seconds of all threads of this process except the trainer's."""
@@ -204,7 +223,7 @@ def run_trainer(
     stream = TokenStream(prepare_corpus(DataOptions(), Path(data)), "train", MODEL.context, BATCH, seed=facts.seed)
     precision = resolve_precision("auto", group.device)
     optimizers = build_optimizers(model, InnerOptions(optimizer="muon"), precision)
-    emit: Callable[[str, dict[str, object]], None] = quiet
+    emit: Emit = quiet
     if collector is not None:
         log = EventLog(Path(folder) / f"of-{site}" / "events.jsonl", site)
         if collector:
@@ -214,20 +233,7 @@ def run_trainer(
     trainer = Trainer(model, optimizers, stream, options, group, log=emit)
     agent = None
     if address:
-        layout = layout_of(model)
-        agent = Agent(
-            AgentOptions(
-                folder=str(Path(folder) / site), adapt=AdaptOptions(ways=(Way(CODEC, 0),)), finish_timeout_s=5.0
-            ),
-            LearnerOptions(inner_steps=facts.inner_steps, num_fragments=NUM_FRAGMENTS),
-            layout,
-            Holding(named_parameters_once(model), group),
-            agreement_of(layout),
-            SyncClient(address, site, "bench"),
-            emit,
-            Orders(group),
-        )
-        agent.start()
+        agent = started_agent(str(Path(folder) / site), address, site, facts.inner_steps, model, group, emit)
     pipe.send("ready")
     pipe.recv()
     os.sched_setaffinity(0, {facts.own_core})
@@ -240,29 +246,19 @@ def measure(case: str, blocks: int, arguments: argparse.Namespace, data: str) ->
     core, free = sorted(os.sched_getaffinity(0))[:2]
     others = free if case == "core_free" else core
     facts = Facts(arguments.steps, arguments.inner_steps, arguments.seed, core, others)
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-
-        def start(target: Any, *told: Any) -> Any:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(*told, theirs), daemon=True)
-            process.start()
-            stack.callback(process.join, 30.0)
-            stack.callback(process.kill)
-            return ours
-
-        syncer = start(run_syncer, str(Path(folder) / "syncer"), arguments.seed, free)
-        address, is_watched = answer(syncer), case == "watched"
+        syncer = started(stack, run_syncer, str(Path(folder) / "syncer"), arguments.seed, free)
+        (address, _), is_watched = answer(syncer, START_S_MAX), case == "watched"
         collector = stack.enter_context(collecting()) if is_watched else None
-        pipes = {True: start(run_trainer, folder, data, address, facts, "site", collector)}
+        pipes = {True: started(stack, run_trainer, folder, data, address, facts, "site", collector)}
         alone = (address, facts, "beside", "") if is_watched else ("", facts, "beside", None)
-        pipes[False] = start(run_trainer, folder, data, *alone)
+        pipes[False] = started(stack, run_trainer, folder, data, *alone)
         for pipe in pipes.values():
-            answer(pipe)
-        tracker = start(run_tracker, folder, others) if is_watched else None
+            answer(pipe, START_S_MAX)
+        tracker = started(stack, run_tracker, folder, others) if is_watched else None
         if tracker is not None:
-            answer(tracker)
+            answer(tracker, START_S_MAX)
         found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for pair in range(blocks + 1):
             for kind in (True, False) if pair % 2 else (False, True):
@@ -271,7 +267,7 @@ def measure(case: str, blocks: int, arguments: argparse.Namespace, data: str) ->
         tracker_s = 0.0
         if tracker is not None:
             tracker.send("end")
-            tracker_s = answer(tracker)
+            tracker_s = answer(tracker, START_S_MAX)
     # The first pair is the warm-up, in which the agent joins and adopts.
     made = row(case, found[True][1:], found[False][1:])
     if is_watched:
@@ -289,12 +285,6 @@ def collecting() -> Iterator[str]:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/v1/traces"
         server.shutdown()
-
-
-def answer(pipe: Any, bound_s: float = START_S_MAX) -> Any:
-    if not pipe.poll(bound_s):
-        raise TimeoutError(f"no answer in {bound_s} s")
-    return pipe.recv()
 
 
 def row(case: str, with_agent: list[dict[str, Any]], without: list[dict[str, Any]]) -> dict[str, Any]:
@@ -326,8 +316,7 @@ def row(case: str, with_agent: list[dict[str, Any]], without: list[dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="inner steps in a block")
     parser.add_argument("--blocks", type=int, default=9, help="pairs of blocks, with and without, in each case")
     parser.add_argument("--inner-steps", type=int, default=20, help="inner steps between two updates of one fragment")

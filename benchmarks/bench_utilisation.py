@@ -11,7 +11,6 @@ benchmarks.bench_utilisation``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import add_arguments, finish, record
+from benchmarks.record import finish, parser_of, record
 from diloco.config.run_dir import RunDir
 from diloco.lab.compare import MadeRun, read_made
 from diloco.plan.bandwidth import Load, Star
@@ -139,9 +138,7 @@ def words(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     whole = Effort(60.0, TIMES, tuple(WAYS))
     effort = Effort(12.0, (8,), ("waits",)) if arguments.quick else whole
     rows = []

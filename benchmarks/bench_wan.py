@@ -23,7 +23,6 @@ site sends heartbeats: ``heartbeat_s_p99`` is their time, with a bound of two ro
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import threading
@@ -33,16 +32,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench_round import checked
 from benchmarks.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
 from benchmarks.peers.task import Task, reports_in, round_seconds
 from benchmarks.pipe import PipeOptions
-from benchmarks.record import ROOT, add_arguments, finish, percentile, record
+from benchmarks.record import ROOT, finish, parser_of, percentile, record
 from benchmarks.rounds import Case, measure_ours
 from diloco.codec import kernel_library
 from diloco.sync.link import channels_for
+
+if TYPE_CHECKING:
+    import argparse
 
 SITES = 2
 PEER = ROOT / ".venv-peers" / "torchft"
@@ -302,8 +304,7 @@ def summed_up(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each system, link and congestion control")
     parser.add_argument("--numel", type=int, default=0, help="parameters; 0: the link's own number")
     parser.add_argument("--codec", default="int4:32", help="codec of both directions")

@@ -21,7 +21,7 @@ from typing import Any
 # As a script it measures its own tree, not an installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.record import finish, parser_of, percentile, record
 from diloco.sync.events import Outcome
 from diloco.wire.chunks import checksum
 from diloco.wire.client import SyncClient
@@ -197,8 +197,7 @@ def measure(payload: bytes, seed: int, chunk_bytes: int, repeats: int) -> list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--payload-mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--serve", nargs=2, type=int, metavar=("BYTES", "CHUNK"), help=argparse.SUPPRESS)

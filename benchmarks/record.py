@@ -6,20 +6,20 @@ machine, the versions, the seed and the number of repeats, so that a figure alwa
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import subprocess
-import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,22 +27,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "zstandard", "triton")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every benchmark has: ``--quick``, ``--seed`` and ``--save``."""
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the help ``doc`` and what every benchmark has: ``--quick``, ``--seed`` and ``--save``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes: only to check that it runs")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random data (default 0)")
     parser.add_argument("--save", action="store_true", help="append the record to benchmarks/results/<question>.jsonl")
+    return parser
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """Return the ``percent``-th percentile of ``samples``, linear between neighbours; ``ValueError`` if empty."""
     if not samples:
         raise ValueError("percentile of no samples")
-    ordered = sorted(samples)
-    position = (len(ordered) - 1) * percent / 100.0
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    return float(np.percentile(samples, percent))
 
 
 def record(
@@ -96,9 +94,8 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "threads_env": os.environ.get("OMP_NUM_THREADS", ""),
     }
-    gpu = _gpu_name()
-    if gpu:
-        description["gpu"] = gpu
+    if torch.cuda.is_available():
+        description["gpu"] = torch.cuda.get_device_name(0)
     return description
 
 
@@ -125,11 +122,3 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
-
-
-def _gpu_name() -> str | None:
-    # A benchmark that never loaded torch measured nothing on the accelerator, and need not wait for the import.
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return None
-    return str(torch.cuda.get_device_name(0))

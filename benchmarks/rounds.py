@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import socket
 import tempfile
 import threading
 import time
@@ -47,13 +48,16 @@ from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.connection import Connection
     from typing import BinaryIO
 
     import numpy as np
 
     from diloco.durable import Step
+    from diloco.outer.fragments import Layout
 
 OPTIMIZER = {"kind": "nesterov", "lr": OUTER_LR, "momentum": OUTER_MOMENTUM}
+OUTER = OuterOptimizerOptions(kind="nesterov", lr=OUTER_LR, momentum=OUTER_MOMENTUM)
 CHUNK_BYTES = 1 << 20
 
 
@@ -83,10 +87,28 @@ class Case:
         """The sites, in order."""
         return [f"site-{index}" for index in range(self.task.sites)]
 
-    @property
-    def agreement(self) -> Agreement:
-        """The agreement of syncer and sites."""
-        return Agreement(PROTOCOL, "bench", 1, plan_layout(self.task.shapes(), 1).fingerprint, {"codec": self.codec})
+
+def agreement_of(layout: Layout, codec: str) -> Agreement:
+    """Return the agreement of a syncer and its sites."""
+    return Agreement(PROTOCOL, "bench", 1, layout.fingerprint, {"codec": codec})
+
+
+def plan_of(task: Task, layout: Layout, codec: str) -> RunPlan:
+    """Return the plan of a syncer that holds ``layout``: every round takes all sites."""
+    outer = OuterOptions(
+        num_fragments=len(layout.fragments),
+        quorum="all",
+        quorum_min=task.sites,
+        grace="fixed",
+        grace_ns=0,
+        weights="uniform",
+    )
+    return RunPlan(agreement_of(layout, codec), layout, "bench", outer, OuterRule(OUTER))
+
+
+def options_of(folder: str, codec: str) -> SyncerOptions:
+    """Return the options of a syncer that makes no snapshot in a benchmark's time."""
+    return SyncerOptions(folder=folder, up_codecs=[codec], down_codec=codec, snapshot_every=1 << 30, linger_s=0.0)
 
 
 def error_max(codec: str) -> float:
@@ -133,15 +155,11 @@ def values_digest(values: Sequence[np.ndarray]) -> str:
 
 
 def run_syncer(case: Case, folder: str, pipe: Any) -> None:
-    """Run the syncer's process: send its address, then its events and CPU time when asked, and end when told."""
+    """Run the syncer's process: send its address, then its events and CPU time when asked."""
     limit_arenas()  # As the program itself does.
     _settle(case, "syncer")
     layout = plan_layout(case.task.shapes(), 1)
-    outer = OuterOptions(quorum="all", quorum_min=case.task.sites, grace="fixed", grace_ns=0, weights="uniform")
-    plan = RunPlan(case.agreement, layout, "bench", outer, OuterRule(OuterOptimizerOptions(**OPTIMIZER)))  # type: ignore[arg-type]
-    options = SyncerOptions(
-        folder=folder, up_codecs=[case.codec], down_codec=case.codec, snapshot_every=1 << 30, linger_s=0.0
-    )
+    plan, options = plan_of(case.task, layout, case.codec), options_of(folder, case.codec)
     network = ServerOptions(run_id="bench", address=case.listen, chunk_bytes=CHUNK_BYTES)
     events: list[tuple[float, str, dict[str, object]]] = []
     versions, cpu = itertools.count(1), Cpu()
@@ -156,10 +174,9 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     disk = PLAIN_DISK if case.synced else UnsyncedDisk()
     syncer = Syncer(options, plan, lambda: [torch.zeros(case.task.numel)], network, security, note, disk)
     pipe.send(syncer.start())
-    while pipe.recv() != "end":
-        pipe.send({"events": events, "core_ms": cpu.ms(case.task.rounds)})
-    # End without the last snapshot, which is not part of a round.
-    pipe.close()
+    pipe.recv()
+    pipe.send({"events": events, "core_ms": cpu.ms(case.task.rounds)})
+    pipe.recv()  # It is killed here: the last snapshot of a stop is not part of a round.
 
 
 def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> None:
@@ -171,13 +188,14 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     values = [tensor.numpy() for tensor in parameters.values()]
     options = ClientOptions(**case.client)
     security = SecurityOptions(insecure_non_loopback=bool(case.places), tls_ca=case.tls.get("tls_ca", ""))
+    layout = plan_layout(task.shapes(), 1)
     client, group = SyncClient(address, name, "bench", options=options, security=security), SiteGroup()
     agent = Agent(
         AgentOptions(folder=folder, adapt=AdaptOptions(ways=(Way(case.codec, 0),)), finish_timeout_s=1.0),
         LearnerOptions(inner_steps=1, lock_step=True),
-        plan_layout(task.shapes(), 1),
+        layout,
         Holding(parameters, group),
-        case.agreement,
+        agreement_of(layout, case.codec),
         client,
         quiet,
         Orders(group),
@@ -279,17 +297,10 @@ def measure_ours(case: Case, bound_s: float, watch: Callable[[], None] | None = 
 
     Call ``watch`` once the syncer runs.
     """
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ours, theirs = context.Pipe()
-        syncer = context.Process(target=run_syncer, args=(case, str(folder / "syncer"), theirs), daemon=True)
-        syncer.start()
-        stack.callback(syncer.join, 30.0)
-        stack.callback(syncer.kill)
-        if not ours.poll(bound_s):
-            raise TimeoutError(f"the syncer did not start in {bound_s} s")
-        port = ours.recv().rpartition(":")[2]
+        syncer = started(stack, run_syncer, case, str(folder / "syncer"))
+        port = answer(syncer, bound_s).rpartition(":")[2]
         if watch is not None:
             watch()
         jobs = []
@@ -297,35 +308,42 @@ def measure_ours(case: Case, bound_s: float, watch: Callable[[], None] | None = 
             host = case.dial.get(name, case.listen.rpartition(":")[0])
             jobs.append((run_site, (case, str(folder / name), f"{host}:{port}", index)))
         sites = in_processes(jobs, bound_s)
-        ours.send("events")
-        if not ours.poll(bound_s):
-            raise TimeoutError(f"the syncer did not answer in {bound_s} s")
-        return {"sites": sites, **ours.recv()}
+        syncer.send("events")
+        return {"sites": sites, **answer(syncer, bound_s)}
 
 
 def in_processes(jobs: list[tuple[Any, tuple[Any, ...]]], bound_s: float) -> list[dict[str, Any]]:
     """Run each of ``jobs`` in its own process and return what each sends; the processes end after the last answer."""
+    with ExitStack() as stack:
+        pipes = [started(stack, target, *arguments) for target, arguments in jobs]
+        return [answer(pipe, bound_s) for pipe in pipes]
+
+
+def started(stack: ExitStack, target: Callable[..., None], *arguments: object) -> Connection:
+    """Run ``target`` in its own process, which ``stack`` kills; return our end of the pipe, its last argument."""
     context = multiprocessing.get_context("spawn")
-    started = []
-    for target, arguments in jobs:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        started.append((process, ours))
-    try:
-        answers = []
-        for process, pipe in started:
-            if not pipe.poll(bound_s):
-                raise TimeoutError(f"no answer from {process.name} in {bound_s} s")
-            answers.append(pipe.recv())
-        for _, pipe in started:
-            pipe.send("end")
-        return answers
-    finally:
-        for process, _ in started:
-            process.join(30.0)
-            process.kill()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    stack.callback(ours.close)
+    stack.callback(process.join, 30.0)
+    stack.callback(process.kill)
+    return ours
+
+
+def answer(pipe: Connection, bound_s: float) -> Any:
+    """Return what comes next; ``TimeoutError`` after ``bound_s``, and ``EOFError`` where the process has ended."""
+    if not pipe.poll(bound_s):
+        raise TimeoutError(f"no answer in {bound_s} s")
+    return pipe.recv()
+
+
+def free_port() -> int:
+    """Return a port of the loopback at which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def spread(sites: list[dict[str, Any]]) -> dict[str, float]:
