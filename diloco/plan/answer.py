@@ -102,11 +102,11 @@ def _advice(advice: Question | None) -> dict[str, Any] | None:
     """Return the settings of a run, by their configuration keys."""
     if advice is None:
         return None
-    waits, syncers = advice.overlap_steps == 0, memory(advice)["syncers_needed"]
+    syncers = memory(advice)["syncers_needed"]
     usual = RunConfig()
     kept, most = advice.downlinks_kept, advice.sites
     return {
-        **({"outer": "diloco"} if waits else {"outer": "decoupled", "outer.adopt": "rebase"}),
+        **({"outer": "diloco"} if advice.waits else {"outer": "decoupled", "outer.adopt": "rebase"}),
         **({"outer.kind": advice.outer_kind} if advice.outer_kind != "nesterov" else {}),
         **({"outer.momentum": 0.0} if advice.outer_kind == "sgd" else {}),
         **({"outer.sites_max": most} if most > usual.outer.sites_max else {}),
@@ -114,7 +114,7 @@ def _advice(advice: Question | None) -> dict[str, Any] | None:
         "outer.inner_steps": advice.inner_steps,
         "outer.num_fragments": advice.fragments,
         **({"outer.num_syncers": syncers} if syncers is not None and syncers > 1 else {}),
-        **({"outer.lock_step": True} if waits else {"site.overlap_steps": advice.overlap_steps}),
+        **({"outer.lock_step": True} if advice.waits else {"site.overlap_steps": advice.overlap_steps}),
         "codec.up": advice.codec_up,
         "codec.down": advice.codec_down,
     }

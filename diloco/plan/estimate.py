@@ -32,7 +32,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-SYNCERS = ("central", "sharded", "apart")
+LAYOUTS: Mapping[str, str] = {
+    "central": "sites, the syncer at one of them",
+    "sharded": "sites, a part of the syncer at each",
+    "apart": "sites, the syncer apart",
+}
+"""The places of the syncer, in words."""
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID_GBPS = tuple(10 ** (-4 + index / 200) for index in range(2001))
 """The bandwidths that the simulation tries, in Gbit/s: 0.1 Mbit/s to 1 Pbit/s, 1.2 % apart."""
@@ -139,7 +144,7 @@ class Question:
         require(self.fragments <= self.inner_steps, "fragments", self.fragments, wanted)
         wanted = f"below inner_steps={self.inner_steps}"
         require(self.overlap_steps < self.inner_steps, "overlap_steps", self.overlap_steps, wanted)
-        require(self.syncer in SYNCERS, "syncer", self.syncer, f"one of {', '.join(SYNCERS)}")
+        require(self.syncer in LAYOUTS, "syncer", self.syncer, f"one of {', '.join(LAYOUTS)}")
         wanted = f"at least sites={self.sites}, where each holds a part of the syncer"
         require(self.shards <= self.fragments, "fragments", self.fragments, wanted)
         for name, gbps in (("up_gbps", self.up_gbps), ("down_gbps", self.down_gbps or self.up_gbps)):
@@ -150,6 +155,11 @@ class Question:
     def shards(self) -> int:
         """The number of sites that hold a part of the syncer."""
         return {"apart": 0, "central": 1, "sharded": self.sites}[self.syncer]
+
+    @property
+    def waits(self) -> bool:
+        """Whether sites wait for each exchange."""
+        return self.overlap_steps == 0
 
     @property
     def inner_step_s(self) -> float:

@@ -13,7 +13,7 @@ from math import log
 from typing import TYPE_CHECKING
 
 from diloco.plan.bandwidth import GRID_GBPS, Exchange, Model, gbps_needed
-from diloco.plan.estimate import loads_of, merging_share, sizes, star_of, utilisation_found
+from diloco.plan.estimate import LAYOUTS, SHARES, loads_of, merging_share, sizes, star_of, utilisation_found
 from diloco.sim.fleet import simulate
 from diloco.sim.fleet_plan import YEAR_S, FleetPlan, FleetSite
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions, even_offsets
@@ -36,11 +36,6 @@ FRAGMENTS_MAX = 8
 WHOLE_TIMES = 8
 """How many times as large a whole fp32 version is as a version's encoded differences."""
 JOB = "one job of all chips"
-LAYOUTS: Mapping[str, str] = {
-    "central": "sites, the syncer at one of them",
-    "sharded": "sites, a part of the syncer at each",
-    "apart": "sites, the syncer apart",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ def expected(question: Question) -> list[Expected]:
     """Return what to expect of all chips as one job, and of sites with the syncer at one of them, in parts at each, and
     where the question places it."""
     asked = {question.syncer, "central"} | ({"sharded"} if 1 < question.sites <= question.fragments else set())
-    rate, waits = rate_per_s(question), _waits(question)
+    rate, waits = rate_per_s(question), question.waits
     share, interruptions = (1.0, 0) if waits else _failing(question, question.sites, rate, INTERRUPTIONS)
     # One job resumes without the lost chips, and waits for no link.
     of_job = question.sites * rate
@@ -84,15 +79,11 @@ def rate_per_s(question: Question) -> float:
     return question.chips * question.interruptions_per_chip_year / YEAR_S
 
 
-def _waits(question: Question) -> bool:
-    return question.overlap_steps == 0
-
-
 def _by_formula(question: Question) -> tuple[float, float]:
     """Return the goodput, and the share of due updates that links and syncer can carry: 1 where sites wait."""
     trained, away = utilisation_found(question).formula, rate_per_s(question) * question.away_s
     assert trained is not None
-    if _waits(question):
+    if question.waits:
         return 1 / (1 / trained + question.sites * away), 1.0
     period_s, (up, down) = star_of(question).period_s, question.link_gbps
     busy = (max(load.up / up, load.down / down) * 1e-9 / period_s for load in loads_of(question))
@@ -108,7 +99,7 @@ def _on_links(question: Question) -> tuple[float, float]:
     sites = tuple(_site(question, star, of, index) for index in range(question.sites))
     plan = _plan(few, sites, size.update_bytes, size.version_bytes, rounds * star.period_s)
     # Sites that wait do so for every fragment's merge; otherwise a version is later by one fragment's merge.
-    merge_s = (star.fragments / few.fragments if _waits(question) else 1) * star.merge_s
+    merge_s = (star.fragments / few.fragments if question.waits else 1) * star.merge_s
     found = simulate(replace(plan, merge_s=merge_s))
     due = sum(_due(few, site.steps) for site in found.sites)
     return found.goodput, min(1.0, found.site_rounds / due) if due else 0.0
@@ -133,7 +124,7 @@ def _failing(question: Question, sites: int, rate: float, interruptions: int) ->
 def _due(question: Question, steps: int) -> int:
     """Return how many updates of a site must have been merged after ``steps``: those due a period or more ago or, where
     sites wait, an inner step ago."""
-    by = steps - (1 if _waits(question) else question.inner_steps)
+    by = steps - (1 if question.waits else question.inner_steps)
     firsts = even_offsets(question.fragments, question.inner_steps)
     return sum((by - first) // question.inner_steps + (first > 0) for first in firsts if by >= first)
 
@@ -143,7 +134,7 @@ def _site(question: Question, star: Star, of: list[Load], index: int) -> FleetSi
     ups, downs = question.up_gbps, question.down_gbps or question.up_gbps
     up, down = ups[index % len(ups)], downs[index % len(downs)]
     size = sizes(question)
-    if _waits(question):  # All send, and then all fetch.
+    if question.waits:  # All send, and then all fetch.
         up_s = max(max(load.updates_up / up, load.updates_down / down) for load in of)
         down_s = max(max(load.versions_up / up, load.versions_down / down) for load in of)
     else:
@@ -161,11 +152,10 @@ def _plan(
     question: Question, sites: tuple[FleetSite, ...], up: tuple[int, ...], down: tuple[int, ...], seconds: float
 ) -> FleetPlan:
     """Return a fleet's plan: quorum 1 and adaptive grace or, where sites wait, quorum "all"; sites have version 0."""
-    waits = _waits(question)
-    in_flight = 1 if waits else 2
+    in_flight = 1 if question.waits else 2
     outer = OuterOptions(
         num_fragments=question.fragments,
-        quorum="all" if waits else 1,
+        quorum="all" if question.waits else 1,
         grace_ns=SECOND_NS,
         sites_max=len(sites),
         updates_in_flight_max=in_flight,
@@ -175,7 +165,7 @@ def _plan(
         inner_steps=question.inner_steps,
         updates_in_flight_max=in_flight,
         adopt="overwrite",
-        lock_step=waits,
+        lock_step=question.waits,
     )
     return FleetPlan(
         sites=sites,
@@ -190,7 +180,6 @@ def _plan(
     )
 
 
-SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 MODELS: Mapping[str, tuple[Model, int]] = {
     "1B": (Model(parameters=1e9, layers=24, step_s=0.1), 8),
     "10B": (Model(parameters=10e9, layers=48, step_s=0.8), 16),

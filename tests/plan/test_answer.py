@@ -14,8 +14,8 @@ from diloco.config.compose import compose
 from diloco.plan import answer as plan_answer
 from diloco.plan import studies
 from diloco.plan.answer import advice_line, answer, first_line, memory, picture, round_lines, show, values
-from diloco.plan.estimate import PRESETS, Question
-from diloco.plan.studies import JOB, LAYOUTS
+from diloco.plan.estimate import LAYOUTS, PRESETS, Question
+from diloco.plan.studies import JOB
 
 ASKED = Question(parameters=8e9, step_s=2.0, fragments=8, syncer="sharded", codec_down="fp32", up_gbps=(20.0,))
 

@@ -8,8 +8,8 @@ import pytest
 
 from diloco.plan import studies
 from diloco.plan.bandwidth import Exchange, Load, Model, Star, gbps_needed, star_utilisation, utilisation
-from diloco.plan.estimate import PRESETS, Question
-from diloco.plan.studies import GBPS, JOB, LAYOUTS, MODELS, SHARES, Expected, bandwidths, exchange_of, expected
+from diloco.plan.estimate import LAYOUTS, PRESETS, SHARES, Question
+from diloco.plan.studies import GBPS, JOB, MODELS, Expected, bandwidths, exchange_of, expected
 
 ASKED = Question(
     parameters=1e9,
