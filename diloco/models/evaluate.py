@@ -38,12 +38,10 @@ BATCH_SEQUENCES = 16
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Loss in nats per token, and in bits per byte, which compares between tokenizers."""
+    """Loss in nats per token, and in bits per byte of UTF-8, which compares between tokenizers."""
 
     val_loss: float
-    """In nats per token."""
     val_bits_per_byte: float
-    """Of UTF-8: comparable between tokenizers."""
 
 
 class Evaluator:

@@ -38,7 +38,7 @@ class Child:
     """Starts ``python -m MODULE`` and sends it commands; a context manager, safe for threads.
 
     A command that the child refuses raises ``ValueError`` with the child's message. A child that has died, or does not
-    answer within ``answer_timeout_s``, raises ``ChildDiedError``. The child has its own session, so that a Ctrl-C meant
+    answer within ``ANSWER_TIMEOUT_S``, raises ``ChildDiedError``. The child has its own session, so that a Ctrl-C meant
     for the run leaves the links up while the run drains.
     """
 
@@ -47,8 +47,7 @@ class Child:
     noun: ClassVar[str]
     """The child's name in error messages."""
 
-    def __init__(self, *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        self._answer_timeout_s = answer_timeout_s
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._number = 0
         self._unread = b""
@@ -102,7 +101,7 @@ class Child:
                 self._child.stdin.write(line.encode())
             except BrokenPipeError:
                 raise self._death() from None
-            deadline_s = time.monotonic() + self._answer_timeout_s
+            deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
             answer: dict[str, object] = {}
             while answer.get("number") != self._number:  # The answer to an earlier command that timed out comes first.
                 answer = json.loads(self._read_line(deadline_s))
@@ -117,7 +116,7 @@ class Child:
             selector.register(output, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not selector.select(max(0.0, deadline_s - time.monotonic())):
-                    words = f"did not answer within {self._answer_timeout_s:g} s"
+                    words = f"did not answer within {ANSWER_TIMEOUT_S:g} s"
                     raise ChildDiedError(f"the {self.noun} {self.pid} {words}")
                 piece = os.read(output, 65536)
                 if not piece:

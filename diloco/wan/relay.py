@@ -363,11 +363,9 @@ class Relay:
 
     def partition(self, direction: str = "both") -> None:
         """Stop delivery in ``direction`` ("both", "up" or "down") until ``heal``; nothing is closed or lost."""
-        chosen = directions(direction)
-        for name, lane in self._lanes.items():
-            if name in chosen:
-                lane.path.blocked = True
-                lane.refresh()
+        for name in directions(direction):
+            self._lanes[name].path.blocked = True
+            self._lanes[name].refresh()
 
     def heal(self) -> None:
         """End the partition of both directions. Everything held crosses the link again from the start."""

@@ -135,20 +135,19 @@ def test_a_relay_that_was_killed_or_failed_is_noticed_with_its_last_words() -> N
         relays._do("add")
 
 
-def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back() -> None:
-    with RelayProcess() as patient:
-        patient.stats()
-        with RelayProcess(answer_timeout_s=WAIT_S) as relays:
+def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back(
+    relays: RelayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relays.stats()
+    os.kill(relays.pid, signal.SIGSTOP)
+    monkeypatch.setattr("diloco.wan.process.ANSWER_TIMEOUT_S", 0.3)
+    try:
+        with pytest.raises(ChildDiedError, match=r"did not answer within 0\.3 s"):
             relays.stats()
-            relays._answer_timeout_s = 0.3
-            os.kill(relays.pid, signal.SIGSTOP)
-            try:
-                with pytest.raises(ChildDiedError, match=r"did not answer within 0\.3 s"):
-                    relays.stats()
-            finally:
-                os.kill(relays.pid, signal.SIGCONT)
-            relays._answer_timeout_s = WAIT_S
-            assert relays.cpu_s() > 0, "the answer that came too late was taken for this one's"
+    finally:
+        os.kill(relays.pid, signal.SIGCONT)
+    monkeypatch.undo()
+    assert relays.cpu_s() > 0, "the answer that came too late was taken for this one's"
 
 
 def test_the_relay_does_not_outlive_a_parent_that_was_killed() -> None:
