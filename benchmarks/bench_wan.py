@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench_round import checked
-from benchmarks.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
+from benchmarks.netns import SYNCER, WIDE, Netns, UnfaithfulError, available_congestions, unavailable
 from benchmarks.peers.task import Task, reports_in, round_seconds
 from benchmarks.pipe import PipeOptions
 from benchmarks.record import ROOT, finish, parser_of, percentile, record
@@ -56,7 +56,6 @@ BULK_BYTES_MIN = 256 * 1024
 """A direction with fewer bytes than this in a round had no transfer."""
 RATES = ("up_mbps", "down_mbps")
 STAGES = ("seal_s", "up_s", "outer_step_s", "down_s", "adopt_s")
-WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
 KERNELS: dict[str, dict[str, str]] = {
     "stock": {},
     "lowat": {"ipv4.tcp_notsent_lowat": "131072"},

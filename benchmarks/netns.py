@@ -68,6 +68,8 @@ DEVICE_QUEUE_PACKETS = 10_000
 """Length of the queue that the emulator reads; drops here are the emulator's fault and are counted."""
 COMMAND_TIMEOUT_S = 20.0
 CONGESTIONS = ("bbr", "cubic", "reno")
+WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
+"""Settings for windows of the size of the link, so that a measured rate is not one of the machine's settings."""
 
 
 def unavailable() -> str | None:

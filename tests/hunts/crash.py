@@ -34,7 +34,7 @@ from tests.hunts.verb_lives import VerbLives
 from tests.loopback.audit import History, audit
 from tests.loopback.cluster import Log, Process, free_port
 from tests.loopback.stranger import Stranger
-from tests.loopback.toy import Toy
+from tests.loopback.toy import EVERYBODY, Toy
 
 BOUND_S = 120.0
 SITES = ("a", "b")
@@ -244,8 +244,7 @@ def the_toy(folder: Path, *, lock_step: bool) -> Toy:
     common: dict[str, object] = {"folder": str(folder), "inner_steps": 6, "seed": 11, "port": free_port()}
     outer: dict[str, object] = {"num_fragments": 2, "grace": "fixed"}
     if lock_step:
-        budget = {"token_budget": 30 * 2 * 6 * 10, "grace_ns": 0, "weights": "uniform"}
-        outer |= {**budget, "quorum": "all", "quorum_min": 2, "site_timeout_ns": 600 * 10**9}
+        outer |= {**EVERYBODY, "token_budget": 30 * 2 * 6 * 10, "site_timeout_ns": 600 * 10**9}
         optimizer = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
         return Toy(**common, lock_step=True, outer=outer, optimizer=optimizer)  # type: ignore[arg-type]
     outer |= {"grace_ns": 5_000_000, "token_budget": 20_000}

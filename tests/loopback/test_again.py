@@ -19,15 +19,14 @@ from diloco.syncer.store import RunCard
 from diloco.wire.client import SyncClient
 from tests.loopback.audit import History, audit
 from tests.loopback.cluster import Process, SiteThread, free_port, serving
-from tests.loopback.toy import RUN, Toy
+from tests.loopback.toy import EVERYBODY, RUN, Toy
 
 BOUND_S = 60.0
 FAR = 1_000_000
 
 
 def the_toy(folder: Path, rounds: int) -> Toy:
-    everybody = {"quorum": "all", "quorum_min": 2, "grace": "fixed", "grace_ns": 0, "weights": "uniform"}
-    outer = {**everybody, "num_fragments": 2, "token_budget": rounds * 2 * 6 * 10, "site_timeout_ns": 600 * 10**9}
+    outer = {**EVERYBODY, "num_fragments": 2, "token_budget": rounds * 2 * 6 * 10, "site_timeout_ns": 600 * 10**9}
     optimizer = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
     return Toy(folder=str(folder), outer=outer, optimizer=optimizer, lock_step=True, inner_steps=6, snapshot_every=FAR)
 

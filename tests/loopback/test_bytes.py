@@ -13,7 +13,7 @@ from diloco.codec.registry import make_codec
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.loopback.cluster import SiteThread, serving
-from tests.loopback.toy import TOKENS_PER_STEP, Toy
+from tests.loopback.toy import EVERYBODY, TOKENS_PER_STEP, Toy
 
 BOUND_S = 60.0
 SHAPES = (("blocks.0.w", (400, 300)), ("blocks.1.w", (300, 401)), ("head", (300, 500)), ("norm", (77,)))
@@ -33,13 +33,7 @@ class Counted:
 
 def count(folder: Path, codec: str) -> Counted:
     """Run the same rounds in lock-step with ``codec`` both ways, and count between two rounds when nothing moves."""
-    outer = {
-        "quorum": "all",
-        "quorum_min": 2,
-        "grace": "fixed",
-        "grace_ns": 0,
-        "token_budget": (ROUNDS + 1) * 2 * INNER_STEPS * TOKENS_PER_STEP,
-    }
+    outer = {**EVERYBODY, "token_budget": (ROUNDS + 1) * 2 * INNER_STEPS * TOKENS_PER_STEP}
     toy = Toy(folder=str(folder), codec=codec, inner_steps=INNER_STEPS, lock_step=True, shapes=SHAPES, outer=outer)
     counts: list[int] = []
     marks: list[dict[str, int]] = []

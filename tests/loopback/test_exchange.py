@@ -19,7 +19,7 @@ from diloco.outer.reference import reference_diloco
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
 from tests.loopback.cluster import Log, SiteThread, serving
-from tests.loopback.toy import TOKENS_PER_STEP, Toy, empty_parameters, train
+from tests.loopback.toy import EVERYBODY, TOKENS_PER_STEP, Toy, empty_parameters, train
 from tests.sooner import sooner
 
 BOUND_S = 40.0
@@ -27,15 +27,8 @@ NESTEROV = {"lr": 0.7, "momentum": 0.9}
 
 
 def lock_step(folder: Path, sites: int, rounds: int, **changes: object) -> Toy:
-    settings: dict[str, object] = {
-        "quorum": "all",
-        "quorum_min": sites,
-        "grace": "fixed",
-        "grace_ns": 0,
-        "weights": "uniform",
-        "token_budget": rounds * sites * 5 * TOKENS_PER_STEP,
-    }
-    return Toy(folder=str(folder), lock_step=True, outer=settings, **changes)  # type: ignore[arg-type]
+    outer = {**EVERYBODY, "quorum_min": sites, "token_budget": rounds * sites * 5 * TOKENS_PER_STEP}
+    return Toy(folder=str(folder), lock_step=True, outer=outer, **changes)  # type: ignore[arg-type]
 
 
 def whole_run(toy: Toy, sites: list[str], *pauses: float) -> tuple[Syncer, Log, list[SiteThread], list[Finished]]:

@@ -22,7 +22,7 @@ from diloco.config.schema import RunConfig
 from diloco.durable import Disk, Step
 from diloco.learner.region import Upward
 from diloco.observe.eventlog import Event
-from diloco.sync.region import standing
+from diloco.sync.region import Standing, standing
 from diloco.sync.rounds import Selection
 from diloco.sync.state import OuterState, Phase
 from diloco.sync.syncer import OuterSync
@@ -103,12 +103,18 @@ def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]]) ->
     both_levels_agree(history(toy), told)
 
 
+def balanced(region: OuterState) -> Standing:
+    """Where a region stands, whose books balance."""
+    found = standing(region)
+    assert found is not None
+    assert found.ledger.balanced()
+    return found
+
+
 def both_levels_agree(above: History, told: dict[str, History]) -> None:
     """What a region says that the one above has merged is what that says, and all it has merged itself is somewhere."""
     for name, below in told.items():
-        found = standing(below.machine.state)
-        assert found is not None
-        assert found.ledger.balanced()
+        found = balanced(below.machine.state)
         line_tokens = [line.tokens_merged for line in above.machine.state.sites[name].lines]
         assert 0 <= found.ledger.merged - sum(line_tokens) // len(line_tokens) <= 1, "to rounding"
         if not below.began:  # A later lineage knows of the earlier ones what is merged above.
@@ -243,9 +249,7 @@ def test_a_standby_sends_the_last_update_of_a_region_that_has_ended(tmp_path: Pa
     whole = replace(region, folder=str(one_run(Path(region.folder), ["node-0", "node-1"])))
     told = audit(whole, [leads.log, follows.log], {site.site: [site.log]}, {site.site: finished})
     both_levels_agree(history(toy), {"region-a": told})
-    found = standing(told.machine.state)
-    assert found is not None
-    assert found.ledger.unsent == 0
+    assert balanced(told.machine.state).ledger.unsent == 0
     assert "pushed" in [event["event"] for event in follows.log.of("upstream")]
 
 
@@ -283,9 +287,7 @@ def test_a_region_that_has_ended_goes_on_after_a_restore_above_and_else_stays_so
     state, below = history(toy).machine.state, history(region).machine.state
     assert (state.phase, below.phase) == (Phase.ENDED, Phase.ENDED)
     assert state.run_tokens() >= BUDGET
-    found = standing(below)
-    assert found is not None
-    assert found.ledger.balanced()
+    balanced(below)
     assert state.sites["region-a"].status.value == "left"
 
 
@@ -367,9 +369,7 @@ def test_a_region_whose_disk_is_lost_is_restored(place: Place, source: tuple[str
     for number in (0, 1):
         assert place.seen("east", f"east-{number}", "started_over"), "it has heard of the new lineage"
     above, below = (last_state(compose([*TINY, *LEVELS]), place.folder / "runs" / run) for run in ("top", "east"))
-    found = standing(below)
-    assert found is not None
-    assert found.ledger.balanced()
+    found = balanced(below)
     assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
     assert found.ledger.merged == above.sites["east"].lines[0].tokens_merged
 
@@ -403,11 +403,9 @@ def test_each_of_two_syncers_of_a_region_is_a_site_of_the_one_above_of_its_numbe
     for index in range(2):
         config = at(compose([*TINY, *LEVELS, *two]), index)
         above, below = (last_state(config, place.folder / "runs" / run / "syncers" / str(index)) for run in ports)
-        found = standing(below)
-        assert found is not None
+        found = balanced(below)
         assert len(found.versions) == len(above.fragments) == 2
         assert min(found.versions) > 0
-        assert found.ledger.balanced()
         merged = sum(line.tokens_merged for line in above.sites["east"].lines)
         assert merged >= 2 * 20_000, "over two fragments"
         assert 0 <= found.ledger.merged - merged // 2 <= 1, "to rounding"

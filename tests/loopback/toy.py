@@ -55,6 +55,8 @@ from tests.power import ForgetfulDisk
 
 SHAPES = (("blocks.0.w", (40, 30)), ("blocks.1.w", (30, 20)), ("head", (257,)), ("norm", (9,)))
 TOKENS_PER_STEP = 10
+EVERYBODY: dict[str, object] = {"quorum": "all", "quorum_min": 2, "grace": "fixed", "grace_ns": 0, "weights": "uniform"}
+"""The rules of rounds in which every site takes part, of two or more."""
 RUN = "toy"
 
 

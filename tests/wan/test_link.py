@@ -7,11 +7,13 @@ import random
 
 import pytest
 
+from benchmarks.pipe import PipeOptions
 from diloco.wan.link import (
     JITTER_SLOT_NS,
     MILLISECOND_NS,
     SECOND_NS,
     UNLIMITED_WINDOW_BYTES,
+    CommonOptions,
     LinkOptions,
     Path,
     Weather,
@@ -73,17 +75,25 @@ REFUSED = {
     "rtt_ms": (-1, float("nan"), "80"),
     "jitter_ms": (1.5,),
     "mbps": (-0.1, 1e-9, True),
-    "queue_kib": (float("inf"),),
-    "stall_percent": (101,),
-    "stall_ms": (1e9,),
+    "queue_kib": (float("inf"), -1),
     "seed": (0.5,),
 }
+"""Of both kinds of links; each has more of its own."""
 
 
-def test_an_option_that_cannot_work_is_refused_by_name_and_value() -> None:
-    for field, value in ((field, value) for field, values in REFUSED.items() for value in values):
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [(LinkOptions, {"stall_percent": (101,), "stall_ms": (1e9,)}), (PipeOptions, {"loss_percent": (200,)})],
+)
+def test_an_option_that_cannot_work_is_refused_by_name_and_value(
+    kind: type[CommonOptions], own: dict[str, tuple[float, ...]]
+) -> None:
+    for field, value in ((field, value) for field, values in {**REFUSED, **own}.items() for value in values):
         with pytest.raises(ValueError, match=f"^{field} is {value!r}: "):
-            LinkOptions(**{"rtt_ms": 1, field: value})  # type: ignore[arg-type]
+            kind(**{"rtt_ms": 1, field: value})  # type: ignore[arg-type]
+
+
+def test_a_link_that_stands_still_for_most_of_the_time_is_refused() -> None:
     LinkOptions(stall_percent=100, stall_ms=500)
     with pytest.raises(ValueError, match="stall_percent is 100: with stall_ms=2000 the link would stand still 200%"):
         LinkOptions(stall_percent=100, stall_ms=2000)

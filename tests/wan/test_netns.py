@@ -22,6 +22,7 @@ from benchmarks.netns import (
     LATE_MS_P99_MAX,
     SITES_MAX,
     SYNCER,
+    WIDE,
     Netns,
     UnfaithfulError,
     _complaints,
@@ -31,7 +32,7 @@ from benchmarks.netns import (
 from benchmarks.pipe import PipeOptions
 from diloco.wan.process import ChildDiedError
 from tests.runs.processes import ROOT, wait_for
-from tests.wan.test_process import is_running
+from tests.runs.test_supervise import alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,8 +44,6 @@ WAIT_S = 20.0
 SILENCE_S = 0.4
 TRIES = 5
 SLEEP = ["sleep", "60"]
-# Windows of the size of the link, so that a test of the rate is not one of the machine's settings.
-WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
 
 
 @contextlib.contextmanager
@@ -237,7 +236,7 @@ def test_a_process_is_in_its_namespace_from_its_birth_and_nothing_is_left_of_it(
         place = Path(network.place("a"))
     assert Path("/proc/thread-self/ns/net").stat().st_ino == here.st_ino, "its parent has stayed there"
     assert sleeper.poll() is not None
-    assert not is_running(network.pid)
+    assert not alive(network.pid)
     assert not place.exists()
     network.close()
     with pytest.raises(ChildDiedError, match="the link emulator was closed"):
@@ -254,7 +253,7 @@ def test_nothing_is_left_of_an_owner_or_an_emulator_that_was_killed() -> None:
     owner = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
     assert owner.returncode == -9
     pids = [int(pid) for pid in owner.stdout.split()]
-    wait_for(lambda: not any(map(is_running, pids)), "the emulator and what is in its namespaces to end")
+    wait_for(lambda: not any(map(alive, pids)), "the emulator and what is in its namespaces to end")
     with Netns({"a": PipeOptions()}) as network:
         sleeper = network.popen("a", SLEEP)
         os.kill(network.pid, signal.SIGKILL)
@@ -303,7 +302,7 @@ def test_bad_input_is_refused_in_words_before_or_after_the_start() -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 network.set("a", **change)
-        assert is_running(network.pid)
+        assert alive(network.pid)
 
 
 FINE: dict[str, Any] = {"packets_out": 100, "late_us_p99": 100.0, "lost": 5, "drawn": 5000, "expected_lost": 5.0}

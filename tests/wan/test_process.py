@@ -17,6 +17,7 @@ from diloco.wan.link import LinkOptions
 from diloco.wan.process import ChildDiedError, RelayProcess
 from diloco.wan.relay import format_address, parse_address
 from tests.runs.processes import ROOT, wait_for
+from tests.runs.test_supervise import alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,14 +36,6 @@ def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(WAIT_S)
         yield listening
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is not just waiting to be reaped."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_links_are_hosted_by_name_and_controlled_while_they_run(relays: RelayProcess, listener: socket.socket) -> None:
@@ -115,7 +108,7 @@ def test_the_relay_is_small_in_a_session_of_its_own_and_gone_when_it_is_closed()
     assert "libtorch" not in Path(f"/proc/{relays.pid}/maps").read_text(encoding="utf-8")
     for _ in range(2):  # Closing it again is allowed.
         relays.close()
-    assert not is_running(relays.pid)
+    assert not alive(relays.pid)
     assert relays._child.returncode == 0
     with pytest.raises(ChildDiedError, match="was closed"):
         relays.stats()
@@ -127,7 +120,7 @@ def test_a_relay_that_was_killed_or_failed_is_noticed_with_its_last_words() -> N
         os.kill(relays.pid, signal.SIGKILL)
         with pytest.raises(ChildDiedError, match=r"has ended \(exit code -9\)"):
             relays.stats()
-        assert not is_running(relays.pid)
+        assert not alive(relays.pid)
         with pytest.raises(ChildDiedError):
             relays.heal("a")
     with RelayProcess() as relays, pytest.raises(ChildDiedError, match=r"(?s)\(exit code 1\); it said: .*TypeError"):
@@ -157,4 +150,4 @@ def test_the_relay_does_not_outlive_a_parent_that_was_killed() -> None:
     )
     parent = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=30, check=False)
     assert parent.returncode == -9, parent.stderr.decode()
-    wait_for(lambda: not is_running(int(parent.stdout)), "the relay to end")
+    wait_for(lambda: not alive(int(parent.stdout)), "the relay to end")
