@@ -51,6 +51,7 @@ from diloco.outer.fragments import named_parameters_once
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
 WARM_PAIRS = 1
 ANSWER_S_MAX = 600.0
@@ -147,16 +148,13 @@ def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
     loop, line = Loop(theirs, group.wrap(theirs), stream(), precision), line_of(ours, group, facts)
     trainer.may_act = line.may_act if isinstance(line, Agent) else lambda: False
 
-    def by_trainer() -> None:
-        trainer.run(until_step=trainer.step + facts.steps, after_step=line.after_step)
-
-    def by_loop() -> None:
-        loop.run(facts.steps)
-
+    both: list[tuple[str, Callable[[], object]]] = [
+        ("ours", lambda: trainer.run(until_step=trainer.step + facts.steps, after_step=line.after_step)),
+        ("bare", lambda: loop.run(facts.steps)),
+    ]
     found = []
     for pair in range(facts.pairs + WARM_PAIRS):
         row: dict[str, float] = {}
-        both = [("ours", by_trainer), ("bare", by_loop)]
         for name, block in both if pair % 2 else both[::-1]:
             group.all_reduce_sum([0.0])  # All ranks begin together.
             began_s, began_cpu_s = time.perf_counter(), time.thread_time()

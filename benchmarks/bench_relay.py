@@ -11,7 +11,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from dataclasses import dataclass
 
 from benchmarks.record import finish, parser_of, percentile, record
 from diloco.wan.link import LinkOptions
@@ -23,15 +22,6 @@ RATES_MBPS = (10.0, 100.0, 1000.0)
 PING_BYTES = 64
 PIECE_BYTES = 1 << 18
 WAIT_S = 30.0
-
-
-@dataclass(kw_only=True, slots=True)
-class Effort:
-    """The length of the measurement in each cell of the grid."""
-
-    num_pings: int
-    bulk_s: float
-    """Length of the measured window; the warm-up before it is one round trip and half a second."""
 
 
 class Target:
@@ -93,7 +83,10 @@ def measure_round_trips_ms(address: str, num_pings: int) -> list[float]:
 
 
 def measure_goodput_mbps(address: str, target: Target, rtt_ms: float, bulk_s: float) -> float:
-    """Return the rate at which bytes arrive in a window of ``bulk_s``, on a connection that always has data to send."""
+    """Return the rate at which bytes arrive in a window of ``bulk_s``, on a connection that always has data to send.
+
+    The warm-up before it is one and a half round trips and half a second.
+    """
     stop = threading.Event()
     connection = connect(address, b"b")
 
@@ -118,14 +111,16 @@ def measure_goodput_mbps(address: str, target: Target, rtt_ms: float, bulk_s: fl
     return (after - before) * 8e3 / (after_ns - before_ns)
 
 
-def measure_cell(relays: RelayProcess, target: Target, options: LinkOptions, effort: Effort) -> dict[str, object]:
+def measure_cell(
+    relays: RelayProcess, target: Target, options: LinkOptions, pings: int, bulk_s: float
+) -> dict[str, object]:
     """Measure one cell of the grid, on its own link."""
     name = f"{options.rtt_ms:g} ms {options.mbps:g} Mbit/s"
     address = relays.add(name, options, target.address)
-    trips_ms = measure_round_trips_ms(address, effort.num_pings)
+    trips_ms = measure_round_trips_ms(address, pings)
     idle_late_us = relays.stats()[name]["late_us_p95"]
     cpu_s, began_s = relays.cpu_s(), time.perf_counter()
-    goodput_mbps = measure_goodput_mbps(address, target, options.rtt_ms, effort.bulk_s)
+    goodput_mbps = measure_goodput_mbps(address, target, options.rtt_ms, bulk_s)
     cpu_share = (relays.cpu_s() - cpu_s) / (time.perf_counter() - began_s)
     bulk_late_us = relays.stats()[name]["late_us_p95"]
     relays.reset(name)
@@ -144,10 +139,10 @@ def measure_cell(relays: RelayProcess, target: Target, options: LinkOptions, eff
     }
 
 
-def measure_direct(target: Target, effort: Effort) -> dict[str, object]:
+def measure_direct(target: Target, pings: int, bulk_s: float) -> dict[str, object]:
     """Measure the same through a plain loopback socket."""
-    trips_ms = measure_round_trips_ms(target.address, effort.num_pings)
-    goodput_mbps = measure_goodput_mbps(target.address, target, 0.0, effort.bulk_s)
+    trips_ms = measure_round_trips_ms(target.address, pings)
+    goodput_mbps = measure_goodput_mbps(target.address, target, 0.0, bulk_s)
     return {
         "path": "direct",
         "rtt_ms_p50": round(percentile(trips_ms, 50), 3),
@@ -158,20 +153,20 @@ def measure_direct(target: Target, effort: Effort) -> dict[str, object]:
 
 def main() -> None:
     arguments = parser_of(__doc__).parse_args()
-    effort = Effort(num_pings=10, bulk_s=1.0) if arguments.quick else Effort(num_pings=100, bulk_s=4.0)
+    pings, bulk_s = (10, 1.0) if arguments.quick else (100, 4.0)
     grid = [(rtt_ms, mbps) for rtt_ms in RTTS_MS for mbps in RATES_MBPS]
     if arguments.quick:
         grid = [(20.0, 100.0), (80.0, 100.0), (80.0, 1000.0)]
     target = Target()
-    rows = [measure_direct(target, effort)]
+    rows = [measure_direct(target, pings, bulk_s)]
     print(rows[-1], flush=True)
     with RelayProcess() as relays:
         for rtt_ms, mbps in [*grid, (0.0, 0.0)]:
             options = LinkOptions(rtt_ms=rtt_ms, mbps=mbps, seed=arguments.seed)
-            rows.append(measure_cell(relays, target, options, effort))
+            rows.append(measure_cell(relays, target, options, pings, bulk_s))
             print(rows[-1], flush=True)
     target.close()
-    config = {"num_pings": effort.num_pings, "bulk_s": effort.bulk_s, "quick": arguments.quick}
+    config = {"num_pings": pings, "bulk_s": bulk_s, "quick": arguments.quick}
     finish(record("relay", config, rows, arguments.seed), save=arguments.save)
 
 

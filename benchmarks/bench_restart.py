@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.bench_billion import memory
 from benchmarks.record import finish, parser_of, percentile, record
 from benchmarks.rounds import answer, started
 from diloco.outer.fragments import Layout, plan_layout
@@ -111,20 +112,14 @@ def plain_read_s(folder: Path) -> float:
     return time.perf_counter() - began
 
 
-def peak_kib() -> int:
-    """Return this process's peak memory in KiB, without its parent's."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1])
-
-
 def serve_once(folder: str, numel: int, fragments: int, told: Connection) -> None:
-    """Start the syncer in a new process, and send the seconds and the peak KiB."""
+    """Start the syncer in a new process, and send the seconds and the peak bytes."""
     syncer = syncer_of(folder, layout_of(numel, fragments), 0)
-    before = peak_kib()
+    before = memory(os.getpid())["VmHWM"]
     began = time.perf_counter()
     syncer.start()
     seconds = time.perf_counter() - began
-    told.send((seconds, peak_kib() - before))
+    told.send((seconds, memory(os.getpid())["VmHWM"] - before))
     told.recv()  # It is killed here: a stop would write one more snapshot.
 
 
@@ -141,7 +136,7 @@ def measure(folder: Path, numel: int, fragments: int, cold: bool, repeats: int) 
         with ExitStack() as stack:
             starts.append(answer(started(stack, serve_once, str(folder), numel, fragments), BOUND_S))
     seconds = [each for each, _ in starts]
-    kib = max(each for _, each in starts)
+    peak = max(each for _, each in starts)
     start_s, read_s = percentile(seconds, 50), percentile(reads, 50)
     return {
         "parameters": numel,
@@ -152,7 +147,7 @@ def measure(folder: Path, numel: int, fragments: int, cold: bool, repeats: int) 
         "slowest_s": round(max(seconds), 3),
         "plain_read_s": round(read_s, 3),
         "share_of_read_rate": round(read_s / start_s, 3),
-        "memory_over_state": round(kib * 1024 / size, 3),
+        "memory_over_state": round(peak / size, 3),
         "bound_s": round(5 + 2 * read_s, 3),
         "within_bound": max(seconds) < 5 + 2 * read_s,
     }

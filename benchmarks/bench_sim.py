@@ -19,8 +19,6 @@ from diloco.lab.fleet import Told, fleet_of, with_sites
 from diloco.sim.fleet import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from diloco.sim.fleet_plan import FleetPlan
 
 SETTINGS = ("cluster=local4", "network=transatlantic", "outer.sites_max=1000")
@@ -48,13 +46,6 @@ def heap(sites: int, rounds: int) -> None:
         heapq.heapreplace(planned, (now + sites + index, index))
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds that ``work`` takes."""
-    began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s
-
-
 def measured(name: str, sites: int, seconds: float, seeds: range) -> dict[str, Any]:
     """Simulate a fleet of each seed, with the floor after it, and return the row."""
     plans = [fleet(FLEETS[name], sites, seconds, seed) for seed in seeds]
@@ -62,11 +53,11 @@ def measured(name: str, sites: int, seconds: float, seeds: range) -> dict[str, A
     rates, floors, rounds = [], [], 0
     for plan in plans:
         began_s = time.perf_counter()
-        found = simulate(plan)
-        took_s = time.perf_counter() - began_s
-        rounds = found.site_rounds
-        rates.append(took_s / rounds)
-        floors.append(seconds_of(lambda rounds=rounds: heap(sites, rounds)) / rounds)
+        rounds = simulate(plan).site_rounds
+        simulated_s = time.perf_counter()
+        heap(sites, rounds)
+        rates.append((simulated_s - began_s) / rounds)
+        floors.append((time.perf_counter() - simulated_s) / rounds)
     p50_s, p95_s, floor_s = percentile(rates, 50), percentile(rates, 95), percentile(floors, 50)
     return {
         "what": name,

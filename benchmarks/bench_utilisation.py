@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,15 +56,6 @@ WAYS = {
 }
 BOUND_S = 240.0
 """The time allowed beyond a run's own: for its start, and the last round over the slowest link."""
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """The length of each run, and which runs to make."""
-
-    seconds: float
-    times: tuple[int, ...]
-    ways: tuple[str, ...]
 
 
 def made(place: Path, name: str, seconds: float, seed: int, *settings: str) -> MadeRun:
@@ -139,23 +129,22 @@ def words(found: dict[str, Any]) -> str:
 
 def main() -> None:
     arguments = parser_of(__doc__).parse_args()
-    whole = Effort(60.0, TIMES, tuple(WAYS))
-    effort = Effort(12.0, (8,), ("waits",)) if arguments.quick else whole
+    seconds, ways, each_times = (12.0, ["waits"], (8,)) if arguments.quick else (60.0, list(WAYS), TIMES)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         first = made(place, "first", 12.0, arguments.seed, "outer=diloco", "network.mbps=0")
         asked_mbps = bits_of(first.update_bytes) / (INNER_STEPS * max(step_s_of(first).values())) / 1e6
-        for way in effort.ways:
-            for times in effort.times:
+        for way in ways:
+            for times in each_times:
                 name, mbps = f"{way.replace(', ', '-').replace(' ', '-')}-{times}", times * asked_mbps
-                run = made(place, name, effort.seconds, arguments.seed, *WAYS[way], f"network.mbps={mbps:.4f}")
+                run = made(place, name, seconds, arguments.seed, *WAYS[way], f"network.mbps={mbps:.4f}")
                 rows.append(found := row(way, times, mbps, run))
                 print(words(found), flush=True)
     config = {
         "settings": list(SETTINGS),
         "ways": {way: list(settings) for way, settings in WAYS.items()},
-        "seconds": effort.seconds,
+        "seconds": seconds,
     }
     finish(record("utilisation", config, rows, arguments.seed, repeats=1), save=arguments.save)
 

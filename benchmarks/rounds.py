@@ -161,11 +161,12 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     layout = plan_layout(case.task.shapes(), 1)
     plan, options = plan_of(case.task, layout, case.codec), options_of(folder, case.codec)
     network = ServerOptions(run_id="bench", address=case.listen, chunk_bytes=CHUNK_BYTES)
-    events: list[tuple[float, str, dict[str, object]]] = []
+    events: list[tuple[float, str, Mapping[str, object]]] = []
     versions, cpu = itertools.count(1), Cpu()
 
     def note(what: str, fields: dict[str, object]) -> None:
-        events.append((time.monotonic(), what, {name: value for name, value in fields.items() if _is_plain(value)}))
+        plain = {name: value for name, value in fields.items() if isinstance(value, str | int | float | None)}
+        events.append((time.monotonic(), what, plain))
         if what == "published" and (version := next(versions)) in (case.task.warm_up, case.task.rounds_in_all):
             cpu.sample(ends=version == case.task.rounds_in_all)
 
@@ -362,7 +363,3 @@ def _settle(case: Case, who: str) -> None:
     settle()
     if who in case.places:
         enter(case.places[who])
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (str, int, float, bool, type(None)))
