@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.bench_billion import memory
 from benchmarks.record import finish, parser_of, percentile, record
-from benchmarks.rounds import answer, started
+from benchmarks.rounds import answer, quiet, started
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, OuterState
 from diloco.sync.options import PROTOCOL, Agreement, OuterOptions
@@ -59,7 +59,7 @@ def syncer_of(folder: str, layout: Layout, seed: int) -> Syncer:
         lambda: [torch.randn(fragment.numel, generator=dice) for fragment in layout.fragments],
         ServerOptions(run_id="restart", address="127.0.0.1:0"),
         SecurityOptions(),
-        lambda what, fields: None,
+        quiet,
     )
 
 

@@ -313,7 +313,8 @@ def main() -> None:
     parser.add_argument("--synced", action="store_true", help="every file is synced, as in a run")
     parser.add_argument("--congestions", nargs="+", default=["bbr", "cubic"], help="torchft runs under the first")
     parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=["stock"])
-    parser.add_argument("--links", nargs="+", type=int, default=[0, 1, 2], help=", ".join(link.name for link in LINKS))
+    links = ", ".join(link.name for link in LINKS).replace("%", "%%")  # In a help text a % begins a format.
+    parser.add_argument("--links", nargs="+", type=int, default=[0, 1, 2], help=links)
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="ours alone")
     parser.add_argument("--late-ms", type=float, default=5.0, help="how late the emulator may send 1 packet in 100")
     parser.add_argument("--bound-s", type=float, default=900.0, help="longest wait for one system on one link")

@@ -103,7 +103,7 @@ def test_a_warm_start_is_where_the_control_stood(text: CorpusManifest, tmp_path:
     assert began.score() < cold.score()
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
+# --- Cells of a laboratory --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import netns
+from benchmarks import bench_wan, netns
 from benchmarks.netns import (
     LATE_MS_P99_MAX,
     SITES_MAX,
@@ -303,6 +303,15 @@ def test_bad_input_is_refused_in_words_before_or_after_the_start() -> None:
             with pytest.raises(ValueError, match=words):
                 network.set("a", **change)
         assert alive(network.pid)
+
+
+def test_the_benchmark_of_far_links_names_them_in_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_wan", "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        bench_wan.main()
+    assert "1000Mbit/s 100ms 0.1%" in " ".join(capsys.readouterr().out.split())
 
 
 FINE: dict[str, Any] = {"packets_out": 100, "late_us_p99": 100.0, "lost": 5, "drawn": 5000, "expected_lost": 5.0}
