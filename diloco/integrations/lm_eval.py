@@ -152,9 +152,8 @@ def lines(told: Mapping[str, Any]) -> list[str]:
     """Format the result of ``score`` as lines for people."""
     found = []
     for name, facts in told["tasks"].items():
-        metrics = facts["metrics"].items()
         said = []
-        for metric, each in metrics:
+        for metric, each in facts["metrics"].items():
             value = "unknown" if each["value"] is None else f"{each['value']:.4f}"
             said.append(f"{metric} {value}" + (f" ± {each['stderr']:.4f}" if each["stderr"] is not None else ""))
         count = f" ({facts['documents']} questions)" if facts["documents"] is not None else ""

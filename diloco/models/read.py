@@ -247,9 +247,8 @@ def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
 def _line(part: FragmentProgress) -> Line:
     """Return what the syncer may know of the site's own updates: those inside its base are merged."""
     ahead = [sent for sent in part.in_flight if sent.merged_version is not None]
-    accepted = part.next_sequence - 1
     return Line(
-        watermark=accepted,
+        watermark=part.next_sequence - 1,
         tokens_merged=part.tokens_merged - sum(sent.tokens for sent in ahead),
         updates_merged=part.updates_merged - len(ahead),
     )

@@ -137,10 +137,6 @@ class Child:
 
 # --- The links of ``relay`` ------------------------------------------------------------------------------------------
 
-ANY_PORT = "127.0.0.1:0"
-
-Stats = dict[str, int | float]
-
 
 class RelayProcess(Child):
     """Starts ``python -m diloco.wan.relay`` and controls its links by name."""
@@ -148,7 +144,7 @@ class RelayProcess(Child):
     module = "diloco.wan.relay"
     noun = "relay process"
 
-    def add(self, name: str, options: LinkOptions, target: str, *, listen: str = ANY_PORT) -> str:
+    def add(self, name: str, options: LinkOptions, target: str, *, listen: str = "127.0.0.1:0") -> str:
         """Make a link to ``target`` (``host:port``); return the ``host:port`` to connect to instead."""
         return str(self._do("add", name=name, options=dataclasses.asdict(options), target=target, listen=listen))
 
@@ -180,7 +176,7 @@ class RelayProcess(Child):
         """Accept new connections again."""
         self._do("accept", name=name)
 
-    def stats(self) -> dict[str, Stats]:
+    def stats(self) -> dict[str, dict[str, int | float]]:
         """Return the counts of each link, by name (see ``Relay.stats``)."""
-        stats: dict[str, Stats] = self._do("stats")
+        stats: dict[str, dict[str, int | float]] = self._do("stats")
         return stats
