@@ -37,7 +37,7 @@ from diloco.observe.view import Facts, make_view
 from diloco.open_files import raise_limit
 from diloco.runs.memory_folder import check_memory_folder, clear_memory
 from diloco.runs.process import Interrupts, child_environment
-from diloco.runs.scenario import AT, SYNCER, Step, scenario_of
+from diloco.runs.scenario import AT, Step, scenario_of
 from diloco.runs.up import EVAL, OneSyncer, Outcome, StatusWatch, Up, UpOptions, check_syncers, children_of, syncers_of
 from diloco.wan.process import RelayProcess
 
@@ -110,7 +110,7 @@ def check(config: RunConfig) -> None:
     require(endpoint is None, "upstream.endpoint", endpoint, whole)
 
 
-RESERVED = (SYNCER, EVAL, "up")
+RESERVED = (EVAL, "up")
 OF_A_SITE = ("slowdown", "nproc", "parallel", "tensor_ranks", "shard_ranks")
 """What each of ``cluster.sites`` says of the site settings of the same names."""
 

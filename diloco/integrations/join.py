@@ -531,7 +531,7 @@ class Outer:
                         self._group.all_gather_json(why)
                     raise
             else:
-                self._follower = follower_of(self._config, self._holding)
+                self._follower = follower_of(self._config, self._folder, self._holding, self._restored, PLAIN_DISK)
                 if self._follower.follow():
                     why = self._group.all_gather_json({})[0]
                     raise JoinFailed(why["kind"], why["text"]) if why["kind"] else ValueError(why["text"])

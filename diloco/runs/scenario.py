@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from diloco.wan.process import RelayProcess
 
 
-DEMO, NO_FAULTS = "demo", "none"
+DEMO = "demo"
 DEMO_SITES = ("site-a", "site-b", "site-c")
-SYNCER = "syncer"
 LINK = "link:"
 LINK_FIELDS = ("rtt_ms", "jitter_ms", "mbps", "queue_kib", "stall_percent", "stall_ms")
 COMMON_FIELDS = ("at_s", "at_progress", "do", "target")
@@ -145,7 +144,7 @@ def late_sites(steps: Sequence[Step]) -> set[str]:
     return {step.target for step in steps if step.do == "start"}
 
 
-def load_scenario(text: str, file: str, sites: Sequence[str], syncers: Sequence[str] = (SYNCER,)) -> list[Step]:
+def load_scenario(text: str, file: str, sites: Sequence[str], syncers: Sequence[str] = (syncer_name(0),)) -> list[Step]:
     """Read a scenario for a run with these ``sites``; ``ScenarioError`` names ``file``, line and value."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -344,7 +343,7 @@ class Faults:
     def _begin(self, step: Step) -> str:
         """Begin the fault; return "" or the reason why that is impossible."""
         if step.target.startswith(LINK):
-            return self._begin_on_link(step)
+            return self._on_links(step)
         child = self._children[step.target]
         if step.do == "start":
             return "it runs already" if child.running else ""
@@ -358,14 +357,7 @@ class Faults:
 
     def _heal(self, step: Step) -> str:
         if step.target.startswith(LINK):
-            if self._relay is None:
-                return "there is no link"
-            for link in self._links_of(step.site):
-                if step.do == "set":
-                    self._relay.set(link, **{name: self._links[link][name] for name in step.changes})
-                else:
-                    self._relay.heal(link)
-            return ""
+            return self._on_links(step, heals=True)
         child = self._children[step.target]
         if step.do == "stop":
             child.signal(signal.SIGCONT)
@@ -375,21 +367,20 @@ class Faults:
         self._start(child)
         return ""
 
-    def _begin_on_link(self, step: Step) -> str:
-        if self._relay is None:
-            return "network.emulate is false: there is no link to break"
-        for link in self._links_of(step.site):
-            if step.do == "reset":
-                self._relay.reset(link)
-            elif step.do == "set":
+    def _on_links(self, step: Step, *, heals: bool = False) -> str:
+        """Begin or end the fault on the site's links to all syncers."""
+        assert self._relay is not None, "scenario_of leaves no step on a link where there is no relay"
+        for link in (link for link in self._links if site_of(link) == step.site):
+            if step.do == "set":
+                usual = {name: self._links[link][name] for name in step.changes}
                 try:
-                    self._relay.set(link, **step.changes)
+                    self._relay.set(link, **(usual if heals else step.changes))
                 except ValueError as error:
                     return str(error)
+            elif heals:
+                self._relay.heal(link)
+            elif step.do == "reset":
+                self._relay.reset(link)
             else:
                 self._relay.partition(link, "both" if step.do == "partition" else step.direction)
         return ""
-
-    def _links_of(self, site: str) -> list[str]:
-        """Return the site's links to all syncers."""
-        return [link for link in self._links if site_of(link) == site] or [site]

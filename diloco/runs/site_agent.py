@@ -38,9 +38,10 @@ def agent_of(
     spread: bool = False,
     data: str = "",
 ) -> Agent | Agents:
-    """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too, by
-    ``owning_follower_of``.  Where units are leased, ``data`` identifies the data of a training loop that does not read
-    this project's text."""
+    """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too, by ``follower_of``.
+
+    Where units are leased, ``data`` identifies the data of a training loop that does not read this project's text.
+    """
     whole = build.layout_over(config, holding.shapes, holding.frozen, holding.buffers)
     parts = towards(config)
     site, voice = Orders(holding.group), OneVoice(placement_of(config, whole), emit)
@@ -68,24 +69,24 @@ def agent_of(
     return Agents(agents, voice, site, config.site.join_timeout_s)
 
 
-def follower_of(config: RunConfig, holding: Holding) -> Follower:
-    """Return the follower of any other rank, where rank 0 owns all fragments."""
-    whole = build.layout_over(config, holding.shapes, holding.frozen, holding.buffers)
-    return Follower([build.layout_of(part, whole) for part in towards(config)], holding, config.outer.adopt, {})
-
-
-def owning_follower_of(
-    config: RunConfig, folder: SiteDir, holding: Holding, resumed: Resumed | None, disk: Disk
+def follower_of(
+    config: RunConfig,
+    folder: SiteDir,
+    holding: Holding,
+    resumed: Resumed | None,
+    disk: Disk,
+    *,
+    spread: bool = False,
 ) -> Follower:
-    """Return the follower of any other rank, with the fragments that it owns; rank 0's agent has ``spread``."""
-    whole = build.layout_over(config, holding.shapes)
+    """Return the follower of any other rank, which owns fragments where rank 0's agent has ``spread``."""
+    whole = build.layout_over(config, holding.shapes, holding.frozen, holding.buffers)
     parts, layouts, owned = towards(config), list[Layout](), dict[int, Owner]()
     for index, part in enumerate(parts):
-        own_folder, own_part = _own(folder, resumed, index, len(parts))
         layouts.append(build.layout_of(part, whole))
-        dealt = deal(layouts[-1], holding)
+        dealt = deal(layouts[-1], holding) if spread else all_mine(layouts[-1])
         if not dealt.channels:  # E.g. where a syncer has one fragment: rank 0 owns it.
             continue
+        own_folder, own_part = _own(folder, resumed, index, len(parts))
         owned[index] = Owner(
             build.agent_options(part, own_folder, whole),
             config.outer.adopt,

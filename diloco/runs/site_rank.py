@@ -113,7 +113,7 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     from diloco.config import build
     from diloco.inner.holding import Holding
     from diloco.outer.fragments import named_parameters_once
-    from diloco.runs.site_agent import agent_of, owning_follower_of
+    from diloco.runs.site_agent import agent_of, follower_of
 
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
@@ -166,7 +166,7 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
             stack.enter_context(canaries(canary, config.site.canary_every_s, emit))
             keep_what_is_loaded()
             return _lead(agent, trainer, holding, config, stopping, resumed, emit)
-        _follow(trainer, owning_follower_of(config, folder, holding, resumed, disk), holding, stopping)
+        _follow(trainer, follower_of(config, folder, holding, resumed, disk, spread=True), holding, stopping)
         return ExitCode.OK, ""
 
 

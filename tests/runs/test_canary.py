@@ -23,12 +23,13 @@ from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import Resumed
 from diloco.learner.agent import Agent
+from diloco.learner.exchange import Follower
 from diloco.learner.ranks import Dealt
 from diloco.learner.several_syncers import Agents
 from diloco.outer.fragments import Layout, named_parameters_once
 from diloco.runs import canary, site_agent
 from diloco.runs.canary import canaries, command, digest_after, recorded, repeatable
-from diloco.runs.site_agent import _client, agent_of, follower_of, owning_follower_of
+from diloco.runs.site_agent import _client, agent_of, follower_of
 from diloco.wire.options import MBPS_MIN
 from tests.runs.processes import TINY, Place
 from tests.syncer.building import Events
@@ -166,6 +167,10 @@ def made(config: RunConfig, folder: Path) -> Agent | Agents:
     return agent
 
 
+def following(config: RunConfig, folder: Path, resumed: Resumed | None = None, *, spread: bool = False) -> Follower:
+    return follower_of(config, SiteDir(folder), held(config), resumed, PLAIN_DISK, spread=spread)
+
+
 def held(config: RunConfig) -> Holding:
     return Holding(named_parameters_once(build.build_model(config)), SiteGroup())
 
@@ -183,27 +188,25 @@ def test_each_syncer_has_an_agent_with_a_folder_of_its_own(tmp_path: Path) -> No
     assert [len(each.tensors.layout.fragments) for each in agents._agents] == [1, 1]
     for index in range(2):
         assert (tmp_path / f"agent/syncer-{index}/odometer").is_file()
-    assert [len(each.fragments) for each in follower_of(config, held(config))._layouts] == [1, 1]
+    assert [len(each.fragments) for each in following(config, tmp_path)._layouts] == [1, 1]
     with pytest.raises(ConfigError, match="site: syncer is 'nowhere'"):
         made(compose([*SMALL, "site.syncer=nowhere"]), tmp_path)
 
 
 def test_where_every_rank_has_all_no_rank_but_the_first_owns_anything(tmp_path: Path) -> None:
-    config, two = compose(SMALL), compose(TWO)
-    follower = owning_follower_of(config, SiteDir(tmp_path), held(config), None, PLAIN_DISK)
-    assert follower.state() == ({}, {})
-    restored = Resumed(1, {}, {"parts": [{}, {}]})
-    assert len(owning_follower_of(two, SiteDir(tmp_path), held(two), restored, PLAIN_DISK)._layouts) == 2
+    for config in compose(SMALL), compose(TWO):
+        assert following(config, tmp_path, spread=True).state() == ({}, {})
 
 
 def test_what_a_rank_owns_is_of_the_syncer_that_has_it_also_where_it_owns_nothing_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Owned:
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *given: Any) -> None:
+            self.restored: dict[str, Tensor] = given[6]
 
         def state(self) -> dict[str, Tensor]:
-            return {"base.1": torch.ones(1)}
+            return {"base.1": self.restored["base.1"]}
 
     def deal(layout: Layout, holding: Holding) -> Dealt:
         return Dealt((0, 1), {0: None}) if len(layout.fragments) == 2 else Dealt((0,), {})  # type: ignore[dict-item]
@@ -211,9 +214,10 @@ def test_what_a_rank_owns_is_of_the_syncer_that_has_it_also_where_it_owns_nothin
     monkeypatch.setattr(site_agent, "deal", deal)
     monkeypatch.setattr(site_agent, "Owner", Owned)
     config = compose([*TWO, "outer.num_fragments=3", "model.layers=3"])
-    follower = owning_follower_of(config, SiteDir(tmp_path), held(config), None, PLAIN_DISK)
+    restored = Resumed(1, {"0.base.1": torch.zeros(1), "1.base.1": torch.ones(1)}, {"parts": [{}, {}]})
+    follower = following(config, tmp_path, restored, spread=True)
     assert [len(layout.fragments) for layout in follower._layouts] == [1, 2]
-    assert list(follower.state()[0]) == ["1.base.1"]
+    assert follower.state()[0] == {"1.base.1": torch.ones(1)}
 
 
 def test_ranks_that_own_fragments_share_what_the_link_has(tmp_path: Path) -> None:
