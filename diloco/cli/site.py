@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
@@ -171,6 +170,4 @@ def run_machine(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
     ranks = Ranks(config.site.nproc, own / folder.config.name, own / "torchrun.log")
     with Stopping(f"{config.site.id} sends what is unsent and leaves, on all its machines") as stopping:
         stopping.ask(lambda: None)
-        say = partial(print, file=sys.stderr, flush=True)
-        machine = (Another if config.site.node_rank else First)(config, folder, ranks, lambda: stopping.asked, say)
-        return machine.run()
+        return (Another if config.site.node_rank else First)(config, folder, ranks, stopping).run()

@@ -96,7 +96,7 @@ class Child:
 
     def ended(self) -> bool:
         """Return whether it has ended since the last call; sets ``code`` to its exit code (negative for a signal)."""
-        if self._process is None or not self.running:
+        if self._process is None or self.code is not None:
             return False
         self.code = self._process.poll()
         return self.code is not None
@@ -109,6 +109,10 @@ class Child:
         for pid in [self.pid, *(descendants(self.pid) if whole else [])]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def error(self, text: str) -> VerbError:
+        """Return the error of a verb that ends because this child did: with its exit code, if it is one of a verb."""
+        return VerbError(ExitCode(self.code) if self.code in set(ExitCode) else ExitCode.FAILED, text)
 
     def backed_off(self, now_s: float) -> bool:
         """Count an unexpected end, and set when the child may be started again: an exponential back-off.

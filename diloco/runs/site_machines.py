@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import AuthenticationError
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,14 @@ from diloco.runs.process import descendants
 from diloco.runs.site_rank import SEEN_S, has_ended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from multiprocessing.connection import Connection
     from pathlib import Path
     from types import TracebackType
 
     from diloco.config.run_dir import SiteDir
     from diloco.config.schema import RunConfig
+    from diloco.runs.process import Stopping
 
 
 PAUSE_S = 0.05
@@ -52,16 +53,11 @@ DISMISS_S = 2 * RANKS_END_S
 class Machine:
     """One machine of a site, with the ranks on it."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: SiteDir,
-        ranks: Ranks,
-        asked: Callable[[], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        """``asked`` returns whether a stop was requested; ``say`` prints a line for people."""
-        self._config, self._folder, self._ranks, self._asked, self._say = config, folder, ranks, asked, say
+    def __init__(self, config: RunConfig, folder: SiteDir, ranks: Ranks, stopping: Stopping) -> None:
+        self._config, self._folder, self._ranks, self._stopping = config, folder, ranks, stopping
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
 
 class First(Machine):
@@ -152,7 +148,7 @@ class First(Machine):
 
     def _leaves(self) -> bool:
         """Return whether a stop was requested, here or at a machine that may be gone by now."""
-        asked = self._asked() or any(report.leave for report in self._machines.reports.values())
+        asked = self._stopping.asked or any(report.leave for report in self._machines.reports.values())
         self._leaving = self._leaving or asked
         return self._leaving
 
@@ -206,7 +202,7 @@ class Another(Machine):
                     f"site {site.id}: {again}machine {site.node_rank} waits for {whom}, at most {site.nodes_wait_s:g} s"
                 )
                 said = True
-            if self._asked():
+            if self._stopping.asked:
                 raise VerbError(ExitCode.DRAINED, f"site {site.id} stopped while it waited for {whom}")
             if time.monotonic() > apart:
                 told = f"{whom} does not see the same {self._folder.root} as this machine"
@@ -238,7 +234,7 @@ class Another(Machine):
                 host, _ = rendezvous_of(self._config)
                 self._ranks.start(0, place_of(self._config, host, order))
                 report = Report(running=order.start)
-            line.say({"running": report.running, "ended": report.ended, "code": report.code, "leave": self._asked()})
+            line.say(asdict(replace(report, leave=self._stopping.asked)))
             time.sleep(PAUSE_S)
 
 
@@ -429,9 +425,9 @@ def reached(config: RunConfig, folder: SiteDir) -> Line:
 
 def differs(first: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return in words the first setting that differs and may not; empty where there is none."""
-    for key in sorted(first.keys() | other.keys()):
-        if key not in OWN and first.get(key) != other.get(key):
-            told = f"{key} is {other.get(key, 'not set')} here and {first.get(key, 'not set')} on machine 0"
+    for key, (there, here) in configs.differences(first, other).items():
+        if key not in OWN:
+            told = f"{key} is {here or 'not set'} here and {there or 'not set'} on machine 0"
             return f"{told}: the machines of a site have the same settings"
     return ""
 
@@ -492,9 +488,7 @@ class Ranks:
         """Kill torchrun and its ranks at once; ranks die with torchrun, except one that has only just begun."""
         if self._child is None or self._child.poll() is not None:
             return
-        below = descendants(self._child.pid)
-        self._child.kill()
-        for pid in below:
+        for pid in [self._child.pid, *descendants(self._child.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._child.wait()
@@ -530,5 +524,4 @@ def ending_of_ranks(site_id: str, folder: SiteDir, ranks: Ranks) -> tuple[ExitCo
 def forget_ending(folder: SiteDir) -> None:
     """Remove the records of earlier ranks, which do not apply to those started now."""
     for left in (folder.ending, folder.speaker):
-        with suppress(FileNotFoundError):
-            left.unlink()
+        left.unlink(missing_ok=True)

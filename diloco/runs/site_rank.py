@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import socket
 import sys
 import time
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -218,10 +217,10 @@ def _compare_ranks(holding: Holding, emit: Emit) -> None:
     compared = holding.compared()
     for each in compared:
         emit("ranks_compared", {"parameters": len(each.names), "ranks": each.ranks, "digests": each.digests})
-    if any(each.differs for each in compared):
-        found = next(each for each in compared if each.differs)
-        said = ", ".join(f"rank {rank}: {found.digests[rank][:12]}" for rank in range(holding.group.world))
-        raise VerbError(ExitCode.FAILED, f"the ranks hold different parameters ({found.names[0]}): {said}")
+    for each in compared:
+        if each.differs:
+            said = ", ".join(f"rank {rank}: {each.digests[rank][:12]}" for rank in range(holding.group.world))
+            raise VerbError(ExitCode.FAILED, f"the ranks hold different parameters ({each.names[0]}): {said}")
 
 
 def join_group(config: RunConfig, place: Place) -> SiteGroup:
@@ -360,7 +359,7 @@ def check_one_folder(config: RunConfig, folder: SiteDir, group: SiteGroup, withi
         time.sleep(0.1)
     blind = group.all_gather_bytes(b"" if seen else f"rank {group.rank}, on {socket.gethostname()},".encode())
     if group.is_first:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             path.unlink()
     if any(blind):
         who = next(each for each in blind if each).decode()

@@ -11,7 +11,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from diloco.config.errors import ExitCode, VerbError
+from diloco.config.errors import ExitCode
 from diloco.runs.process import Stopping, child_environment, end_all
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _written(path: Path) -> tuple[str, int, int] | None:
 def _look_after(child: Child, environment: Mapping[str, str], *, ends: bool) -> bool:
     """Start a child again that has died, after its back-off, unless it ``ends``; return False to give it up."""
     now_s = time.monotonic()
-    if child.wanted and not child.running and child.code is not None and now_s >= child.next_start_s:
+    if child.wanted and not child.running and now_s >= child.next_start_s:
         child.start(environment)
     if not child.ended():
         return True
@@ -102,7 +102,7 @@ def _look_after(child: Child, environment: Mapping[str, str], *, ends: bool) -> 
         told = f"{child.name} was ended by signal {-child.code}"
     told += f" ({child.log})"
     if not child.proven and not ends:
-        raise VerbError(ExitCode(child.code) if child.code in set(ExitCode) else ExitCode.FAILED, told)
+        raise child.error(told)
     if ends or child.code in (ExitCode.USAGE, ExitCode.MISMATCH) or not child.backed_off(now_s):
         child.wanted = False
         print(f"{told}; it is not started again", flush=True)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diloco.config.errors import ExitCode, VerbError, failing, require
+from diloco.config.errors import ExitCode, failing, require
 from diloco.config.placing import BETWEEN, backup_of, check_lease, has_several, syncer_configs, syncer_dir, syncer_name
 from diloco.config.run_dir import RunDir, run_dir_of
 from diloco.config.schema import SyncerSection
@@ -112,7 +112,6 @@ class Up:
         self._ends_at_s: float | None = None
         self._draining = False
         self._syncer_gone_s: float | None = None
-        self._told_stragglers = False
         self._terminated: set[int] = set()  # The processes of syncers that were asked to drain by a signal.
         self._syncers = {each.name: each for each in options.syncers}
         self._lost: set[str] = set()
@@ -239,7 +238,7 @@ class Up:
         self.say_process(child, "ended", code=child.code, unasked=True, why=words)
         told = f"{child.name} ended with exit code {child.code}: {shortened(words, WORDS_MAX)} ({child.log})"
         if not child.proven and self._first_step_s is None and child.name != EVAL:
-            self._fail(child, f"could not start: {told}")
+            raise child.error(f"could not start: {told}")
         if self._winding_up() or child.code in (ExitCode.USAGE, ExitCode.MISMATCH):
             child.wanted = False
             self.outcome.wrong.append(told)
@@ -248,11 +247,7 @@ class Up:
             child.wanted = False
             self.outcome.wrong.append(f"{told}, for the {child.deaths}th time in a row")
             if child.name in self._syncers:
-                self._fail(child, f"gave up on the {child.name}: {told}")
-
-    def _fail(self, child: Child, why: str) -> None:
-        known = [ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH]
-        raise VerbError(ExitCode(child.code) if child.code in known else ExitCode.FAILED, why)
+                raise child.error(f"gave up on the {child.name}: {told}")
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -291,10 +286,10 @@ class Up:
         gone = not any(self.children[name].running for name in self._syncers)
         if self._winding_up() and gone and self._syncer_gone_s is None:
             self._syncer_gone_s = now_s
-        if self._syncer_gone_s is not None and now_s >= self._syncer_gone_s + FAREWELL_S and not self._told_stragglers:
+        if self._syncer_gone_s is not None and now_s >= self._syncer_gone_s + FAREWELL_S:
             # A site that was cut off while the run ended would wait for a syncer that does not come back.  So would the
             # observer, when there is no final version to evaluate.
-            self._told_stragglers = True
+            self._syncer_gone_s = math.inf  # This is said once.
             drained, observer = self.history.ending == "drained", self.children[EVAL]
             known = any(evaluation.whole for evaluation in self.history.evaluations[-1:])
             if observer.running and not (drained or known):

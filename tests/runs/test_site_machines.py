@@ -67,12 +67,13 @@ class Machine:
     def __init__(self, settings: RunConfig, folder: Path) -> None:
         self.places: list[dict[str, int]] = []
         self.said: list[str] = []
-        self.asked = self.killed = False
+        self.leaves = self.killed = False
         self.how: tuple[ExitCode, str] | BaseException | None = None
         self.log = folder / "torchrun.log"
         self._code: int | None = 0
         part = First if settings.site.node_rank == 0 else Another
-        self._part = part(settings, SiteDir(folder), self, self._is_asked, self.said.append)  # type: ignore[arg-type]
+        self._part = part(settings, SiteDir(folder), self, self)  # type: ignore[arg-type]
+        self._part._say = self.said.append  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -81,11 +82,6 @@ class Machine:
             self.how = self._part.run()
         except (VerbError, ConfigError, Killed) as error:
             self.how = error
-
-    def _is_asked(self) -> bool:
-        if self.killed:
-            raise Killed
-        return self.asked
 
     def ended(self) -> tuple[ExitCode, str] | BaseException | None:
         self.thread.join(BOUND_S)
@@ -102,7 +98,13 @@ class Machine:
         """Wait until the ranks of this start run."""
         wait(lambda: self.places and self.places[-1]["start"] == start and self._code is None, f"start {start}")
 
-    # What ``Ranks`` is.
+    # What ``Stopping`` and ``Ranks`` are.
+
+    @property
+    def asked(self) -> bool:
+        if self.killed:
+            raise Killed
+        return self.leaves
 
     def start(self, restarts: int, place: str) -> None:
         assert self._code is not None, "those of before have ended"
@@ -211,7 +213,7 @@ def test_a_request_to_stop_reaches_rank_0_wherever_it_comes(
     both = [made(0), made(1)]
     run_all(0, *both)
     assert not asked.is_set()
-    both[where].asked = True
+    both[where].leaves = True
     assert asked.wait(BOUND_S)
     says(tmp_path, 75, "left in order")
     both[0].ends(0)
@@ -226,7 +228,7 @@ def test_who_was_asked_to_stop_and_goes_before_the_site_has_left_is_not_waited_f
     monkeypatch.setattr(site_machines, "tell_speaker", lambda folder, before: told.set() or 7)
     first, second = made(0), made(1)
     second.runs(0)
-    second.asked = True
+    second.leaves = True
     assert told.wait(BOUND_S)
     second.killed = True  # Asked twice, or its machine was taken away.
     first.fails(ExitCode.DRAINED, "stopped while it waited for machine 1 of 2; the same command resumes")
@@ -238,7 +240,7 @@ def test_a_machine_waits_neither_for_ever_nor_once_it_is_asked_to_stop(made: Cal
         made(node_rank, "site.nodes_wait_s=0.05").fails(ExitCode.FAILED, f"waited 0.05 s for machine {words}")
         alone = made(node_rank)
         wait(lambda alone=alone: alone.said, "a word")  # type: ignore[misc]
-        alone.asked = True
+        alone.leaves = True
         alone.fails(ExitCode.DRAINED, "")
 
 
