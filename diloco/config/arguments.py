@@ -81,8 +81,6 @@ class OneLineParser(argparse.ArgumentParser):
 class _WithSettings(OneLineParser):
     """A parser whose ``--help`` lists the verb's own settings; settings may come before and after options."""
 
-    own: tuple[str, ...] = ()
-
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         return self.parse_intermixed_args(args, namespace)
 
@@ -101,7 +99,7 @@ class _WithSettings(OneLineParser):
         self.description = "\n\n".join(
             block if "\n  " in f"\n{block}" else "\n".join(_hanging("", block, 0)) for block in blocks
         )
-        return f"{super().format_help()}\n{settings_help(self.own)}\n"
+        return f"{super().format_help()}\n{settings_help(OWN[self.prog.removeprefix('diloco ')])}\n"
 
 
 def settings_parser(verb: str, does: str | None, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
@@ -111,7 +109,6 @@ def settings_parser(verb: str, does: str | None, *, file: bool = True, shown: bo
     ``--print-config``.
     """
     parser = _WithSettings(verb, does)
-    parser.own = OWN[verb]
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, as below")
     if file:
         parser.add_argument("--config", type=Path, metavar="FILE", help="begin with this resolved config.yaml")

@@ -36,7 +36,7 @@ from diloco.inner.parallel import device_of
 from diloco.inner.precision import resolve_precision
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.learner.exchange import AgentOptions
-from diloco.outer.fragments import Layout, gather, named_parameters_once, part_of, plan_layout
+from diloco.outer.fragments import gather, named_parameters_once, part_of, plan_layout
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction, Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM

@@ -145,12 +145,9 @@ def syncer_dir(config: RunConfig) -> RunDir:
 
 def syncer_dirs(config: RunConfig, run_dir: RunDir) -> list[RunDir]:
     """Return the run folders of all syncers of the run in ``run_dir``."""
-    return [below(run_dir, index) for index in range(config.outer.num_syncers)] if has_several(config) else [run_dir]
-
-
-def below(run_dir: RunDir, index: int) -> RunDir:
-    """Return the run folder of one of several syncers of the run in ``run_dir``."""
-    return RunDir(run_dir.root / SYNCERS / str(index))
+    if not has_several(config):
+        return [run_dir]
+    return [RunDir(run_dir.root / SYNCERS / str(index)) for index in range(config.outer.num_syncers)]
 
 
 def backup_of(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.durable import LockedError, locked, write_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from diloco.config.schema import RunConfig
 
@@ -138,18 +138,11 @@ def run_dir_of(config: RunConfig) -> RunDir:
     return RunDir(Path(config.run.dir) / config.run.name)
 
 
-def name_run(config: RunConfig) -> None:
-    """Give the run a name if it has none."""
-    if config.run.name is None:
-        config.run.name = new_name(lambda name: (Path(config.run.dir) / name).exists())
-
-
 def point_latest(run_dir: RunDir) -> None:
     """Make ``latest`` beside the run point at it."""
     link = run_dir.root.parent / LATEST
     beside = link.with_name(f".{LATEST}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        beside.unlink()
+    beside.unlink(missing_ok=True)
     beside.symlink_to(run_dir.root.name)
     beside.replace(link)
 
@@ -194,11 +187,14 @@ WHO = (
 TRIES = 100
 
 
-def new_name(is_taken: Callable[[str], bool]) -> str:
-    """Return a name that is not taken, such as ``nimble-otter``; after many tries with a number at the end."""
-    how, who = HOW.split(), WHO.split()
-    for attempt in range(TRIES):
-        name = f"{secrets.choice(how)}-{secrets.choice(who)}" + (f"-{attempt}" if attempt > TRIES // 2 else "")
-        if not is_taken(name):
-            return name
-    return f"{secrets.choice(how)}-{secrets.choice(who)}-{secrets.token_hex(4)}"
+def name_run(config: RunConfig) -> None:
+    """Give the run a name if it has none, such as ``nimble-otter``; with a number behind where many are taken."""
+    if config.run.name is not None:
+        return
+    for _ in range(TRIES):
+        name = f"{secrets.choice(HOW.split())}-{secrets.choice(WHO.split())}"
+        if not (Path(config.run.dir) / name).exists():
+            break
+    else:
+        name += f"-{secrets.token_hex(4)}"
+    config.run.name = name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
-from diloco.config.placing import SYNCERS, below, has_several
+from diloco.config.placing import SYNCERS, has_several, syncer_dirs
 from diloco.config.run_dir import RunDir, existing_run
 from diloco.config.schema import RunConfig
 
@@ -69,7 +69,7 @@ def past_of(target: str) -> Past:
         raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: the run's settings are missing")
     config = configs.read(run_dir.config)
     if has_several(config) and run_dir.root.parent.name != SYNCERS:
-        which = " or ".join(str(below(run_dir, index).root) for index in range(config.outer.num_syncers))
+        which = " or ".join(str(each.root) for each in syncer_dirs(config, run_dir))
         raise ConfigError(f"{target!r} is a run of {config.outer.num_syncers} syncers, each with its own data: {which}")
     return Past(run_dir, config, data or data_of(run_dir))
 

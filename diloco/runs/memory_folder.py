@@ -32,7 +32,7 @@ REFUSED = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH)
 """Exit codes of a start that the user must fix; from a site of several ranks a ConfigError arrives as the first."""
 
 
-def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
+def check_memory_folder(config: RunConfig) -> None:
     """Raise ConfigError where memory checkpoints are on and ``site.memory_folder`` is no writable folder in memory."""
     if not config.inner.memory_checkpoint_every_steps:
         return
@@ -42,7 +42,7 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
     device, kind = folder.stat().st_dev, ""
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
-        lines = [line.split() for line in (mounts or MOUNTS).read_text().splitlines()]
+        lines = [line.split() for line in MOUNTS.read_text().splitlines()]
         kind = next((words[words.index("-") + 1] for words in lines if words[2] == number), "")
     if kind not in IN_MEMORY:
         raise ConfigError(

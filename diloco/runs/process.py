@@ -50,7 +50,6 @@ class Child:
     command: Sequence[str]
     log: Path
     niceness: int = 0
-    is_site: bool = False
     wanted: bool = False
     """Whether it should run: false before its start, after an orderly end, and while a fault keeps it down."""
     proven: bool = False

@@ -86,8 +86,7 @@ def children_of(options: UpOptions, run_dir: RunDir) -> dict[str, Child]:
     follow = verb("eval", str(run_dir.root), "--syncer", addresses, "--follow", "--every", EVAL_EVERY_S)
     evaluator = Child(EVAL, follow, logs / "eval.log", niceness=5)
     sites = [
-        Child(name, verb("site", *config, *settings), logs / f"{name}.log", is_site=True)
-        for name, settings in options.sites.items()
+        Child(name, verb("site", *config, *settings), logs / f"{name}.log") for name, settings in options.sites.items()
     ]
     return {child.name: child for child in [*syncers, *sites, evaluator]}
 
@@ -117,7 +116,7 @@ class Up:
         self._lost: set[str] = set()
         self._units: dict[str, object] = {}  # As emitted last.
         self._first_step_s: float | None = None
-        self.children, self.sites = children, [child for child in children.values() if child.is_site]
+        self.children, self.sites = children, [children[name] for name in options.sites]
         self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
         # Events of an earlier `diloco up` of this run are not about our children, and faults that the scenario played
         # then are not played again.
@@ -225,7 +224,7 @@ class Up:
     def say_process(self, child: Child, state: str, **more: object) -> None:
         """Log the state of a child's process."""
         facts: dict[str, object] = {"name": child.name, "pid": child.pid, "state": state, **more}
-        self.log.emit("process", {**facts, "site": True} if child.is_site else facts)
+        self.log.emit("process", {**facts, "site": True} if child.name in self.options.sites else facts)
 
     def _ended(self, child: Child, now_s: float) -> None:
         """Handle a child's end: it is orderly, or the child is started again, or the run fails."""

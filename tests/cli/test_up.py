@@ -12,7 +12,6 @@ from diloco.cli.up import check, choose_run, exit_code, facts_of, main, referenc
 from diloco.config import compose as configs
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.config.placing import below
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import DataSection, RunConfig
 from diloco.durable import locked
@@ -202,11 +201,12 @@ def test_a_run_of_two_syncers_goes_on_until_both_have_finished(tmp_path: Path) -
     two = ["outer.num_fragments=2", "outer.num_syncers=2"]
     run_dir, again = chosen(config_in(tmp_path, *two))
     assert not again
-    for index in range(2):
-        below(run_dir, index).syncer.mkdir(parents=True)
-    finish(below(run_dir, 0))
+    first, second = (RunDir(run_dir.root / "syncers" / str(index)) for index in range(2))
+    for each in (first, second):
+        each.syncer.mkdir(parents=True)
+    finish(first)
     assert chosen(config_in(tmp_path, *two))[0].root == run_dir.root
-    finish(below(run_dir, 1))
+    finish(second)
     assert chosen(config_in(tmp_path, *two))[0].root != run_dir.root
 
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import fields
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,8 +13,8 @@ from diloco.config import build, build_syncer
 from diloco.config.compose import GROUPS, compose, is_name, settle, shared_config
 from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError, advice, whole_steps
 from diloco.config.keys import default_text, leaves, nearest, type_of, unknown, wanted
-from diloco.config.run_dir import HOW, WHO, RunDir, name_run, new_name, run_dir_of
-from diloco.config.schema import OuterSection, RunConfig
+from diloco.config.run_dir import HOW, WHO, RunDir, name_run, run_dir_of
+from diloco.config.schema import OuterSection, RunConfig, RunSection
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction
 from diloco.outer.optimizer import OuterOptimizerOptions
 
@@ -162,12 +163,6 @@ def test_a_run_has_one_folder_by_its_name() -> None:
     assert run_dir_of(config).site("site-a").checkpoints == Path("somewhere/nimble-otter/sites/site-a/checkpoints")
     with pytest.raises(ConfigError, match=r"run\.name is null"):
         run_dir_of(compose([]))
-    unnamed = compose([])
-    name_run(unnamed)
-    first = unnamed.run.name
-    assert first
-    name_run(unnamed)
-    assert unnamed.run.name == first
 
 
 def test_a_run_has_lost_its_data_when_it_published_and_no_snapshot_is_left(tmp_path: Path) -> None:
@@ -184,15 +179,20 @@ def test_a_run_has_lost_its_data_when_it_published_and_no_snapshot_is_left(tmp_p
     assert run_dir.has_lost(tmp_path / "elsewhere")
 
 
-def test_a_name_is_two_words_fit_for_a_folder_and_not_given_again() -> None:
-    how, _, who = new_name(lambda name: False).partition("-")
-    assert how in HOW.split()
-    assert who in WHO.split()
-    taken: set[str] = set()
-    for _ in range(200):
-        name = new_name(taken.__contains__)
-        assert is_name(name)
-        assert name not in taken
-        taken.add(name)
-    assert is_name(new_name(lambda name: True)), "there is always one"
+def test_a_name_is_two_words_fit_for_a_folder_and_not_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named() -> str:
+        config = replace(RunConfig(), run=RunSection(dir=str(tmp_path)))
+        for _ in range(2):
+            name_run(config)
+            run_dir_of(config).root.mkdir(exist_ok=True)  # Named once, it keeps its name.
+        assert is_name(config.run.name or "")
+        return run_dir_of(config).root.name
+
+    monkeypatch.setattr("diloco.config.run_dir.HOW", "nimble quick")
+    monkeypatch.setattr("diloco.config.run_dir.WHO", "otter")
+    assert {named(), named()} == {"nimble-otter", "quick-otter"}
+    assert re.fullmatch("(nimble|quick)-otter-[0-9a-f]{8}", named()), "there is always one"
+    assert all(is_name(f"{how}-{who}") for how in HOW.split() for who in WHO.split())
     assert not any(is_name(name) for name in ("", "-a", "a/b", "a b", "é", "x" * 65, ".."))

@@ -64,11 +64,11 @@ class Stage:
         self.relay: RelayProcess | None = None
         self.over = threading.Event()
         self.children = {"syncer": self.actor("syncer", "syncer", {"seconds": seconds})}
-        for name, options in (sites or {"a": {}, "b": {}}).items():
-            self.children[f"site-{name}"] = self.actor("site", f"site-{name}", options, is_site=True)
+        names = {f"site-{name}": options for name, options in (sites or {"a": {}, "b": {}}).items()}
+        self.children |= {name: self.actor("site", name, options) for name, options in names.items()}
         self.children["eval"] = self.actor("observer", "eval", {})
         self.options = UpOptions(
-            sites={name: [] for name, child in self.children.items() if child.is_site},
+            sites={name: [] for name in names},
             links={},
             syncers=[OneSyncer("syncer", "127.0.0.1:1", self.run_dir, "diloco restore")],
             steps=list(steps),
@@ -77,9 +77,9 @@ class Stage:
             ending_s_max=5.0,
         )
 
-    def actor(self, role: str, who: str, options: dict[str, float], **more: Any) -> Child:
+    def actor(self, role: str, who: str, options: dict[str, float]) -> Child:
         command = [sys.executable, ACTORS, role, str(self.run_dir.root), who, json.dumps(options)]
-        return Child(who, command, self.run_dir.root / "logs" / f"{who}.log", **more)
+        return Child(who, command, self.run_dir.root / "logs" / f"{who}.log")
 
     def play(self, *interrupt_when: Callable[[], object]) -> Outcome:
         """Until it is over; interrupted once for each of ``interrupt_when``, in turn, as soon as that holds."""
@@ -166,7 +166,7 @@ def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
 
 def test_who_cannot_start_ends_it_all_with_its_code_and_words(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
-    stage.children["site-b"] = stage.actor("fails", "site-b", {}, is_site=True)
+    stage.children["site-b"] = stage.actor("fails", "site-b", {})
     stage.children["site-a"].command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(VerbError) as failure:
         stage.play()
@@ -409,7 +409,7 @@ def test_the_processes_of_a_run_are_our_verbs(tmp_path: Path) -> None:
     options = Stage(tmp_path).options
     options.sites = {"site-a": ["site.id=site-a", "site.syncer=127.0.0.1:2"]}
     children = children_of(options, RunDir(tmp_path))
-    assert {name: child.is_site for name, child in children.items()} == {"syncer": False, "site-a": True, "eval": False}
+    assert list(children) == ["syncer", "site-a", "eval"]
     words = " ".join(children["site-a"].command)
     assert words.endswith(f"-m diloco site --config {tmp_path}/config.yaml site.id=site-a site.syncer=127.0.0.1:2")
     assert "cluster.syncer.listen=127.0.0.1:1" in children["syncer"].command
