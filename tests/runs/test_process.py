@@ -30,8 +30,8 @@ from diloco.runs.process import (
 from tests.forked import forkserver
 from tests.integrations.serving import serving
 from tests.runs import elsewhere
-from tests.runs.processes import ROOT
-from tests.runs.test_supervise import alive, until
+from tests.runs.processes import ROOT, wait_for
+from tests.runs.test_supervise import alive
 
 
 def in_a_new_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -55,12 +55,12 @@ def test_a_child_even_a_stopped_one_is_killed_with_its_parent() -> None:
         with parent.stdout as out:
             child = int(out.readline())
         try:
-            until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n", 60.0)  # noqa: B023
+            wait_for(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n", "its command")  # noqa: B023
             if freeze:
                 os.kill(child, signal.SIGSTOP)
             parent.kill()
             parent.wait(10)
-            until(lambda: not alive(child))  # noqa: B023
+            wait_for(lambda: not alive(child), "its end")  # noqa: B023
         finally:
             parent.kill()
             if alive(child):

@@ -15,7 +15,8 @@ from diloco.runs.process import Child, child_environment, end_all
 from diloco.runs.scenario import Faults, Play, ScenarioError, Schedule, Step, late_sites, load_scenario, not_yet_played
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
-from tests.runs.test_supervise import SLEEPER, says_up, state, until
+from tests.runs.processes import wait_for
+from tests.runs.test_supervise import SLEEPER, says_up, state
 
 SITES = ["site-a", "site-b", "site-c"]
 
@@ -161,7 +162,7 @@ class Stage:
 
     def start(self, child: Child) -> None:
         child.start(child_environment(os.environ))
-        until(says_up(child))
+        wait_for(says_up(child), "its word")
 
     def play(self, *, heals: bool = False, **fields: Any) -> tuple[str, dict[str, object]]:
         self.faults.play([Play(Step(at_s=0, **fields), heals)])
@@ -182,12 +183,12 @@ def test_a_site_starts_late_is_frozen_for_a_while_and_leaves_and_what_is_not_the
     what, facts = stage.play(do="start", target="site-a")
     assert (what, facts) == ("skipped", {"fault": "start", "target": "site-a", "why": "it runs already"})
     stage.play(do="stop", target="site-a", for_s=1)
-    until(lambda: state(child.pid) == "T")
+    wait_for(lambda: state(child.pid) == "T", "its stop")
     stage.play(do="stop", target="site-a", for_s=1, heals=True)
-    until(lambda: state(child.pid) in "SR")
+    wait_for(lambda: state(child.pid) in "SR", "its going on")
     assert child.wanted
     stage.play(do="leave", target="site-a")
-    until(child.ended)
+    wait_for(child.ended, "its end")
     assert (child.code, child.wanted) == (-signal.SIGTERM, False)
     assert stage.play(do="kill", target="site-a")[1]["why"] == "it does not run"
 

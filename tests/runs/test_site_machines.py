@@ -41,8 +41,8 @@ from diloco.runs.site_machines import (
     reached,
     tell_speaker,
 )
+from tests.runs.processes import wait_for
 from tests.runs.test_supervise import alive
-from tests.syncer.building import eventually
 
 BOUND_S = 30.0
 
@@ -55,10 +55,6 @@ class Killed(BaseException):
 def config(*settings: str) -> RunConfig:
     several = ["site.id=a", "site.nodes=2", "site.nproc=2", "site.rendezvous=127.0.0.1:0"]
     return compose([*several, *settings])
-
-
-def wait(condition: Callable[[], object], what: str) -> None:
-    eventually(condition, what, BOUND_S)
 
 
 class Machine:
@@ -96,7 +92,7 @@ class Machine:
 
     def runs(self, start: int) -> None:
         """Wait until the ranks of this start run."""
-        wait(lambda: self.places and self.places[-1]["start"] == start and self._code is None, f"start {start}")
+        wait_for(lambda: self.places and self.places[-1]["start"] == start and self._code is None, f"start {start}")
 
     # What ``Stopping`` and ``Ranks`` are.
 
@@ -175,7 +171,7 @@ def test_a_loss_anywhere_is_a_new_start_everywhere_and_there_is_an_end_to_it(
     run_all(2, first, second)
     second.killed = True  # The machine as a whole.
     assert isinstance(second.ended(), Killed)
-    wait(lambda: any("waits for machine 1 of 2, at most 600 s" in text for text in first.said), str(first.said))
+    wait_for(lambda: any("waits for machine 1 of 2, at most 600 s" in text for text in first.said), str(first.said))
     again = made(1, "site.rank_restarts=3")
     run_all(3, first, again)
     said = "\n".join(first.said)
@@ -193,11 +189,11 @@ def test_the_others_wait_for_a_first_machine_that_comes_back(made: Callable[...,
     second.runs(0)
     first.killed = True
     assert isinstance(first.ended(), Killed)
-    wait(lambda: any("machine 0 went away" in text for text in second.said), str(second.said))
+    wait_for(lambda: any("machine 0 went away" in text for text in second.said), str(second.said))
     assert second.code() == -9, "its ranks are ended meanwhile"
     first = made(0)
     first.runs(0)
-    wait(lambda: len(second.places) == 2, "the ranks of the other machine")
+    wait_for(lambda: len(second.places) == 2, "the ranks of the other machine")
     says(tmp_path, 4, "another run")
     first.ends(0)
     for each in (first, second):
@@ -239,7 +235,7 @@ def test_a_machine_waits_neither_for_ever_nor_once_it_is_asked_to_stop(made: Cal
     for node_rank, words in enumerate(there):
         made(node_rank, "site.nodes_wait_s=0.05").fails(ExitCode.FAILED, f"waited 0.05 s for machine {words}")
         alone = made(node_rank)
-        wait(lambda alone=alone: alone.said, "a word")  # type: ignore[misc]
+        wait_for(lambda alone=alone: alone.said, "a word")  # type: ignore[misc]
         alone.leaves = True
         alone.fails(ExitCode.DRAINED, "")
 
@@ -248,7 +244,7 @@ def test_a_machine_with_another_folder_or_other_settings_is_told(
     made: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(0)
-    wait((tmp_path / "machines.json").is_file, "the first machine")
+    wait_for((tmp_path / "machines.json").is_file, "the first machine")
     how = made(1, "site.nproc=3").ended()
     assert isinstance(how, ConfigError)
     assert str(how).startswith("site.nproc is 3 here and 2 on machine 0")
@@ -282,12 +278,12 @@ def test_torchrun_is_started_for_this_machine_and_ends_with_its_ranks(
     ranks = Ranks(2, tmp_path / "config.yaml", tmp_path / "own" / "torchrun.log")
     ranks.kill()  # Of nothing.
     ranks.start(3, "place")
-    wait((tmp_path / "below").exists, "what torchrun starts")
+    wait_for((tmp_path / "below").exists, "what torchrun starts")
     assert ranks.code() is None
     below = int((tmp_path / "below").read_text())
     ranks.kill()
     assert ranks.code() == -9
-    wait(lambda: not alive(below), "what torchrun has started is left behind")
+    wait_for(lambda: not alive(below), "what torchrun has started is left behind")
     words = ranks.log.read_text().split()
     assert words[:3] == ["-m", "diloco.runs.process", str(os.getpid())]
     assert words[4:] == [
@@ -375,7 +371,7 @@ def come(meeting: Machines, folder: Path, node: int) -> Line:
         meeting.attend(Order())
         return meeting.lines.get(node) not in (None, before)
 
-    wait(taken_in, "the machine to be taken in")
+    wait_for(taken_in, "the machine to be taken in")
     return line
 
 
@@ -385,7 +381,7 @@ def test_a_machine_that_has_come_back_is_another_and_its_line_of_before_ends(mee
     again = come(meeting, tmp_path, 1)  # The first does not know yet that the one before is no more.
     assert meeting.lines[1] != life
     with pytest.raises(Gone):
-        wait(lambda: bool(list(before.heard()) and False), "the end")
+        wait_for(lambda: bool(list(before.heard()) and False), "the end")
     for line in (before, again):
         line.close()
 
@@ -419,7 +415,7 @@ def test_a_machine_of_a_number_that_is_taken_is_told_why(meeting: Machines, tmp_
             told.extend(line.heard())
         return bool(told)
 
-    wait(answered, "an answer")
+    wait_for(answered, "an answer")
     assert str(told[0]["refused"]).startswith("site.node_rank is 0: from 1 to 2 beside machine 0")
     assert meeting.lines == {}
     line.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.runs.process import PARENT_VARIABLE, Child, Interrupts, child_environment, descendants, end_all
+from tests.runs.processes import wait_for
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -27,13 +28,6 @@ def started(code: str, log: Path) -> Child:
     child = python(code, log)
     child.start(child_environment(os.environ))
     return child
-
-
-def until(done: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def says_up(child: Child) -> Callable[[], bool]:
@@ -55,12 +49,12 @@ def test_a_child_writes_to_its_log_and_its_end_is_seen_once(tmp_path: Path) -> N
     child = python("print('one'); print('  the cause  '); raise SystemExit(4)", tmp_path / "logs" / "a.log")
     assert not child.running
     child.start(child_environment(os.environ))
-    until(child.ended)
+    wait_for(child.ended, "its end")
     assert (child.code, child.ended(), child.running) == (4, False, False)
     assert child.last_words() == "the cause"
     child.command = [sys.executable, "-c", "pass"]
     child.start(child_environment(os.environ))
-    until(child.ended)
+    wait_for(child.ended, "its end")
     assert child.last_words() == "", "the words of an earlier process"
     assert child.log.read_text().startswith("one")
 
@@ -69,9 +63,9 @@ def test_all_end_by_asking_also_a_frozen_one_and_the_stubborn_by_force(tmp_path:
     codes = (SLEEPER, SLEEPER, STUBBORN, "pass")
     children = [started(code, tmp_path / str(number)) for number, code in enumerate(codes)]
     for child in children[:3]:
-        until(says_up(child))
+        wait_for(says_up(child), "its word")
     children[0].signal(signal.SIGSTOP)
-    until(lambda: state(children[0].pid) == "T")
+    wait_for(lambda: state(children[0].pid) == "T", "its stop")
     began = time.monotonic()
     end_all(children, 0.5)
     assert time.monotonic() - began < 3
@@ -83,13 +77,13 @@ def test_all_end_by_asking_also_a_frozen_one_and_the_stubborn_by_force(tmp_path:
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_what_cannot_be_passed_on_reaches_the_descendants(tmp_path: Path, number: signal.Signals) -> None:
     child = started(FAMILY, tmp_path / "a")
-    until(says_up(child))
+    wait_for(says_up(child), "its word")
     (grandchild,) = descendants(child.pid)
     child.signal(number)
     if number == signal.SIGSTOP:
-        until(lambda: state(grandchild) == state(child.pid) == "T")
+        wait_for(lambda: state(grandchild) == state(child.pid) == "T", "their stop")
     end_all([child], 0.0)
-    until(lambda: not alive(grandchild))
+    wait_for(lambda: not alive(grandchild), "the end of both")
 
 
 def test_back_off_grows_and_is_bounded(tmp_path: Path) -> None:
@@ -113,8 +107,8 @@ def test_interrupts_are_counted_and_the_same_one_counts_once() -> None:
     with Interrupts() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: interrupts.count == 1)
+        wait_for(lambda: interrupts.count == 1, "the first")
         time.sleep(0.25)
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: interrupts.count == 2)
+        wait_for(lambda: interrupts.count == 2, "the second")
     assert signal.getsignal(signal.SIGINT) is before

@@ -14,7 +14,7 @@ import pytest
 from diloco.config.errors import ExitCode, VerbError
 from diloco.runs.process import Child
 from diloco.runs.syncers import keep_running
-from tests.runs.test_supervise import until
+from tests.runs.processes import wait_for
 
 SERVES = """
 import signal, sys, time
@@ -127,7 +127,7 @@ def test_one_that_has_died_is_not_started_again_after_the_request(tmp_path: Path
 
     def begun(addresses: list[str]) -> None:
         def ask() -> None:
-            until(lambda: dies.code == 3)  # Half a second of back-off begins.
+            wait_for(lambda: dies.code == 3, "its death")  # Half a second of back-off begins.
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=ask).start()

@@ -41,8 +41,8 @@ from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wire.messages import Refusal, Status
 from diloco.wire.options import SecurityOptions, ServerOptions
-from tests.runs.test_supervise import alive, until
-from tests.syncer.building import eventually
+from tests.runs.processes import wait_for
+from tests.runs.test_supervise import alive
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 ACTORS = str(Path(__file__).with_name("actors.py"))
@@ -101,7 +101,7 @@ class Stage:
 
     def _interrupt(self, *when: Callable[[], object]) -> None:
         for each in when:
-            eventually(lambda each=each: self.over.is_set() or each(), "what is waited for", bound_s=60.0)
+            wait_for(lambda each=each: self.over.is_set() or each(), "what is waited for")
             if self.over.is_set():
                 return
             os.kill(os.getpid(), signal.SIGINT)
@@ -241,7 +241,7 @@ def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Step(do="kill", target="syncer", at_s=0.1, for_s=50), seconds=60)
 
     def drain() -> None:
-        eventually(lambda: len(stage.seen("syncer_started")) == 2, "the syncer", bound_s=60.0)
+        wait_for(lambda: len(stage.seen("syncer_started")) == 2, "the syncer")
         stage.children["syncer"].signal(signal.SIGTERM)
 
     back = threading.Thread(target=drain)
@@ -356,20 +356,20 @@ def watch(syncer: FakeSyncer) -> Iterator[StatusWatch]:
 
 
 def test_the_newest_answer_is_kept_and_a_drain_is_passed_on_once(watch: StatusWatch, syncer: FakeSyncer) -> None:
-    until(lambda: watch.latest is not None)
+    wait_for(lambda: watch.latest is not None, "an answer")
     assert watch.latest == {"run_id": RUN, "sites": {"site-a": {"step": 1}}}
     watch.hurry()
     watch.drain()
-    until(lambda: watch.drain_accepted)
+    wait_for(lambda: watch.drain_accepted, "its word")
     seen = syncer.calls.count("status")
-    until(lambda: syncer.calls.count("status") >= seen + 4, 3.0)
+    wait_for(lambda: syncer.calls.count("status") >= seen + 4, "four answers", bound_s=3.0)
     assert syncer.calls.count("drain") == 1
 
 
 def test_a_refusal_is_kept_in_words(watch: StatusWatch, syncer: FakeSyncer) -> None:
     syncer.drain = Mock(side_effect=Refusal(Status.PERMISSION_DENIED, "only an admin may do this"))  # type: ignore[method-assign]
     watch.drain()
-    until(lambda: watch.drain_refused)
+    wait_for(lambda: watch.drain_refused, "its word")
     assert watch.drain_refused == "only an admin may do this"
     assert not watch.drain_accepted
 
