@@ -86,7 +86,7 @@ def check(config: RunConfig) -> None:
     health_options(config)
     rule(config, layout)
     if not is_of_file(config):
-        check_spreading(config, model_options(config))
+        check_spreading(config)
     up_codecs(config)
     options_of(ComputeOptions, config.inner, "inner")
     inner_options(config)
@@ -460,14 +460,11 @@ def build_trainer(
     return trainer, model
 
 
-SECOND_NS = 1_000_000_000
-
-
 def to_ns(name: str, seconds: float, least_s: float = 0.0) -> int:
     """Convert ``seconds`` to nanoseconds; ConfigError naming ``name`` unless ``least_s`` <= ``seconds`` < 1e9."""
     if not least_s <= seconds < 1e9:
         raise ConfigError(f"{name} is {seconds!r}: seconds, {f'at least {least_s:g}' if least_s else 'not negative'}")
-    return round(seconds * SECOND_NS)
+    return round(seconds * 1e9)
 
 
 def units_ahead(config: RunConfig) -> int:
@@ -574,8 +571,9 @@ def feedback(config: RunConfig) -> float:
 # --- how the ranks of a site hold the model, and how they compute it --------------------------------------------------
 
 
-def check_spreading(config: RunConfig, model: ModelOptions) -> None:
+def check_spreading(config: RunConfig) -> None:
     """Refuse parallel sizes that do not divide the model or the ranks of this site or of one in ``cluster.sites``."""
+    model = model_options(config)
     sites: dict[str, SiteSection | ClusterSite] = {"site": config.site}
     sites |= {f"cluster.sites.{name}": site for name, site in config.cluster.sites.items()}
     for where, site in sites.items():

@@ -127,11 +127,11 @@ def fill_in(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "
 
 def _as_told(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "") -> RunConfig:
     """As ``fill_in``; VerbError where ``settings`` contradict the run."""
-    config, decided = fill_in(settings, told, only), configs.said(settings)
+    config = fill_in(settings, told, only)
     ours, here = configs.shared_config(config), configs.as_text(config)
     for key, (theirs, own) in configs.differences(told.shared, ours).items():
         if key.startswith(only) and key not in OF_THE_SYNCER:
-            what = "leave that setting out" if key in decided else "install the syncer's release"
+            what = "leave that setting out" if key in configs.said(settings) else "install the syncer's release"
             own = own or here.get(key, "unknown")
             text = f"{key} is {theirs or 'not set'} in run {told.run_id} and {own} here: {what}"
             raise VerbError(ExitCode.MISMATCH, text)

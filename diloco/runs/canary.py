@@ -78,8 +78,7 @@ def digest_after(config: RunConfig, path: Path, steps: int) -> tuple[str, int]:
         hashed.update(f"{info.step} {info.loss!r}\n".encode())
         return Verdict()
 
-    group = SiteGroup(device=config.site.device)
-    with closing(group):
+    with closing(SiteGroup(device=config.site.device)) as group:
         share = build.site_share(config)
         trainer, model = build.build_trainer(config, group, share, None, lambda what, fields: None, None)
         trainer.resume(checkpoint.load(path))

@@ -214,17 +214,9 @@ def test_a_link_has_one_way_or_all_that_are_allowed_each_with_its_bytes_and_its_
         assert (options.overlap_steps, options.overlap_steps_max) == steps, settings
 
 
-def test_what_is_allowed_is_shared_and_what_a_site_does_with_it_is_not() -> None:
-    plain, allowed = shared_config(compose(TINY)), shared_config(compose([*TINY, "codec.up_allowed=[int8]"]))
-    assert "codec.up_allowed" not in plain
-    assert allowed["codec.up_allowed"] == '["int8"]'
-    assert shared_config(compose([*TINY, "site.adapt=true"])) == plain
-
-
 def test_a_model_is_spread_as_its_site_says() -> None:
     for settings in ([], ["site.parallel=tp+fsdp", "site.tensor_ranks=2", "site.nproc=4"]):
-        config = small(*settings)
-        check_spreading(config, build.model_options(config))
+        check_spreading(small(*settings))
     several = ["site.nodes=3", "site.nproc=2", "site.parallel=hsdp"]
     assert build._parallel_options(small(*several).site).sizes(6) == (3, 2, 1), "a copy for each machine"
     assert build._parallel_options(small(*several, "site.shard_ranks=6").site).sizes(6) == (1, 6, 1)

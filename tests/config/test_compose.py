@@ -245,7 +245,7 @@ def test_shared_settings_differ_only_by_what_is_shared() -> None:
     for same in (
         ["site=h100x8", "cluster=local4", "network=wan_bad", "inner=adamw", "data=jsonl", "data.path=/x"],
         ["run.name=b", "run.dir=elsewhere", "run.log_every=3", "run.resume=must", "site.id=site-q", "scenario=x"],
-        ["inner.sequence_length=64", "cluster.syncer.listen=127.0.0.1:1", "run.init_from=x.safetensors"],
+        ["inner.sequence_length=64", "cluster.syncer.listen=127.0.0.1:1", "run.init_from=x", "site.adapt=true"],
     ):
         assert shared_config(compose(same)) == shared_config(one), same
     shared = shared_config(one)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from diloco.durable import write_file
-from diloco.observe.eventlog import Event, EventLog, read_events
+from diloco.observe.eventlog import EventLog, read_events
 
 asked: list[int] = []
 
@@ -75,7 +75,7 @@ def play_site(log: EventLog, folder: Path, options: dict[str, float], who: str) 
 
 def play_observer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
     """Evaluates once at the end, which takes it ``takes`` seconds, and stays for ``stays`` more."""
-    while not (finals := _finals(log)) and not asked:
+    while not (finals := [event for event in read_events(log.path) if event["what"] == "final"]) and not asked:
         time.sleep(0.05)
     if finals:
         time.sleep(options.get("takes", 0.0))
@@ -83,10 +83,6 @@ def play_observer(log: EventLog, folder: Path, options: dict[str, float]) -> int
         log.emit("eval", {**facts, "versions": finals[-1]["versions"]})
         time.sleep(options.get("stays", 0.0))
     return 0
-
-
-def _finals(log: EventLog) -> list[Event]:
-    return [event for event in read_events(log.path) if event["what"] == "final"]
 
 
 def main() -> int:
