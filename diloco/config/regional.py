@@ -22,6 +22,7 @@ from diloco.config.errors import (
     VerbError,
     failing,
     options_of,
+    refusing,
     require,
     section,
 )
@@ -103,10 +104,8 @@ def above_of(
     shared = {**told.shared, **{name: ours[name] for name in BY_PART & ours.keys()}}
     agreement = Agreement(PROTOCOL, told.run_id, 0, layout.fingerprint, shared)
     security, ends = connecting.site_security(config), connecting.client_options(config)
-    try:
+    with section("upstream", address="endpoint"), refusing(OSError, begin="upstream: "):
         client = SyncClient(_endpoint(config), options.site, told.run_id, security, ends)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"upstream: {str(error).replace('address is', 'endpoint is', 1)}") from error
     return lambda: Upward(options, layout, agreement, client, emit, disk)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import build, connecting
 from diloco.config.connecting import unanswered
-from diloco.config.errors import ConfigError
+from diloco.config.errors import refusing, section
 from diloco.config.placing import BETWEEN, placement_of, towards
 from diloco.learner.agent import Agent
 from diloco.learner.exchange import Follower, Owner
@@ -121,13 +121,6 @@ def _client(config: RunConfig, dealt: Dealt) -> SyncClient:
     whole, ranks = connecting.client_options(config), len(set(dealt.owners))
     up_mbps, down_mbps = (max(mbps / ranks, MBPS_MIN) if mbps else 0.0 for mbps in (whole.up_mbps, whole.down_mbps))
     options = replace(whole, up_mbps=up_mbps, down_mbps=down_mbps)
-    try:
-        return SyncClient(
-            config.site.syncer,
-            config.site.id,
-            config.run.name or "",
-            connecting.site_security(config),
-            options,
-        )
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"site: {str(error).replace('address is', 'syncer is', 1)}") from error
+    security, site = connecting.site_security(config), config.site
+    with section("site", address="syncer"), refusing(OSError, begin="site: "):
+        return SyncClient(site.syncer, site.id, config.run.name or "", security, options)

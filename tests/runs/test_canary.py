@@ -189,8 +189,9 @@ def test_each_syncer_has_an_agent_with_a_folder_of_its_own(tmp_path: Path) -> No
     for index in range(2):
         assert (tmp_path / f"agent/syncer-{index}/odometer").is_file()
     assert [len(each.fragments) for each in following(config, tmp_path)._layouts] == [1, 1]
-    with pytest.raises(ConfigError, match="site: syncer is 'nowhere'"):
-        made(compose([*SMALL, "site.syncer=nowhere"]), tmp_path)
+    for name in "syncer", "token_file":
+        with pytest.raises(ConfigError, match=rf"^site\.{name} is 'nowhere'"):
+            made(compose([*SMALL, f"site.{name}=nowhere"]), tmp_path)
 
 
 def test_where_every_rank_has_all_no_rank_but_the_first_owns_anything(tmp_path: Path) -> None:
