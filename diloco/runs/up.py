@@ -333,11 +333,13 @@ class OneSyncer:
 
 
 def syncers_of(config: RunConfig) -> list[OneSyncer]:
-    """Return all syncers of the run, ordered by number."""
-    return [
-        OneSyncer(syncer_name(index), syncer_address(part), syncer_dir(part), restore_line(part))
-        for index, part in enumerate(syncer_configs(config))
-    ]
+    """Return all syncers of the run, ordered by number; a lost one comes from its backups, if there are any."""
+    site, found = run_dir_of(config).site(next(iter(config.cluster.sites))).root, []
+    for index, part in enumerate(syncer_configs(config)):
+        run_dir, backup = syncer_dir(part), backup_of(part)
+        restore = f"diloco restore {run_dir.root} " + (f"--from {backup}" if backup else f"--from-site {site}")
+        found.append(OneSyncer(syncer_name(index), syncer_address(part), run_dir, restore))
+    return found
 
 
 def syncer_address(config: RunConfig) -> str:
@@ -347,13 +349,6 @@ def syncer_address(config: RunConfig) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-def restore_line(config: RunConfig) -> str:
-    """Return the command that restores a lost syncer folder: from backups if the run makes any, or from a site."""
-    backup = backup_of(config)
-    site = run_dir_of(config).site(next(iter(config.cluster.sites))).root
-    return f"diloco restore {syncer_dir(config).root} " + (f"--from {backup}" if backup else f"--from-site {site}")
 
 
 def check_syncers(config: RunConfig) -> None:

@@ -32,7 +32,6 @@ from diloco.runs.up import (
     UpOptions,
     check_syncers,
     children_of,
-    restore_line,
     syncer_address,
     syncers_of,
     together,
@@ -312,10 +311,9 @@ def test_each_syncer_has_an_address_a_folder_and_what_is_typed_once_its_data_are
     assert first.startswith("127.0.0.1:")
     assert first != "127.0.0.1:7077", "a free one, unless it was chosen"
     assert syncer_address(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123")) == "127.0.0.1:7123"
-    assert restore_line(config_in(tmp_path)) == f"diloco restore {root} --from-site {root}/sites/site-a"
-    backup = "cluster.syncer.backup=s3://bucket"
-    assert restore_line(config_in(tmp_path, backup)) == f"diloco restore {root} --from s3://bucket"
-    one, other = syncers_of(config_in(tmp_path, *TWO, backup))
+    (alone,) = syncers_of(config_in(tmp_path))
+    assert alone.restore == f"diloco restore {root} --from-site {root}/sites/site-a"
+    one, other = syncers_of(config_in(tmp_path, *TWO, "cluster.syncer.backup=s3://bucket"))
     assert (one.name, other.name) == ("syncer", "syncer-1")
     assert one.address != other.address
     assert other.run_dir.root == root / "syncers/1"
