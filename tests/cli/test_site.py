@@ -76,7 +76,7 @@ def test_each_machine_has_its_part_and_keeps_its_own_settings(
     folder = SiteDir(Path("runs/x/sites/site-a"))
 
     class Machine:
-        def __init__(self, config: RunConfig, site: SiteDir, ranks: Ranks, asked: object, say: object) -> None:
+        def __init__(self, config: RunConfig, site: SiteDir, ranks: Ranks, stopping: object) -> None:
             assert site == folder
             assert ranks.log == folder.root / own / "torchrun.log"
             assert read(folder.root / own / "config.yaml").site.node_rank == config.site.node_rank == node_rank

@@ -15,7 +15,7 @@ from diloco.config.arguments import load_config, settings_parser
 from diloco.config.compose import compose, read, shared_digest, write
 from diloco.config.errors import ExitCode
 from diloco.config.run_dir import RunDir
-from diloco.durable import locked
+from diloco.durable import locked, write_file
 from diloco.runs.process import Child
 from tests.cli.conftest import Cli
 from tests.loopback.cluster import free_port
@@ -175,11 +175,11 @@ def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_sta
         file.chmod(0o600)
     with place_in(tmp_path) as place:
         syncer, address = place.syncer("broken", f"cluster.syncer.tokens_file={tokens}")
-        tokens.write_text("{")
+        write_file(tokens, b"{", 0o600)  # By a rename: a file that is being written would break once more.
         said = f"tokens_file cannot be used, its last good content stays in force: tokens_file {tokens} is not JSON"
         wait_for(lambda: said in syncer.text(), "its terminal", syncer.text)
         assert said in cli.out("status", address, f"site.token_file={token}")
-        tokens.write_text('{"observer": "token-of-observer"}')
+        write_file(tokens, b'{"observer": "token-of-observer"}', 0o600)
         wait_for(lambda: "tokens_file was read again" in syncer.text(), "its terminal", syncer.text)
         assert syncer.text().count(said) == 1
         assert "cannot be used" not in cli.out("status", address, f"site.token_file={token}")
