@@ -144,13 +144,17 @@ static int decode_grid(const uint8_t *scales, const uint8_t *packed, int64_t cou
 // Encodes or, where `x` is null, decodes all blocks of a tile.
 template <int KIND>
 static int grid_tile(const Format *format, const float *x, int64_t start, int64_t count, uint8_t *payload, float *out) {
+    constexpr int64_t usual = KIND == INT2 ? 256 : 128;
     const int64_t block = format->block;
     uint8_t *scales = payload + start / block * scales_bytes(KIND);
     uint8_t *codes = payload + (format->numel + block - 1) / block * scales_bytes(KIND) + start * field_bits(KIND) / 8;
     for (int64_t at = 0; at < count; at += block, scales += scales_bytes(KIND), codes += block * field_bits(KIND) / 8) {
         const int64_t here = count - at < block ? count - at : block;
-        const int status = x ? encode_grid<KIND>(x + at, here, scales, codes, out ? out + at : nullptr)
-                             : decode_grid<KIND>(scales, codes, here, out + at);
+        float *decoded = out ? out + at : nullptr;
+        // Where the size is a constant, GCC unrolls the loops over a block: a tenth faster, but not for e3m0.
+        const int status = !x                                  ? decode_grid<KIND>(scales, codes, here, decoded)
+                           : KIND != E3M0 && here == usual ? encode_grid<KIND>(x + at, usual, scales, codes, decoded)
+                                                               : encode_grid<KIND>(x + at, here, scales, codes, decoded);
         if (status != DONE) return status;
     }
     return DONE;
