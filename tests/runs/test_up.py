@@ -134,7 +134,9 @@ def test_a_run_begins_ends_and_leaves_no_process(tmp_path: Path) -> None:
     assert stage.left == []
     stage.watch.hurry.assert_called()
     assert {child.code for child in stage.children.values()} == {0}
-    assert len(stage.seen("process", state="started")) == 4
+    started = stage.seen("process", state="started")
+    assert len(started) == 4
+    assert {str(each["name"]) for each in started if each.get("site")} == set(stage.options.sites)
     assert stage.history.references == {"xz": 1.7}
     assert stage.history.evaluations
     assert stage.history.units == units

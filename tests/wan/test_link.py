@@ -91,6 +91,8 @@ def test_an_option_that_cannot_work_is_refused_by_name_and_value(
     for field, value in ((field, value) for field, values in {**REFUSED, **own}.items() for value in values):
         with pytest.raises(ValueError, match=f"^{field} is {value!r}: "):
             kind(**{"rtt_ms": 1, field: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"^mbps is .*: 0 \(no bound\) or at least {kind.mbps_min}"):
+        kind(rtt_ms=1, mbps=kind.mbps_min / 2)
 
 
 def test_a_link_that_stands_still_for_most_of_the_time_is_refused() -> None:
