@@ -183,7 +183,7 @@ def _verb(given: list[str]) -> Verb | None:
         prog="diloco",
         description="Train one model across data centres joined by slow, failing links.",
         epilog="\n\n".join(
-            "\n".join([f"{name}:", *(f"  {verb.name:<8} {verb.does}" for verb in group)])
+            "\n".join([f"{name}:", *(f"  {verb.name:<10} {verb.does}" for verb in group)])
             for name, group in GROUPS.items()
         )
         + "\n\ndiloco VERB --help lists its options.  Exit codes: 0 ok, 1 failed, 2 usage, 3 syncer unreachable,\n"
