@@ -24,7 +24,7 @@ from diloco.sync.admission import ARRIVALS_KEPT, USUAL, Finding, Verdict
 from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartOuterStep, StopTraining, UpdateRef
 from diloco.sync.events import Outcome, OuterStepDone, OuterStepFailed, Reason, UpdateArrived
 from diloco.sync.options import OuterOptions, smoothed
-from diloco.sync.state import Held, Machine, Pending, Phase, Round, Status, Turn
+from diloco.sync.state import Held, Machine, Pending, Phase, Round, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -253,7 +253,7 @@ def consider(turn: Turn, index: int) -> None:
     if collecting.met_ns is None:
         collecting.met_ns = now_ns
         is_adaptive = turn.options.grace == "adaptive"  # A fixed grace needs no figures of the sites.
-        live = [site for site in state.sites.values() if site.status is Status.LIVE] if is_adaptive else []
+        live = [state.sites[name] for name in turn.attendance.live] if is_adaptive else []
         step_ns = max([site.step_ns for site in live], default=0)
         fastest_ns = min([each for site in live if (each := admission.period_ns(site, index))], default=0)
         wait_ns = grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)

@@ -321,7 +321,7 @@ def test_what_is_remembered_of_updates_is_bounded() -> None:
     line = syncer.machine.state.sites["a"].lines[0]
     assert line.outliers == [f"d{number}" for number in range(3, OUTLIERS_REMEMBERED_MAX + 3)]
     assert len(line.vitals) == syncer.machine.state.health.history
-    assert refusal(push(syncer, norm=0.0)) is None, "what was not measured is not judged"
+    assert refusal(push(syncer, norm=0.0, cosine=-1.0)) is None, "what was not measured is not judged"
 
 
 def test_a_policy_can_be_a_sites_own_and_an_outlier_that_is_admitted_is_noted() -> None:

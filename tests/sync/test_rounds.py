@@ -70,6 +70,17 @@ def test_the_first_round_waits_no_longer_than_since_its_site_joined(step_s: floa
     assert syncer.machine.next_deadline_ns() == round((2 + grace_s) * SECOND_NS)
 
 
+def test_grace_is_not_made_longer_by_a_slow_site_that_has_left() -> None:
+    syncer = running("a", "b", grace="adaptive", grace_ns=10 * SECOND_NS, overlap_steps=3, quorum=1)
+    syncer.push("b", at_s=1, step_ns=5 * SECOND_NS)
+    syncer.deadline()
+    syncer.done()
+    syncer.handle(ev.SiteLeft(2, "b", 1))
+    syncer.join("c")
+    syncer.push("a", base_version=1, at_s=20)
+    assert syncer.machine.next_deadline_ns() == round(20.24 * SECOND_NS), "80 % of three steps of .1 s"
+
+
 def stands(syncer: Syncer, at_s: float) -> dict[str, object] | None:
     return standstill(syncer.machine, round(at_s * SECOND_NS))
 
