@@ -205,7 +205,7 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     agent.start()
     spans = []
     beats = Beats(client, name, case.beat_every_s)
-    at_start = (client.bytes_up, client.bytes_down)
+    at_start = client.traffic
     cpu = Cpu()
     for step in range(task.rounds_in_all):
         if step == task.warm_up:
@@ -221,8 +221,8 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
             "spans": spans[task.warm_up :],
             "core_ms": cpu.ms(task.rounds),
             "beats_s": beats.stop(spans[task.warm_up][0]),
-            "bytes_up": client.bytes_up - at_start[0],
-            "bytes_down": client.bytes_down - at_start[1],
+            "bytes_up": client.traffic[0] - at_start[0],
+            "bytes_down": client.traffic[1] - at_start[1],
             "error": task.error(values, "nesterov"),
             "digest": values_digest(values),
         }

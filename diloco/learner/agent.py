@@ -280,8 +280,7 @@ class Touch:
             return
         info = self._info()
         try:
-            with site.link.control():
-                reply = site.client.report(info)
+            reply = site.client.report(info)
         except (Unreachable, Refused) as error:
             if getattr(error, "retry_after_s", None) is not None:
                 self.heard_at = time.monotonic()  # It answers, but is held: by a full disk, say.

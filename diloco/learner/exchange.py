@@ -301,7 +301,7 @@ class Owner(Exchange):
     # --- what the background threads send ----------------------------------------------------------------------------
 
     def _post(self, what: str, *rest: object) -> None:
-        self._channel.send(what, (self.client.bytes_up, self.client.bytes_down), *rest)
+        self._channel.send(what, self.client.traffic, *rest)
 
     def _ask(self, what: str, *rest: object, do: Callable[[], None] | None = None) -> object:
         """Send a request to rank 0 and return its answer; None when rank 0 is gone.
@@ -403,7 +403,7 @@ class Owners:
 
     def traffic(self) -> tuple[int, int]:
         """Return all ranks' bytes of Push messages, and of Pull messages."""
-        ups, downs = zip((self._client.bytes_up, self._client.bytes_down), *self._bytes.values(), strict=True)
+        ups, downs = zip(self._client.traffic, *self._bytes.values(), strict=True)
         return sum(ups), sum(downs)
 
     def close(self) -> None:

@@ -228,10 +228,9 @@ class Upward(Participant):
             standing = self._below.standing()
             if standing is None:
                 continue
-            info = report_info(self, standing, (self.client.bytes_up, self.client.bytes_down))
+            info = report_info(self, standing, self.client.traffic)
             # When a heartbeat fails the Watch stream fails too, and the listener joins again when the syncer is back.
             with contextlib.suppress(Unreachable, Refused):
-                with self.link.control():
-                    reply = self.client.report(info)
+                reply = self.client.report(info)
                 if not reply.known:
                     self.rejoin("the syncer does not know this process")

@@ -4,8 +4,8 @@ versions, ``Listener`` joins and reads the Watch stream.  ``Participant`` owns t
 The network threads take work, make one attempt at a time, wait with capped jittered back-off in between, and end when
 ``stopping`` is set.  None of them ever gives up on a syncer that is away (DESIGN section 5, "Waiting").
 
-Link.  ``Link`` measures the speed of a site's link from the calls that the site makes anyway, chooses how the site
-sends (codec, connections, overlap), and reports measurement and choice.
+Link.  ``Link`` chooses how a site sends (codec, connections, overlap) by the speed of its link, which the client
+measures from the calls that the site makes anyway, and reports measurement and choice.
 
 Prefetch.  ``Ahead`` asks for a version before it is published, so that the syncer sends it at the moment of publishing.
 Otherwise a round takes one more round trip: the syncer announces the version, and the site then asks for it.  A failed
@@ -26,7 +26,7 @@ import re
 import secrets
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,7 +51,7 @@ from diloco.sync.events import (
     VersionFetched,
     VersionPublished,
 )
-from diloco.sync.link import Adapter, AdaptOptions, LinkEstimator, RoundTimes
+from diloco.sync.link import Adapter, AdaptOptions, RoundTimes
 from diloco.wire.channel import Backoff
 from diloco.wire.messages import (
     FOLDER_DIGITS,
@@ -68,7 +68,7 @@ from diloco.wire.messages import (
 from diloco.wire.pulling import Patience, PullSink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     from diloco.learner.seal import Encoded, Outbox
     from diloco.learner.tensors import Versions
     from diloco.sync.events import LearnerEvent
-    from diloco.sync.link import LinkEstimate
     from diloco.sync.options import Agreement
     from diloco.sync.progress import LearnerState, Standing
     from diloco.wire.channel import Stream
@@ -90,43 +89,11 @@ T = TypeVar("T")
 
 
 class Link:
-    """Times the calls of a participant's client, and chooses how to send.
-
-    Any thread may read; each direction is measured by one thread, and one thread at a time may call ``codec``.  A call
-    that raises is not measured: its duration shows a wait, not the speed of the link.
-    """
+    """Chooses how a participant sends, by what its client has measured; one thread at a time may call ``codec``."""
 
     def __init__(self, participant: Participant, options: AdaptOptions) -> None:
         self._participant, self._client = participant, participant.client
-        self._lock = threading.Lock()
-        self._estimator, self.rounds, self.adapter = LinkEstimator(), RoundTimes(), Adapter(options)
-
-    def read(self) -> LinkEstimate:
-        """Return the present estimate of the link."""
-        with self._lock:
-            return self._estimator.estimate()
-
-    @contextmanager
-    def control(self) -> Iterator[None]:
-        """Time a small call, made inside this context."""
-        began_ns = time.monotonic_ns()
-        yield
-        with self._lock:
-            self._estimator.answered(time.monotonic_ns() - began_ns)
-
-    @contextmanager
-    def transfer(self, *, up: bool) -> Iterator[None]:
-        """Time one attempt to push (``up``) or to pull, made inside this context."""
-        name = "bytes_up" if up else "bytes_down"
-        began_ns, before = time.monotonic_ns(), getattr(self._client, name)
-        yield
-        with self._lock:
-            self._estimator.carried(getattr(self._client, name) - before, time.monotonic_ns() - began_ns, up=up)
-
-    def came(self, count: int, seconds: float) -> None:
-        """Record that a waiting pull brought ``count`` bytes in ``seconds``, counted from when they were available."""
-        with self._lock:
-            self._estimator.carried(count, int(seconds * 1e9), up=False, round_trips=0)
+        self.rounds, self.adapter = RoundTimes(), Adapter(options)
 
     def codec(self, step_ns: int) -> str:
         """Return the codec of an update sealed now, where an inner step takes ``step_ns``; a change is logged once.
@@ -135,7 +102,7 @@ class Link:
         under way are not affected.
         """
         before = self.adapter.choice
-        choice = self.adapter.choose(self.read(), step_ns, self.rounds.usual_ns())
+        choice = self.adapter.choose(self._client.estimate(), step_ns, self.rounds.usual_ns())
         if choice != before:
             self._client.use_channels(choice.channels)
             self._participant.tell(OverlapChosen(choice.overlap_steps))
@@ -144,7 +111,7 @@ class Link:
 
     def info(self, step_ns: int) -> LinkInfo:
         """Return measurement and choice for a heartbeat, where an inner step takes ``step_ns``."""
-        found, choice, round_ns = self.read(), self.adapter.choice, self.rounds.usual_ns()
+        found, choice, round_ns = self._client.estimate(), self.adapter.choice, self.rounds.usual_ns()
         steps = self.adapter.exchange_steps(found, step_ns, round_ns)
         measured = (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s)
         return LinkInfo(*measured, choice.codec, choice.channels, steps, choice.why, round_ns, choice.overlap_steps)
@@ -381,8 +348,7 @@ class Sender:
             header, payload = found
             own.fetcher.expect(fragment)  # Because a version of that fragment comes next.
             try:
-                with own.link.transfer(up=True):
-                    result = own.client.push(header, payload)
+                result = own.client.push(header, payload)
             except Unreachable as error:
                 pause.wait(error.retry_after_s)
                 continue
@@ -479,9 +445,7 @@ class Fetcher:
             if ahead.sink.lineage != lineage or ahead.ask.have_version != have:
                 self._incoming.pop(fragment, None)  # The stale prefetch still writes to this sink.
                 return None, 0.0
-        if (pulled := ahead.take()) is not None:
-            self._participant.link.came(pulled.header.payload_bytes, ahead.carried_s)
-        return pulled, ahead.carried_s
+        return ahead.take(), ahead.carried_s
 
     def _fetch(self, fragment: int) -> None:
         own, began_s = self._participant, time.perf_counter()
@@ -496,8 +460,7 @@ class Fetcher:
             try:
                 pulled, here = here, None
                 if pulled is None:
-                    with own.link.transfer(up=False):
-                        pulled = own.client.pull(PullAsk(own.run_id, own.site_id, fragment, have), incoming)
+                    pulled = own.client.pull(PullAsk(own.run_id, own.site_id, fragment, have), incoming)
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue

@@ -154,7 +154,7 @@ class Guard:
         self.watch.add(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.watch.remove(self)
 
 

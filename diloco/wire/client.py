@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diloco.sync.events import Outcome
-from diloco.sync.link import ROUND_TRIPS_KEPT, Pace
+from diloco.sync.link import LinkEstimate, LinkEstimator, Pace
 from diloco.wire import convert
 from diloco.wire.channel import (
     ADMIN_SERVICE,
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from diloco.wire.chunks import Span
     from diloco.wire.pulling import PulledVersion, PullSink
 
-FAR_S = 0.01
+FAR_NS = 10_000_000
 LOOK_AGAIN = 20
 """After so many rate-limited transfers, transfers have no limit until one is long enough to measure the link."""
 FASTER_PERCENT = 110
@@ -115,13 +115,13 @@ class Learned:
         with self._lock:
             self.bytes += message_bytes
 
-    def begin(self, rtt_s: float) -> Arrival | None:
-        """Start a transfer over a round trip of ``rtt_s`` seconds (0: unknown); its rate limit is then ``bytes_per_s``.
+    def begin(self, rtt_ns: int) -> Arrival | None:
+        """Start a transfer over a round trip of ``rtt_ns`` (0: unknown); its rate limit is then ``bytes_per_s``.
 
         Returns where to record its progress; None where the transfer does not measure the link."""
-        if self._told or rtt_s <= 0:
+        if self._told or not rtt_ns:
             return None
-        if rtt_s < FAR_S:
+        if rtt_ns < FAR_NS:
             self.forget()
             return None
         with self._lock:
@@ -546,17 +546,13 @@ class SyncClient(ServiceClient):
         """By fragment, the length of the last payload pulled."""
         self.up, self.down = Learned(self.options.up_mbps), Learned(self.options.down_mbps)
         self.pacer = Pacer(self.up.bytes_per_s)
-        self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
+        self._measuring, self._estimator = threading.Lock(), LinkEstimator()
 
     @property
-    def bytes_up(self) -> int:
-        """Bytes of Push messages sent since the start, headers and re-sent chunks included."""
-        return self.up.bytes
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes of Pull messages received since the start, headers and re-sent chunks included."""
-        return self.down.bytes
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of Push messages sent, and of Pull messages received, since the start; both with headers, and with the
+        chunks that were sent again."""
+        return self.up.bytes, self.down.bytes
 
     @property
     def taken_in(self) -> tuple[int, int]:
@@ -572,7 +568,8 @@ class SyncClient(ServiceClient):
     def _go_to(self, at: int) -> None:
         """Switch to the address with index ``at``; if it is another one, drop everything measured of the link."""
         if at != self._at:
-            self._round_trips_s.clear()
+            with self._measuring:
+                self._estimator = LinkEstimator()
             for way in (self.up, self.down):
                 way.forget()
         self._at, self.address = at, self._addresses[at]
@@ -623,10 +620,11 @@ class SyncClient(ServiceClient):
 
     def report(self, report: ReportInfo) -> ReportReply:
         """Send a heartbeat."""
-        began_s = time.monotonic()
+        began_ns = time.monotonic_ns()
         reply = self._line.unary("Report", convert.pack_report(report), convert.unpack_report_reply)
-        self._round_trips_s.append(time.monotonic() - began_s)
         self._check_epoch("Report", reply.epoch)
+        with self._measuring:
+            self._estimator.answered(time.monotonic_ns() - began_ns)
         return reply
 
     def _check_epoch(self, method: str, epoch: int) -> None:
@@ -658,9 +656,10 @@ class SyncClient(ServiceClient):
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
         breaks = self._breaks.pop(header.digest, None)
         at_once, self._welcome = self._welcome and breaks is None, False
-        arrival = self.up.begin(self._rtt_s)
+        arrival = self.up.begin(self.estimate().rtt_min_ns)
         self.pacer.bytes_per_s = self.up.bytes_per_s
         pushing = Pushing(self, header, view, breaks or 0, at_once=at_once, arrival=arrival)
+        began_ns, before = time.monotonic_ns(), self.up.bytes
         try:
             result = pushing.run()
         except Unreachable:
@@ -669,6 +668,8 @@ class SyncClient(ServiceClient):
                 del self._breaks[next(iter(self._breaks))]
             raise
         self._check_epoch("Push", result.epoch)
+        with self._measuring:
+            self._estimator.carried(self.up.bytes - before, time.monotonic_ns() - began_ns, up=True)
         self.up.over(arrival)
         self._welcome = result.outcome is Outcome.ACCEPTED
         return result
@@ -678,11 +679,16 @@ class SyncClient(ServiceClient):
 
         With ``patience`` the call waits for a version that is not published yet.
         """
-        arrival = self.down.begin(self._rtt_s)
+        arrival = self.down.begin(self.estimate().rtt_min_ns)
         ask = replace(ask, bytes_per_s=arrival.sent_at if arrival is not None else self.down.bytes_per_s)
+        began_ns, before = time.monotonic_ns(), self.down.bytes
         pulled = Pulling(self, ask, sink, arrival, patience or Patience(0.0)).run()
         self.down.over(arrival)
         self._check_epoch("Pull", pulled.header.epoch)
+        took_ns = time.monotonic_ns() - began_ns if patience is None else int(patience.carried_s * 1e9)
+        with self._measuring:  # A pull that waited is timed from its first byte: no round trip is part of that.
+            round_trips = 1 if patience is None else 0
+            self._estimator.carried(self.down.bytes - before, took_ns, up=False, round_trips=round_trips)
         if pulled.parts:
             self.lengths[ask.fragment] = pulled.header.payload_bytes
         return pulled
@@ -691,10 +697,10 @@ class SyncClient(ServiceClient):
         """Use ``count`` connections (clamped to 1 .. ``STREAMS_MAX``) from the next transfer on."""
         self._streams = max(1, min(count, STREAMS_MAX))
 
-    @property
-    def _rtt_s(self) -> float:
-        """The shortest recent round trip in seconds; 0: none measured yet."""
-        return min(tuple(self._round_trips_s), default=0.0)
+    def estimate(self) -> LinkEstimate:
+        """Return the present estimate of the link, from the heartbeats and transfers that succeeded."""
+        with self._measuring:
+            return self._estimator.estimate()
 
     def in_turn(self) -> Sequence[Line]:
         """Return the bulk channels in use, rotated by one at each call."""

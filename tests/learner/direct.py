@@ -22,6 +22,7 @@ from diloco.learner.agent import Agent, Finished
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
 from diloco.outer.fragments import gather
+from diloco.sync.link import LinkEstimate
 from diloco.sync.options import Agreement, LearnerOptions
 from diloco.syncer.publish import Feed
 from diloco.syncer.server import Syncer
@@ -62,7 +63,7 @@ class DirectClient:
         """Set once training has begun: that thread must not come here any more."""
         self.calls: list[str] = []
         self.reports: list[ReportInfo] = []
-        self.bytes_up = self.bytes_down = 0
+        self.traffic, self.estimate = (0, 0), lambda: LinkEstimate(rtt_ns=1)
         self.before: dict[str, Callable[[], object]] = {}
         self.after_pull: Callable[[PulledVersion], PulledVersion] = lambda pulled: pulled
         self.streams: list[DirectStream] = []
@@ -114,7 +115,7 @@ class DirectClient:
                 opened.close()
 
         result = self._ask("push", send)
-        self.bytes_up += len(payload)
+        self.traffic = self.traffic[0] + len(payload), self.traffic[1]
         if self.down.is_set():
             raise Unreachable("the line was cut before the answer")
         return result
@@ -123,7 +124,7 @@ class DirectClient:
         if patience is not None:
             raise Unreachable("here one asks for what is there")
         source = self._ask("pull", lambda: self.syncer.api.pull(ask, ANYONE))
-        self.bytes_down += source.header.payload_bytes
+        self.traffic = self.traffic[0], self.traffic[1] + source.header.payload_bytes
         return self.after_pull(PulledVersion(source.header, tuple(memoryview(part).cast("B") for part in source.parts)))
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class Client:
     run_id, site_id = "run", "a"
 
     def __init__(self) -> None:
-        self.bytes_up, self.bytes_down = 0, 0
+        self.traffic = (0, 0)
         self.taken_in = (0, 1)
         self.followed: list[tuple[int, int]] = []
 
@@ -278,7 +278,7 @@ def test_what_is_known_of_the_run_is_told_once_and_bytes_are_those_of_all_ranks(
     assert pair.owner.wanted(1, 7) == "digest"
     pair.zero.answer = None
     assert pair.owner.wanted(1, 7) is None
-    pair.clients[0].bytes_up, pair.clients[1].bytes_up, pair.clients[1].bytes_down = 3, 40, 500
+    pair.clients[0].traffic, pair.clients[1].traffic = (3, 0), (40, 500)
     pair.owner.emit("note", {"note": "x"})
     eventually(lambda: pair.site.traffic() == (43, 500), "it came with what is said")
 

@@ -302,7 +302,7 @@ def test_one_syncer_away_costs_the_others_fragments_nothing(two: TwoSyncers) -> 
     assert done["ledger"] == {f"tokens_{name}": value for name, value in finished.ledger.items()}
     meter = two.events.of("meter")[-1]
     assert meter["inner_steps"] == two.steps
-    assert meter["bytes_up"] == sum(client.bytes_up for client in two.clients)
+    assert meter["bytes_up"] == sum(client.traffic[0] for client in two.clients)
 
 
 @pytest.mark.parametrize("two", [{"quorum": "all", "lock_step": True}], indirect=True)

@@ -8,9 +8,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +49,7 @@ from diloco.sync.events import (
     Reason,
     VersionFetched,
 )
-from diloco.sync.link import AdaptOptions, Way
+from diloco.sync.link import AdaptOptions, LinkEstimator, Way
 from diloco.wire.channel import Backoff
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
@@ -119,7 +118,6 @@ class Desk(Recorder):
         self.answers: list[PushResult | Exception] = []
         self.pushed: list[PushHeader] = []
         self.expected: list[int] = []
-        self.bytes_up = 0
         client: Any = self
         self.client = client
         self.link = Link(client, AdaptOptions(ways=WAYS))
@@ -614,7 +612,6 @@ class Shelf(Recorder):
         self.tensors = tensors(OLD, have=have)
         self.answers: list[Callable[[PullAsk], PulledVersion]] = []
         self.asks: list[PullAsk] = []
-        self.bytes_down = 0
         self.waiting: list[PullAsk] = []
         self.made = threading.Event()
         self.sinks: list[PullSink] = []
@@ -782,46 +779,21 @@ MS, STEP_NS = 1_000_000, 100_000_000
 WAYS = (Way("int8", 8_000_000), Way("int4", 4_000_000))
 
 
-def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, traffic = [0], SimpleNamespace(bytes_up=0, bytes_down=0)
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
-    meter = Link(SimpleNamespace(client=traffic), AdaptOptions(ways=WAYS))  # type: ignore[arg-type]
-    assert (meter.read().rtt_ns, meter.read().up_bytes_per_s) == (0, 0)
-    with meter.control():
-        now[0] += 20 * MS
-    with meter.transfer(up=True):
-        traffic.bytes_up += 1_000_000
-        now[0] += 120 * MS
-    with meter.transfer(up=False):
-        traffic.bytes_down += 3_000_000
-        now[0] += 320 * MS
-    found = meter.read()
-    assert (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s) == (20 * MS, 10_000_000, 10_000_000)
-    meter.came(3_000_000, 0.15)
-    found = meter.read()
-    assert found.down_bytes_per_s == 20_000_000
-    for call in (meter.control, partial(meter.transfer, up=True), partial(meter.transfer, up=False)):
-        with suppress(Unreachable), call():
-            traffic.bytes_up, traffic.bytes_down = 2_000_000, 9_000_000
-            now[0] += MS
-            raise Unreachable("gone")
-    assert meter.read() == found, "a call that failed measures nothing"
-
-
 def test_a_choice_is_taken_told_once_with_its_reason_and_stays_to_be_seen() -> None:
     site, channels = Recorder(), list[int]()
-    traffic: Any = SimpleNamespace(bytes_up=0, bytes_down=0, use_channels=channels.append)
+    measured = LinkEstimator()
+    client: Any = SimpleNamespace(estimate=measured.estimate, use_channels=channels.append)
     sizes = {"version_bytes": 4_000_000, "window_bytes": 10_000, "inner_steps": 20}
     options = AdaptOptions(ways=WAYS, channels_max=6, overlap_steps=1, overlap_steps_max=12, **sizes)
-    site.client = traffic
+    site.client = client
     use = Link(site, options)
     assert [use.codec(STEP_NS) for _ in range(4)] == ["int8"] * 4
     assert use.info(STEP_NS) == LinkInfo(up_codec="int8", channels=1, overlap_steps=1)
     assert (site.events.all, site.told, use.adapter.choice.overlap_steps) == ([], [], 1), "nothing is measured yet"
-    use._estimator.answered(10_000_000)
+    measured.answered(10_000_000)
     for _ in range(3):
-        use._estimator.carried(4_000_000, 1_010_000_000, up=True)
-        use._estimator.carried(10_000_000, 1_010_000_000, up=False)
+        measured.carried(4_000_000, 1_010_000_000, up=True)
+        measured.carried(10_000_000, 1_010_000_000, up=False)
     assert [use.codec(STEP_NS) for _ in range(9)] == ["int8", *["int4"] * 8]
     chosen = site.events.of("adapted")
     assert channels == [facts["channels"] for facts in chosen]

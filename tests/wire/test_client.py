@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome
+from diloco.sync.link import LinkEstimate, LinkEstimator
 from diloco.wire.channel import Stream
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import (
@@ -30,7 +31,7 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from diloco.wire.pulling import PullSink
+from diloco.wire.pulling import Patience, PullSink
 from tests.wire.conftest import Aside, Patch, Start, Wired
 from tests.wire.fake_syncer import DIGEST, RUN, FakeSession, FakeSyncer, join_ask, push_header, report_info
 from tests.wire.relay import WAIT_S, Relay, until_reached, wait_until
@@ -47,13 +48,45 @@ def test_push_and_pull_carry_a_payload_once_and_count_their_bytes(wired: Wired) 
     pulled = client.pull(ASK, PullSink())
     assert pulled.header == wired.syncer.version
     assert [bytes(part) for part in pulled.parts] == [PAYLOAD]
-    for counted in (client.bytes_up, client.bytes_down):
+    for counted in client.traffic:
         assert len(PAYLOAD) < counted < len(PAYLOAD) + 32 * (len(PAYLOAD) // (64 * KIB) + 1) + 600
     anew = wired.client()  # The other one has found a welcome, and would not wait to be admitted.
     assert anew.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.DUPLICATE
-    assert anew.bytes_up < 600, "a duplicate's payload was sent"
+    assert anew.up.bytes < 600, "a duplicate's payload was sent"
     with pytest.raises(MalformedMessage, match="payload_bytes is 3: the payload has 4"):
         client.push(push_header(b"abc"), b"abcd")  # Our own defect.
+
+
+def test_what_calls_took_is_what_the_link_is(start: Start, monkeypatch: Patch) -> None:
+    wired = start()
+    client = wired.client()
+    carried: list[tuple[int, bool, int]] = []
+
+    def noted(measured: LinkEstimator, count: int, duration_ns: int, *, up: bool, round_trips: int = 1) -> None:
+        carried.append((count, up, round_trips))
+        whole(measured, count, duration_ns, up=up, round_trips=round_trips)
+
+    whole = LinkEstimator.carried
+    monkeypatch.setattr(LinkEstimator, "carried", noted)
+    assert client.estimate() == LinkEstimate()
+    client.report(report_info())
+    client.push(push_header(PAYLOAD), PAYLOAD)
+    wired.syncer.publish(PAYLOAD)
+    client.pull(ASK, PullSink())
+    up, down = client.traffic
+    client.pull(ASK, PullSink(), Patience(20.0))
+    assert carried == [(up, True, 1), (down, False, 1), (down, False, 0)], "one that waited has no round trip in it"
+    found = client.estimate()
+    assert min(found.rtt_ns, found.rtt_min_ns, found.up_bytes_per_s, found.down_bytes_per_s) > 0
+    wired.server.stop(0.0)
+    for call in (
+        lambda: client.report(report_info()),
+        lambda: client.push(push_header(PAYLOAD, sequence=2), PAYLOAD),
+        lambda: client.pull(ASK, PullSink()),
+    ):
+        with pytest.raises(Unreachable):
+            call()
+    assert client.estimate() == found, "a call that failed measures nothing"
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -112,10 +145,10 @@ def test_a_push_that_was_cut_goes_on_from_where_it_was(wired: Wired, relay: Rela
     assert not wired.syncer.accepted
     held = len(wired.syncer.spool["site-a", 0, 1])
     assert 0 < held < len(PAYLOAD)
-    before = client.bytes_up
+    before = client.up.bytes
     again = until_reached(lambda: client.push(push_header(PAYLOAD), PAYLOAD))
     assert again == PushResult(Outcome.ACCEPTED, 3)
-    assert client.bytes_up - before < (len(PAYLOAD) - held + 20_000 if channels == 1 else 2 * len(PAYLOAD))
+    assert client.up.bytes - before < (len(PAYLOAD) - held + 20_000 if channels == 1 else 2 * len(PAYLOAD))
     assert wired.syncer.accepted["site-a", 0, 1] == PAYLOAD
 
 
@@ -286,9 +319,9 @@ def test_after_one_that_was_welcome_a_push_does_not_wait_to_be_admitted(
     client.push(push_header(PAYLOAD), PAYLOAD)
     small = PAYLOAD[: 800 * KIB]  # More than the first window, less than what finds room on the way.
     wired.syncer.admits.clear()
-    before = client.bytes_up
+    before = client.up.bytes
     pushed = aside(client.push, push_header(small, sequence=2), small)
-    assert wait_until(lambda: client.bytes_up - before > 256 * KIB), "nothing goes before the admission"
+    assert wait_until(lambda: client.up.bytes - before > 256 * KIB), "nothing goes before the admission"
     assert not wired.syncer.spool.get(("site-a", 0, 2)), "a byte was read before the admission"
     wired.syncer.admits.set()
     assert pushed.result(WAIT_S).outcome is Outcome.ACCEPTED
@@ -307,9 +340,9 @@ def test_what_is_held_already_is_left_out_as_soon_as_that_is_known(wired: Wired,
         assert wired.syncer.accepted["site-a", 0, sequence] == PAYLOAD
         assert wired.server.counters()["payload_bytes_in"] - before < len(PAYLOAD)
     assert client.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.DUPLICATE
-    sent = client.bytes_up
+    sent = client.up.bytes
     assert client.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.DUPLICATE
-    assert client.bytes_up - sent < KIB, "after one that was not welcome a push waits"
+    assert client.up.bytes - sent < KIB, "after one that was not welcome a push waits"
 
 
 def test_a_push_that_breaks_again_and_again_puts_less_and_less_at_risk(wired: Wired, relay: Relay) -> None:

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from diloco.sync.events import Outcome, Reason
-from diloco.sync.link import SPAN_MIN_NS, Pace
+from diloco.sync.link import SPAN_MIN_NS, LinkEstimate, Pace
 from diloco.wire import channel
 from diloco.wire.channel import ADDRESSES_MAX, BYTES_MIN, Arrival, bulk_bytes_per_s, split_addresses
-from diloco.wire.client import FAR_S, LOOK_AGAIN, AdminClient, Learned, SyncClient
+from diloco.wire.client import FAR_NS, LOOK_AGAIN, AdminClient, Learned, SyncClient
 from diloco.wire.convert import pack_push_reply
 from diloco.wire.messages import MIB, PullAsk, PushAdmitted, Refusal, Refused, Status, Unreachable, WireError
 from diloco.wire.options import SecurityOptions
@@ -52,20 +52,21 @@ def test_everything_goes_where_the_site_was_taken_in_and_what_was_learned_of_one
     assert other.syncer.calls == ["join", "open_push", "pull", "report", "leave", "pull"]
     assert one.syncer.calls == ["join"]
     assert client.has_choice
-    assert client.bytes_up > 0
-    up, down = client.bytes_up, client.bytes_down
+    assert client.up.bytes > 0
+    up, down = client.traffic
     for way in (client.up, client.down):
         way.bytes_per_s = 1_000_000
     client.join(join_ask())
-    assert client._rtt_s > 0
+    assert client.estimate().rtt_min_ns > 0
     assert client.up.bytes_per_s == client.down.bytes_per_s == 1_000_000
     one.syncer.join_fails, other.syncer.join_fails = None, AWAY
     client.join(join_ask())
-    assert client._rtt_s == client.up.bytes_per_s == client.down.bytes_per_s == 0
+    assert client.estimate() == LinkEstimate()
+    assert client.up.bytes_per_s == client.down.bytes_per_s == 0
     client.push(push_header(b"four"), b"four")
     client.pull(ASK, PullSink())
     assert one.syncer.calls == ["join", "join", "open_push", "pull"]
-    assert (client.bytes_up, client.bytes_down) == (2 * up, 2 * down), "one count, wherever it goes"
+    assert client.traffic == (2 * up, 2 * down), "one count, wherever it goes"
     one.syncer.join_fails = AWAY
     with pytest.raises(Unreachable, match=r"ask there.*; .*ask there"):
         client.join(join_ask())
@@ -188,23 +189,23 @@ def come(arrival: Arrival, clock: SimpleNamespace, count: int = 8 * BYTES_MIN, t
 
 def test_a_far_link_is_learned_by_what_arrives_and_no_other_unless_it_was_told(clock: SimpleNamespace) -> None:
     told = Learned(0.8)
-    assert told.begin(10 * FAR_S) is None
+    assert told.begin(10 * FAR_NS) is None
     told.forget()
     assert 90_000 < told.bytes_per_s == bulk_bytes_per_s(0.8) < 100_000, "control keeps a share"
     way = Learned(0.0)
-    for rtt_s in (0.0, FAR_S / 2):
-        assert way.begin(rtt_s) is None
+    for rtt_ns in (0, FAR_NS // 2):
+        assert way.begin(rtt_ns) is None
         way.over(None)
         assert way.bytes_per_s == 0
     little, short = (BYTES_MIN // 2, 4 * SPAN_MIN_NS), (8 * BYTES_MIN, SPAN_MIN_NS // 2)
     for count, took_ns in (little, short, (8 * BYTES_MIN, 4 * SPAN_MIN_NS)):
-        arrival = way.begin(FAR_S)
+        arrival = way.begin(FAR_NS)
         assert arrival is not None
         assert way.bytes_per_s == 0, "little and short transfers say nothing"
         come(arrival, clock, count, took_ns)
         way.over(arrival)
     rate = 8 * BYTES_MIN * 1e9 / (4 * SPAN_MIN_NS)
-    for ends in (lambda: way.begin(FAR_S / 10), way.forget):  # It is near by now, or another one.
+    for ends in (lambda: way.begin(FAR_NS // 10), way.forget):  # It is near by now, or another one.
         come(arrival, clock)
         way.over(arrival)
         assert rate <= way.bytes_per_s <= 1.4 * rate
@@ -219,7 +220,7 @@ def transfer(
     way: Learned, clock: SimpleNamespace, link: int = RATE, share: float = 1.0, count: int = 8 * BYTES_MIN
 ) -> int:
     """One transfer over ``link``, of which ``share`` of what was sent arrives in its time; the rate it went at."""
-    arrival = way.begin(2 * FAR_S)
+    arrival = way.begin(2 * FAR_NS)
     assert arrival is not None
     rate = share * min(link, arrival.sent_at or link)
     come(arrival, clock, count, int(count * 1e9 / rate))
@@ -255,13 +256,13 @@ def test_a_client_learns_both_ways_of_a_far_link_and_keeps_to_them(wired: Wired,
         arrived.append(bytes_per_s)
         pace.bytes_per_s = 300 * MIB
 
-    monkeypatch.setattr("diloco.wire.client.FAR_S", 0.0)
+    monkeypatch.setattr("diloco.wire.client.FAR_NS", 0)
     monkeypatch.setattr("diloco.wire.channel.SPAN_MIN_NS", 0)
     monkeypatch.setattr(Pace, "carried", carried)
     wired.syncer.publish(PAYLOAD)
     client = wired.client(data_channels=2)
     client.join(join_ask())
-    client._round_trips_s.append(0.1)
+    client.report(report_info())
     for sequence in (1, 2):
         assert client.push(push_header(PAYLOAD, sequence=sequence), PAYLOAD).outcome is Outcome.ACCEPTED
         assert len(arrived) == sequence

@@ -277,13 +277,13 @@ def test_heartbeats_pass_while_bulk_fills_the_link(wired: Wired, monkeypatch: Pa
             client.report(report_info())
             bulk.start()
             time.sleep(2.0)
-            sent_before, began_s, took_s = client.bytes_up, time.monotonic(), []
+            sent_before, began_s, took_s = client.up.bytes, time.monotonic(), []
             for _ in range(60):
                 at_s = time.monotonic()
                 client.report(report_info())
                 took_s.append(time.monotonic() - at_s)
                 time.sleep(0.05)
-            carried_mbps = (client.bytes_up - sent_before) * 8e-6 / (time.monotonic() - began_s)
+            carried_mbps = (client.up.bytes - sent_before) * 8e-6 / (time.monotonic() - began_s)
             over.set()
             bulk.join(60)
     assert carried_mbps > 0.7 * LINK.mbps, "the link was not full"

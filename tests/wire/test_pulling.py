@@ -155,11 +155,11 @@ def test_a_version_sets_out_the_moment_it_is_made(wired: Wired, relay: Relay, as
     client, patience = wired.joined(relay.address, data_channels=channels), Patience(20.0)
     wired.syncer.publish(PAYLOAD)
     client.pull(ASK, PullSink())
-    began = client.bytes_down
+    began = client.down.bytes
     pulled = aside(client.pull, replace(ASK, have_version=3), PullSink(), patience)
     wait_until(lambda: wired.syncer.waiting == channels)
     assert not wired.syncer.feeds
-    assert client.bytes_down == began
+    assert client.down.bytes == began
     assert patience.carried_s == 0.0
     wired.syncer.publish(PAYLOAD, from_version=3, version=4)
     found = pulled.result(WAIT_S)
@@ -242,14 +242,14 @@ def test_a_pull_that_was_cut_goes_on_from_where_it_was_and_anew_when_its_version
     relay.cut()
     with pytest.raises(Unreachable):
         pulled.result(WAIT_S)
-    held, before = sink.bytes_held, client.bytes_down
+    held, before = sink.bytes_held, client.down.bytes
     assert 0 < held < len(PAYLOAD)
     assert broken == [held]
     if is_gone:
         wired.syncer.publish(b"new!" * 100, whole=True, version=4, from_version=0)
     found = until_reached(lambda: client.pull(ASK, sink))
     assert bytes(found.parts[0]) == (b"new!" * 100 if is_gone else PAYLOAD)
-    assert client.bytes_down - before < len(PAYLOAD) - held + 200_000
+    assert client.down.bytes - before < len(PAYLOAD) - held + 200_000
 
 
 def test_a_version_that_was_not_asked_for_is_not_taken(wired: Wired, monkeypatch: Patch) -> None:
