@@ -97,6 +97,8 @@ SEVERAL = written(r"run\.name=(two|many)|:7077/")
 REGIONS = written(r"^diloco (syncer|site).*halos")
 BY_HAND = written(r"run\.name=first .*listen|(site\.syncer=|status |--watch )127.0.0.1:7077$")
 LOOPS = loops()
+LONG = {"run.name=llama", "run.name=lora", "run.name=moe"}
+"""The loops that import transformers and take longest: `make nightly` runs them."""
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +241,10 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lines", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize(
+    "lines",
+    [pytest.param(lines, marks=[pytest.mark.hunt] if name in LONG else [], id=name) for name, lines in LOOPS.items()],
+)
 def test_a_loop_of_ones_own(place: Place, lines: list[str]) -> None:
     ports = {":7077": f":{free_port()}"}
     all_end(start(place, lines[0]))
