@@ -33,6 +33,7 @@ configuration, and finds the same choice in a few updates.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -79,7 +80,7 @@ def later_rate(seen: list[tuple[int, int]]) -> float:
     """
     middle_ns = (seen[0][0] + seen[-1][0]) // 2
     # The later half begins at the last instant before the middle, so that a few large steps are no less exact.
-    began_ns, before = max((each for each in seen if each[0] <= middle_ns), key=lambda each: each[0])
+    began_ns, before = seen[bisect_right(seen, (middle_ns, inf)) - 1]
     ended_ns, total = seen[-1]
     return (total - before) * SECOND_NS / (ended_ns - began_ns) if ended_ns > began_ns else 0.0
 

@@ -38,7 +38,7 @@ import grpc
 
 from diloco.sync.events import Reason
 from diloco.sync.link import SPAN_MIN_NS, later_rate
-from diloco.wire.chunks import ChunkError, DamagedChunk, tail_chunk
+from diloco.wire.chunks import ChunkError, DamagedChunk
 from diloco.wire.messages import (
     CHUNK_BYTES_MIN,
     MIB,
@@ -273,7 +273,9 @@ class Deal:
             if not left:
                 return None
             begin = self.at
-            self.at += min(left, tail_chunk(chunk_bytes, left, self.streams))
+            if self.streams > 1:  # Chunks shrink towards the end, so that all streams finish at about the same time.
+                chunk_bytes = min(chunk_bytes, max(CHUNK_BYTES_MIN, left // (2 * self.streams)))
+            self.at += min(left, chunk_bytes)
             return begin, self.at
 
 

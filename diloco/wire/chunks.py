@@ -22,7 +22,6 @@ Span = tuple[int, int]
 PIECE_BYTES_MIN = 256 * 1024
 """Fewer bytes are not worth the round trip of an additional stream."""
 CHUNK_BYTES_FIRST = 256 * 1024
-TAIL_BYTES_MIN = 64 * 1024
 RISK_BYTES = 4 << 20
 """After one break, half of this may be in flight; each further break halves it, down to ``RISK_BYTES_MIN``."""
 RISK_BYTES_MIN = 128 * 1024
@@ -114,12 +113,6 @@ class ChunkSize:
             self._bytes = max(self._bytes_min, self._bytes // 2)
 
 
-def tail_chunk(chunk_bytes: int, left: int, streams: int) -> int:
-    """Return the length of the next chunk when ``streams`` streams share the ``left`` bytes.  Chunks shrink towards the
-    end, so that all streams finish at about the same time."""
-    return chunk_bytes if streams <= 1 else min(chunk_bytes, max(TAIL_BYTES_MIN, left // (2 * streams)))
-
-
 class Window:
     """Reorders the chunks of one payload, which arrive in any order, from byte ``offset`` on.
 
@@ -159,17 +152,15 @@ class Holes:
         self.payload_bytes = payload_bytes
         self.spans: list[Span] = [(0, payload_bytes)] if payload_bytes else []
         """The missing spans, in order."""
-
-    @property
-    def first_missing(self) -> int:
-        """Offset of the first missing byte."""
-        return self.spans[0][0] if self.spans else self.payload_bytes
+        self.held = 0
+        """Number of bytes that are present."""
 
     def fill(self, begin: int, end: int) -> bool:
         """Mark bytes ``begin`` to ``end`` as present.  Returns False, changing nothing, unless all were missing."""
-        at = bisect_right(self.spans, begin, key=lambda span: span[0]) - 1
+        at = bisect_right(self.spans, (begin, self.payload_bytes)) - 1
         if at < 0 or not self.spans[at][0] <= begin < end <= self.spans[at][1]:
             return False
         first, last = self.spans[at]
+        self.held += end - begin
         self.spans[at : at + 1] = [span for span in ((first, begin), (end, last)) if span[0] < span[1]]
         return True

@@ -49,7 +49,7 @@ class PullSink:
     def bytes_held(self) -> int:
         """Bytes held anywhere in the payload; thread-safe."""
         with self._lock:
-            return self._holes.payload_bytes - sum(end - begin for begin, end in self._holes.spans)
+            return self._holes.held
 
     def missing(self) -> list[Span]:
         """Return the missing spans, in order."""
@@ -93,18 +93,16 @@ class PullSink:
             self.header = header
             return
         self.clear()
-        self._hold(self._memory(header.payload_bytes), header)
+        spare, self._spare = self._spare, bytearray()
+        fits = header.payload_bytes <= len(spare) <= 2 * header.payload_bytes
+        # The spare buffer is reused, because new memory is ten times as slow to write.
+        self._hold(spare if fits else bytearray(header.payload_bytes), header)
         self._come = self.begun(header, self._view[: header.payload_bytes].toreadonly())
 
     def belongs(self, header: PullHeader) -> bool:
         """Return whether the bytes held are of the payload that ``header`` describes."""
         held = self.header
         return held is not None and replace(header, fates=held.fates, epoch=held.epoch) == held
-
-    def _memory(self, payload_bytes: int) -> bytearray:
-        """Return a buffer; reuse the spare one if it fits, because new memory is ten times as slow to write."""
-        spare, self._spare = self._spare, bytearray()
-        return spare if payload_bytes <= len(spare) <= 2 * payload_bytes else bytearray(payload_bytes)
 
     def accept(self, chunk: Chunk | Frame) -> None:
         """Store a piece of the payload, in any order.  ``ChunkError`` when its bytes are not missing.
@@ -123,7 +121,8 @@ class PullSink:
         if (come := self._come) is not None:
             with self._lock:
                 self._unwritten.fill(offset, end)
-                held = self._unwritten.first_missing
+                left = self._unwritten.spans
+                held = left[0][0] if left else self.header.payload_bytes
             come(held)
 
     def finish(self) -> PulledVersion:

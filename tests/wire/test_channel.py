@@ -18,6 +18,7 @@ from diloco.wire.channel import (
     PUSHBACK_KEY,
     REASON_KEY,
     Backoff,
+    Deal,
     Guard,
     Line,
     Pacer,
@@ -277,3 +278,16 @@ def test_a_stream_that_does_not_move_is_cancelled_once_and_no_other() -> None:
     stalls.close()
     StallWatch("unused").close()
     assert "test" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_near_the_end_streams_share_what_is_left_in_shorter_and_shorter_chunks() -> None:
+    for left, streams, length in (
+        (5, 1, 5),
+        (100 * MIB, 4, MIB),
+        (4 * MIB, 4, MIB // 2),
+        (100_000, 4, CHUNK_BYTES_MIN),
+    ):
+        deal = Deal(7, 7 + left, Pacer(0), streams)
+        assert deal.next(MIB) == (7, 7 + length)
+    spans = list(iter(lambda: deal.next(MIB), None))
+    assert spans == [(7 + CHUNK_BYTES_MIN, 100_007)], "each byte once, and the last chunk is what is left"

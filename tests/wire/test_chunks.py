@@ -10,7 +10,6 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from diloco.wire.chunks import (
-    TAIL_BYTES_MIN,
     ChunkSize,
     DamagedChunk,
     Holes,
@@ -19,7 +18,6 @@ from diloco.wire.chunks import (
     check_next,
     checksum,
     cut,
-    tail_chunk,
 )
 from diloco.wire.messages import Chunk
 
@@ -61,13 +59,6 @@ def test_every_flipped_bit_is_found(as_in_2: bool) -> None:
     told = {"crc32": chunk.crc32 ^ 1} if as_in_2 else {"xxh3": (chunk.xxh3 or 0) ^ 1 << 63}
     with pytest.raises(DamagedChunk):
         check_next(replace(chunk, **told), 0, 20)
-
-
-def test_near_the_end_streams_share_what_is_left_in_shorter_and_shorter_chunks() -> None:
-    assert tail_chunk(1 << 20, 5, 1) == 1 << 20
-    assert tail_chunk(1 << 20, 100 << 20, 4) == 1 << 20
-    assert tail_chunk(1 << 20, 4 << 20, 4) == 1 << 19
-    assert tail_chunk(1 << 20, 1000, 4) == TAIL_BYTES_MIN
 
 
 def test_chunks_grow_while_they_pass_quickly_and_shrink_on_a_slow_link() -> None:

@@ -72,13 +72,13 @@ def test_the_whole_is_compared_where_its_checksum_is_told_and_nothing_comes_befo
 
 def test_nothing_is_held_while_a_payload_begins(monkeypatch: Patch) -> None:
     """Another thread asks how much is here while the memory for it is still being made."""
-    sink, memory, held = PullSink(), PullSink._memory, []
+    sink, hold, held = PullSink(), PullSink._hold, []
 
-    def asked_meanwhile(self: PullSink, payload_bytes: int) -> bytearray:
-        held.append(self.bytes_held)
-        return memory(self, payload_bytes)
+    def asked_meanwhile(self: PullSink, memory: bytearray, header: PullHeader | None = None) -> None:
+        held.extend([] if header is None else [self.bytes_held])
+        hold(self, memory, header)
 
-    monkeypatch.setattr(PullSink, "_memory", asked_meanwhile)
+    monkeypatch.setattr(PullSink, "_hold", asked_meanwhile)
     begun(sink, until=8)
     sink.begin(replace(HEADER, version=10))
     assert held == [0, 0]
