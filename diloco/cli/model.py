@@ -355,7 +355,7 @@ class _Evaluation:
         self._model: Transformer = build.build_model(config).to(build.device(config))
         self._run_tokens = 0
         self._told: list[int] = []
-        self._stopping.ask(lambda: None)
+        self._stopping.ask()
 
     def run(self, address: str, follow: bool, every_s: float) -> ExitCode:
         """Evaluate once, or until the run has ended."""

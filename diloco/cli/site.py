@@ -150,7 +150,7 @@ def run_ranks(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
     ranks = Ranks(config.site.nproc, folder.config, folder.root / "torchrun.log")
     with Stopping(f"{config.site.id} sends what is unsent and leaves") as stopping:
         ranks.start(config.site.rank_restarts)
-        stopping.ask(lambda: None)
+        stopping.ask()
         told, until = 0, math.inf
         while ranks.code() is None:
             time.sleep(0.05)
@@ -169,5 +169,5 @@ def run_machine(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
     own = folder.machine(config.site.node_rank)
     ranks = Ranks(config.site.nproc, own / folder.config.name, own / "torchrun.log")
     with Stopping(f"{config.site.id} sends what is unsent and leaves, on all its machines") as stopping:
-        stopping.ask(lambda: None)
+        stopping.ask()
         return (Another if config.site.node_rank else First)(config, folder, ranks, stopping).run()

@@ -159,7 +159,7 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
             Stopping("the standby stops; the syncer says what it waits for") as stopping,
             page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, families, log.emit) as page,
         ):
-            stopping.ask(lambda: None)
+            stopping.ask()
             address = standing.start()
             print(f"standby {name} of run {config.run.name} follows {primary}, and answers at {address}", flush=True)
             print(f"it takes over on the command  diloco standby promote {address}", flush=True)

@@ -243,7 +243,7 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     from diloco.syncer.snapshots import MemoryDamaged
 
     drained = False
-    stopping.ask(lambda: None)  # The signal handler runs in this thread, and must not wait there for the decision loop.
+    stopping.ask()  # The signal handler runs in this thread, and must not wait there for the decision loop.
     try:
         while (ending := syncer.wait(WAIT_S)) is None and not stopping.handing_over:
             if stopping.asked and not drained:

@@ -114,7 +114,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         evaluator = Evaluator(config, build.corpus(config)) if group.is_first or together else None
         began = time.monotonic()
         first = evaluator.score(model, together=together) if evaluator and resumed is None else None
-        stopping.ask(lambda: None)
+        stopping.ask()
         reason = trainer.run(
             until_tokens=math.inf if config.run.tokens is None else config.run.tokens,
             after_step=clock.after_step,

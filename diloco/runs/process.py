@@ -346,8 +346,11 @@ class Stopping:
         """Whether a stop was requested."""
         return self._asked_at is not None
 
-    def ask(self, whom: Callable[[], None]) -> None:
-        """Have the first signal call ``whom``, in the main thread between two instructions: it must be short."""
+    def ask(self, whom: Callable[[], None] = lambda: None) -> None:
+        """Have the first signal call ``whom``, in the main thread between two instructions: it must be short.
+
+        By default the signal is only recorded in ``asked``.
+        """
         self._whom = whom
         if self.asked:
             whom()
@@ -363,7 +366,7 @@ class Stopping:
         for number, before in self._before.items():
             outer = getattr(before, "__self__", None)
             if isinstance(outer, Stopping) and outer._whom is None:
-                outer.ask(lambda: None)
+                outer.ask()
             signal.signal(number, before)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

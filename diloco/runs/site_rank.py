@@ -202,7 +202,7 @@ def _lead(
 
 def _follow(trainer: Trainer, follower: Follower, holding: Holding, stopping: Stopping) -> None:
     """Run any other rank; only rank 0 acts on a request to stop."""
-    stopping.ask(lambda: None)
+    stopping.ask()
     with closing(follower):
         follower.follow()
         trainer.skip_data(trainer.group.broadcast_small([])[0])

@@ -39,7 +39,7 @@ def keep_running(children: Mapping[Path, Child], begun: Callable[[list[str]], No
     addresses: dict[Path, str] = {}
     greeted: set[int] = set()
     with Stopping("a last round, then the syncers stop", "the syncers stop, and the sites train on") as stopping:
-        stopping.ask(lambda: None)
+        stopping.ask()
         try:
             for child in children.values():
                 child.start(environment)

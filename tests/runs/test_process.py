@@ -232,7 +232,7 @@ def test_what_is_ending_with_an_error_is_not_taken_for_drained() -> None:
     def train() -> None:
         try:
             with Stopping("leaves") as inner:
-                inner.ask(lambda: None)
+                inner.ask()
                 raise ValueError("rank 1 is lost")
         finally:
             signalled(signal.SIGTERM)
@@ -245,7 +245,7 @@ def test_what_is_ending_with_an_error_is_not_taken_for_drained() -> None:
 def test_twice_is_at_once_even_in_a_busy_process() -> None:
     code = (
         "import sys, time\nfrom diloco.runs.process import Stopping\nwith Stopping('stops') as stopping:\n"
-        "    stopping.ask(lambda: None)\n    print('ready', flush=True)\n    time.sleep(60)"
+        "    stopping.ask()\n    print('ready', flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         assert child.stdout is not None
