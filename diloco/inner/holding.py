@@ -65,25 +65,26 @@ class Piece(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of values of ``name``: ``held`` is its place in what a rank holds, ``flat`` its place in flat values.
+    """A box of values of ``name``, of ``sizes``: ``held`` is its index in what a rank holds, ``flat`` in flat values.
 
-    In the flat values, ``flat`` is a box of a tensor of ``shape`` whose first value is at ``offset``.
+    In the flat values, ``flat`` is an index into a tensor of ``shape`` whose first value is at ``offset``.
     """
 
     name: str
-    held: Box
-    flat: Box
+    sizes: tuple[int, ...]
+    held: tuple[slice, ...]
+    flat: tuple[slice, ...]
     shape: tuple[int, ...]
     offset: int
 
     @property
     def numel(self) -> int:
         """Number of values."""
-        return prod(self.held.sizes)
+        return prod(self.sizes)
 
     def of(self, values: Tensor) -> Tensor:
         """Return this part of the flat ``values``, as a view."""
-        return values[self.offset : self.offset + prod(self.shape)].view(self.shape)[self.flat.slices]
+        return values[self.offset : self.offset + prod(self.shape)].view(self.shape)[self.flat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,18 @@ class Share:
 
     ranks: tuple[int, ...]
     parts: tuple[Part, ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the ranks hold some pieces, whose number of values is ``numel``."""
+
+    shares: tuple[Share, ...]
+    own: tuple[Part, ...]
+    """The parts that this rank holds."""
+    whole_at: frozenset[int]
+    """The ranks that hold all of the pieces."""
     numel: int
 
 
@@ -155,7 +168,7 @@ class Holding:
             there = sum(prod(box.sizes) for box in held)
             if there != prod(shape):
                 raise HoldingError(f"parameter {name} has {prod(shape)} values, and the ranks hold {there} of them")
-        self._plans: dict[tuple[tuple[str, int, int], ...], tuple[Share, ...]] = {}  # One for each fragment.
+        self._plans: dict[tuple[Piece, ...], Plan] = {}  # One for each fragment.
 
     def parts(self) -> Iterator[Tensor]:
         """Yield what this rank holds of each parameter that it has."""
@@ -167,7 +180,7 @@ class Holding:
 
     def is_whole(self, pieces: Sequence[Piece]) -> bool:
         """Whether this rank holds all of ``pieces`` itself, so that it can read them without other ranks."""
-        return all(self.group.rank in share.ranks for share in self._plan(pieces))
+        return self.group.rank in self._plan(pieces).whole_at
 
     def rounded(self, pieces: Sequence[Piece], values: Tensor) -> Tensor:
         """Return the flat fp32 ``values`` of ``pieces`` as rounded by the parameters' dtypes when they are written.
@@ -186,7 +199,7 @@ class Holding:
 
     def is_copied(self, pieces: Sequence[Piece]) -> bool:
         """Whether every rank holds all of ``pieces``."""
-        return all(len(share.ranks) == self.group.world for share in self._plan(pieces))
+        return len(self._plan(pieces).whole_at) == self.group.world
 
     def gather(self, pieces: Sequence[Piece], into: Tensor | None, at: int = 0) -> None:
         """Fill the flat fp32 ``into`` of rank ``at`` with ``pieces``, concatenated; the other ranks pass None.
@@ -194,13 +207,14 @@ class Holding:
         Each value that ``at`` does not hold is sent once, by the first of the ranks that hold it.
         """
         plan = self._plan(pieces)
+        _check(into, plan.numel, is_hub=self.group.rank == at)
         if into is not None:
-            _check(into, plan)
-            for part in _parts(share for share in plan if at in share.ranks):
+            for part in plan.own:
                 part.of(into).copy_(self._held_of(part))
-        away = [share for share in plan if at not in share.ranks]
-        sent = [[share for share in away if share.ranks[0] == rank] for rank in range(self.group.world)]
-        self._exchange(at, into, sent, to_hub=True)
+        if at not in plan.whole_at:
+            away = [share for share in plan.shares if at not in share.ranks]
+            sent = [[share for share in away if share.ranks[0] == rank] for rank in range(self.group.world)]
+            self._exchange(at, into, sent, to_hub=True)
 
     def scatter(self, pieces: Sequence[Piece], values: Tensor | None, of: int = 0, *, own: bool = True) -> None:
         """Write the flat fp32 ``values`` of rank ``of`` into every rank's part of ``pieces``; the others pass None.
@@ -208,19 +222,20 @@ class Holding:
         Without ``own``, rank ``of`` does not write its own part: it has these values already.
         """
         group, plan = self.group, self._plan(pieces)
-        if values is not None:
-            _check(values, plan)
-            if own:
-                for part in _parts(share for share in plan if of in share.ranks):
-                    self._held_of(part).copy_(part.of(values))
+        _check(values, plan.numel, is_hub=group.rank == of)
+        if values is not None and own:
+            for part in plan.own:
+                self._held_of(part).copy_(part.of(values))
         if not self.is_copied(pieces):
-            taken = [[share for share in plan if rank in share.ranks and rank != of] for rank in range(group.world)]
-            self._exchange(of, values, taken, to_hub=False)
+            ranks = range(group.world)
+            taken = [[share for share in plan.shares if rank in share.ranks and rank != of] for rank in ranks]
+            if any(taken):
+                self._exchange(of, values, taken, to_hub=False)
         elif group.world > 1:
-            whole = values if values is not None else torch.empty(_numel(plan), device=group.device)
+            whole = values if values is not None else torch.empty(plan.numel, device=group.device)
             group.broadcast_(whole, of)
             if values is None:
-                for part in _parts(plan):
+                for part in plan.own:
                     self._held_of(part).copy_(part.of(whole))
 
     def _exchange(self, hub: int, flat: Tensor | None, shares: Sequence[Sequence[Share]], *, to_hub: bool) -> None:
@@ -229,15 +244,14 @@ class Holding:
         ``shares`` has for each rank what it sends to ``hub``, or receives.
         """
         group, sends = self.group, (flat is not None) != to_hub
-        assert (flat is not None) == (group.rank == hub), "only the hub passes values"
-        if not any(shares):
-            return
+        numels = [sum(share.numel for share in each) for each in shares]
         if flat is not None:
             place: Callable[[Part], Tensor] = partial(Part.of, values=flat)
-            parts, numels = _parts(itertools.chain(*shares)), [_numel(each) for each in shares]
+            moved = [*itertools.chain(*shares)]
         else:
-            place, mine = self._held_of, shares[group.rank]
-            parts, numels = _parts(mine), [_numel(mine) if rank == hub else 0 for rank in range(group.world)]
+            place, moved = self._held_of, [*shares[group.rank]]
+            numels = [numels[group.rank] if rank == hub else 0 for rank in range(group.world)]
+        parts = [part for share in moved for part in share.parts]
         nothing = [0] * group.world
         message = torch.empty(sum(numels) if sends else 0, device=group.device)
         if sends:
@@ -250,7 +264,7 @@ class Holding:
 
     def _held_of(self, part: Part) -> Tensor:
         """Return ``part`` of what this rank holds, as a view."""
-        return self.part(part.name)[part.held.slices]
+        return self.part(part.name)[part.held]
 
     def compared(self) -> list[Compared]:
         """Return the parameters with copies on several ranks, with digests of what each rank holds, in fp32.
@@ -269,45 +283,43 @@ class Holding:
             found.append(Compared(names, ranks, self.group.all_gather_json(hashed.hexdigest())))
         return found
 
-    def _plan(self, pieces: Sequence[Piece]) -> tuple[Share, ...]:
-        """Return which ranks hold which parts of ``pieces``; cached."""
-        key = tuple((piece.name, piece.start, piece.stop) for piece in pieces)
+    def _plan(self, pieces: Sequence[Piece]) -> Plan:
+        """Return how the ranks hold ``pieces``; cached."""
+        key = tuple(pieces)
         if key in self._plans:
             return self._plans[key]
         parts: dict[tuple[int, ...], list[Part]] = {}
         offset = 0
-        for name, start, stop in key:
-            for slab in _slabs(self.shapes[name], start, stop):
+        for piece in key:
+            name = piece.name
+            for slab in _slabs(self.shapes[name], piece.start, piece.stop):
                 for box, ranks in self._held[name].items():
                     meet = box.within(slab)
                     if meet is not None:
-                        part = Part(name, meet.seen_from(box), meet.seen_from(slab), slab.sizes, offset)
-                        parts.setdefault(ranks, []).append(part)
+                        held, flat = meet.seen_from(box).slices, meet.seen_from(slab).slices
+                        parts.setdefault(ranks, []).append(Part(name, meet.sizes, held, flat, slab.sizes, offset))
                 offset += prod(slab.sizes)
         shares = [Share(ranks, tuple(each), sum(part.numel for part in each)) for ranks, each in sorted(parts.items())]
         assert sum(share.numel for share in shares) == offset, "the pieces are not those of this model"
-        self._plans[key] = tuple(shares)
+        own = tuple(part for share in shares if self.group.rank in share.ranks for part in share.parts)
+        whole_at = frozenset(range(self.group.world)).intersection(*(share.ranks for share in shares))
+        self._plans[key] = Plan(tuple(shares), own, whole_at, offset)
         return self._plans[key]
 
 
-def _check(values: Tensor, plan: Sequence[Share]) -> None:
-    assert values.shape == (_numel(plan),), f"values have shape {tuple(values.shape)}, the pieces {_numel(plan)}"
-    assert values.dtype == torch.float32
-
-
-def _numel(shares: Sequence[Share]) -> int:
-    return sum(share.numel for share in shares)
-
-
-def _parts(shares: Iterable[Share]) -> Iterator[Part]:
-    return (part for share in shares for part in share.parts)
+def _check(values: Tensor | None, numel: int, *, is_hub: bool) -> None:
+    """Assert that the hub, and no other rank, passes ``numel`` flat fp32 values."""
+    assert (values is not None) == is_hub, "only the hub passes values"
+    if values is not None:
+        assert values.shape == (numel,), f"values have shape {tuple(values.shape)}, the pieces {numel}"
+        assert values.dtype == torch.float32
 
 
 def _cut(message: Tensor, parts: Iterable[Part]) -> Iterator[tuple[Part, Tensor]]:
     """Yield each part with a view of its values in the flat ``message``, where the parts are concatenated."""
     offset = 0
     for part in parts:
-        yield part, message[offset : offset + part.numel].view(part.held.sizes)
+        yield part, message[offset : offset + part.numel].view(part.sizes)
         offset += part.numel
 
 
