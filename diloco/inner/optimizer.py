@@ -27,6 +27,7 @@ from diloco.inner.parallel import box_of, is_cut, local, sides_cut
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch.distributed.tensor import DTensor
     from torch.optim.optimizer import ParamsT
 
     from diloco.inner.model import Transformer
@@ -59,12 +60,15 @@ class Muon(torch.optim.Muon):
                     state["momentum_buffer"] = torch.zeros_like(gradient)
                 buffer = state["momentum_buffer"]
                 buffer.lerp_(gradient, 1 - momentum)
-                update = whole(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
-                moved = orthogonalize(update, self._dtype, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+                matrix = whole(update) if is_cut(update) else update
+                moved = orthogonalize(matrix, self._dtype, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                if is_cut(parameter):
+                    moved = moved[box_of(parameter).slices]
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 rows, columns = update.shape
                 lr = group["lr"] * math.sqrt(max(1, rows / columns))  # As torch's Muon adjusts it.
-                local(parameter).add_(moved[box_of(parameter).slices], alpha=-lr)
+                local(parameter).add_(moved, alpha=-lr)
 
 
 def orthogonalize(
@@ -85,17 +89,16 @@ def orthogonalize(
     return x.T if rows > columns else x
 
 
-def whole(value: Tensor) -> Tensor:
+def whole(value: DTensor) -> Tensor:
     """Gather all of ``value`` on every rank, as a plain tensor.  A collective."""
-    if not is_cut(value):
-        return value
     from torch.distributed.tensor import Replicate  # Takes 2 s, as in ``parallel.is_cut``.
 
     placements = list(value.placements)
     for side in reversed(sides_cut(value)):  # Undo the last cut first.
         placements[side] = Replicate()
         value = value.redistribute(placements=placements)
-    return value.to_local()
+    gathered: Tensor = value.to_local()
+    return gathered
 
 
 OPTIMIZERS = ("adamw", "muon", "sgd")
@@ -178,6 +181,7 @@ class InnerOptimizers:
         self.options, self._parts = options, parts
         self._peaks = [float(group["lr"]) for group in self._groups]
         self._parameters = [parameter for group in self._groups for parameter in group["params"]]
+        self._is_sharded = any(is_cut(parameter) for parameter in self._parameters)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -196,7 +200,7 @@ class InnerOptimizers:
         of its parts, divided by the number of ranks that hold the same part.  The norm is the same on every rank.
         """
         bound = self.options.clip or math.inf
-        if group is None or not any(is_cut(parameter) for parameter in self._parameters):
+        if group is None or not self._is_sharded:
             return float(clip_grad_norm_(self._parameters, bound))
         by_holders: dict[int, list[Tensor]] = {}
         for gradient in (each.grad for each in self._parameters if each.grad is not None):
@@ -218,15 +222,14 @@ class InnerOptimizers:
         for optimizer in self._parts.values():
             optimizer.step()
 
-    def set_lr_factor(self, factor: float) -> None:
-        """Set every learning rate to ``factor`` times its peak."""
+    def set_lr_factor(self, factor: float) -> float:
+        """Set every learning rate to ``factor`` times its peak, and return that of the first optimizer.
+
+        That is Muon's under ``muon``, else AdamW's or SGD's.
+        """
         for group, peak in zip(self._groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-
-    @property
-    def lr(self) -> float:
-        """The current learning rate of the first optimizer: Muon's under ``muon``, else AdamW's or SGD's."""
-        return float(self._groups[0]["lr"])
+        return self._peaks[0] * factor
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state's tensors (references, not copies), named ``part/parameter/field``."""

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -473,7 +474,7 @@ class Trainer:
         progress = self._progress
         if progress is None:  # Then measure it against the bounds of ``run``.
             progress = max(self.step / until_step, self.tokens / until_tokens)
-        self.optimizers.set_lr_factor(lr_factor(inner, progress, self.step))
+        lr = self.optimizers.set_lr_factor(lr_factor(inner, progress, self.step))
         summed = torch.zeros((), device=device)
         for micro in range(inner.accumulation):
             inputs, targets = self.stream.batch(self.cursor + micro * self.stream.sequences_per_batch)
@@ -499,7 +500,6 @@ class Trainer:
         if self.options.slowdown > 1.0:
             time.sleep((self.options.slowdown - 1.0) * (time.perf_counter_ns() - begin_ns) / SECOND_NS)
         step_ns = time.perf_counter_ns() - begin_ns
-        lr = self.optimizers.lr
         facts = (self.step, loss, tokens, self.tokens, step_ns, self.cursor, norm, lr, applied)
         self._last = StepInfo(*facts, passes=passes)
         return self._last
@@ -510,7 +510,7 @@ class Trainer:
         Returns the mean loss, whether the step may be applied (loss and norm are finite), and ``StepInfo.passes``.
         """
         told = [saving.words(self.step + 1) for saving in self._savings]
-        mine = [loss, 0.0, 0.0, *(word for words in told for word in words)]
+        mine = [loss, 0.0, 0.0, *chain(*told)]
         if self.group.is_first:
             mine[1] = self._asked_progress() if self._asked_progress is not None else 0.0
             mine[2] = float(self.may_act())

@@ -52,8 +52,8 @@ def test_state_of_another_model_is_refused_by_name() -> None:
 
 def test_the_rate_that_is_told_is_muons() -> None:
     optimizers = build_optimizers(tiny(), InnerOptions(optimizer="muon", muon_lr=0.02))
-    optimizers.set_lr_factor(0.5)
-    assert optimizers.lr == pytest.approx(0.01)
+    assert optimizers.set_lr_factor(0.5) == pytest.approx(0.01)
+    assert [group["lr"] for group in optimizers._groups] == pytest.approx([0.01, 0.0015, 0.0015])
 
 
 def test_schedules_warm_up_by_own_steps_and_anneal_by_progress() -> None:
