@@ -328,7 +328,8 @@ def names(root: Path) -> list[str]:
     """List the checkpoints below ``root``, oldest first, without temporary folders of a writer that died."""
     if not root.is_dir():
         return []
-    return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    found = [entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    return sorted(found)
 
 
 def load(path: Path, *, verify: bool = True) -> Checkpoint:
@@ -374,7 +375,7 @@ def newest(
 
 def _write_tensors(file: Path, tensors: dict[str, Tensor], disk: Disk) -> str:
     """Write ``tensors`` to ``file``, fsync it and return its digest."""
-    disk.make(file, lambda path: safetensors.torch.save_file(tensors, path), Step.CHECKPOINT_FILE)
+    disk.make(file, partial(safetensors.torch.save_file, tensors), Step.CHECKPOINT_FILE)
     disk.sync_file(file, Step.CHECKPOINT_FILE)
     return digest_of_file(file)
 

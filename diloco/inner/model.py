@@ -299,7 +299,7 @@ class Attention(nn.Module):
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of ``x`` [B, T, dim], each [B, heads, T, head_dim]."""
         parts = (self.query(x), self.key(x), self.value(x))
-        query, key, value = (part.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for part in parts)
+        query, key, value = [part.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for part in parts]
         return query, key, value
 
     def join(self, mixed: Tensor) -> Tensor:
