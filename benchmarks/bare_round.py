@@ -57,7 +57,7 @@ def run_site(case: Case, index: int, port: int, pipe: Any) -> None:
     values = [tensor.numpy() for tensor in pieces]
     base = buffers.values(task.numel).zero_()
     up, down = (torch.empty(codec.payload_bytes(task.numel), dtype=torch.uint8) for _ in range(2))
-    span = (codec.format(task.numel), 0, task.numel, tile(SUM_BLOCK, codec.block))
+    span = (codec.format(task.numel), 0, task.numel, tile(SUM_BLOCK, [codec]))
     spans = []
     with _dialled(port) as middle:
         middle.sendall(bytes([index]))

@@ -120,9 +120,12 @@ class KernelDigest:
         return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
 
 
-def tile(*blocks: int) -> int:
-    """Return how many values the kernels handle at a time, in whole blocks of all sizes; 0 where that is impossible."""
-    step = lcm(*blocks)
+def tile(step: int, codecs: Sequence[PlainCodec]) -> int:
+    """Return how many values the kernels handle at a time, in whole ``step``s and whole blocks of all ``codecs``.
+
+    0 where that is impossible.
+    """
+    step = lcm(step, *[each.block for each in codecs])
     return 0 if step > TILE_MAX else max(1, TILE_USUAL // step) * step
 
 
@@ -133,7 +136,7 @@ def address(payload: bytes | memoryview) -> int:
 
 def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
     """Return an array of the tensors' addresses."""
-    return (c_void_p * max(1, len(tensors)))(*(each.data_ptr() for each in tensors))
+    return (c_void_p * max(1, len(tensors)))(*[each.data_ptr() for each in tensors])
 
 
 def pointer(values: Tensor | None) -> int | None:
@@ -146,7 +149,7 @@ def kernels(*codecs: PlainCodec, step: int = 1) -> Kernels | None:
 
     None where this process runs plain torch, where a codec has no kernel, and where no tile holds whole blocks of all.
     """
-    if any(each.kind is None for each in codecs) or not tile(step, *(each.block for each in codecs)):
+    if None in [each.kind for each in codecs] or not tile(step, codecs):
         return None
     return choice().kernels
 

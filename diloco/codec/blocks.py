@@ -285,7 +285,7 @@ class BlockCodec(PlainCodec):
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, length) of the scales and the fields; ``start`` is that of a block, so of a whole byte."""
         size = self.scales_type.itemsize * self.num_scales
-        first, last, ahead = (size * -(-each // self.block) for each in (start, stop, numel))
+        first, last, ahead = [size * -(-each // self.block) for each in (start, stop, numel)]
         begin = start * self.bits // 8
         return (first, last - first), (ahead + begin, packed_bytes(stop, self.bits) - begin)
 

@@ -372,7 +372,7 @@ def ranges(numel: int, codecs: Iterable[PlainCodec], about: int | None = None) -
 
     Block sizes without a common factor make the ranges longer, up to the whole.
     """
-    step = lcm(SUM_BLOCK, *(codec.block for codec in codecs))
+    step = lcm(SUM_BLOCK, *[codec.block for codec in codecs])
     step *= max(1, (about or RANGE_VALUES) // step)
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
@@ -452,7 +452,7 @@ class _Work:
         job = OuterJob(
             0,
             0,
-            tile(SUM_BLOCK, *(codec.block for codec in self.codecs)),
+            tile(SUM_BLOCK, self.codecs),
             updates,
             len(updates),
             *(pointer(each) for each in (self.state.theta, self.state.published, self.state.optimizer.momentum)),
@@ -514,7 +514,7 @@ class Reading:
             codec.format(numel),
             start,
             count,
-            tile(SUM_BLOCK, codec.block),
+            tile(SUM_BLOCK, [codec]),
             address(payload),
             pointer(against),
             digest=made.address,

@@ -73,7 +73,7 @@ def seal_pieces(
         codec.format(numel),
         0,
         numel,
-        tile(SUM_BLOCK, *(each.block for each in codecs)),
+        tile(SUM_BLOCK, codecs),
         pieces_of(pieces),
         base.data_ptr(),
         updates(sent),
@@ -105,7 +105,7 @@ def rebase_pieces(pieces: Sequence[Tensor], old_base: Tensor, new_base: Tensor, 
     job = TakeJob(
         0,
         numel,
-        tile(SUM_BLOCK, *(each.block for each in codecs)),
+        tile(SUM_BLOCK, codecs),
         pieces_of(pieces),
         old_base.data_ptr(),
         new_base.data_ptr(),
@@ -125,8 +125,8 @@ def _checked(pieces: Sequence[Tensor], base: Tensor, held: Sequence[Coded]) -> i
     """Assert what the kernels cannot check; return the number of values."""
     for each in (*pieces, base):
         check_values(each)
-    numel = base.numel()
-    assert sum(each.numel() for each in pieces) == numel, ([each.numel() for each in pieces], numel)
+    numel, sizes = base.numel(), [each.numel() for each in pieces]
+    assert sum(sizes) == numel, (sizes, numel)
     for coded in held:
         assert (coded.numel, len(coded.payload)) == (numel, coded.codec.payload_bytes(numel))
     return numel
@@ -134,7 +134,7 @@ def _checked(pieces: Sequence[Tensor], base: Tensor, held: Sequence[Coded]) -> i
 
 def pieces_of(pieces: Sequence[Tensor]) -> Pieces:
     """Return the memory of flat tensors in the form of the kernels."""
-    ends = list(accumulate(each.numel() for each in pieces))
+    ends = list(accumulate([each.numel() for each in pieces]))
     return Pieces(pointers(pieces), (c_int64 * max(1, len(ends)))(*ends), len(ends))
 
 
@@ -247,7 +247,7 @@ class Following:
         """Continue up to value ``stop``, a range's border or the end; ``DecodeError`` for a malformed payload."""
         codec, plain, begin, made = self._codec, self._codec.plain, self._at, self._digest
         if isinstance(made, KernelDigest):
-            size = tile(SUM_BLOCK, plain.block)
+            size = tile(SUM_BLOCK, [plain])
             places = (self.held.data_ptr(), updates(self._opened), len(self._opened))
             job = FollowJob(begin, stop, size, *places, self.out.data_ptr(), made.address, codec.lossless)
             refuse(made.kernels.run(job), codec.name, plain.kind)

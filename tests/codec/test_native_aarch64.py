@@ -167,7 +167,7 @@ class Case:
         return self.memory.put(bytes(self.codec.payload_bytes(self.numel)), int(self.random.integers(64)))
 
     def tile(self) -> int:
-        return tile(SUM_BLOCK, self.codec.block)
+        return tile(SUM_BLOCK, [self.codec])
 
     def digest(self) -> int | None:
         if 4 * self.numel < BYTES_MIN:
