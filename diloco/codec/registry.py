@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,8 @@ BLOCKS: Mapping[str, tuple[type[BlockCodec], int]] = MappingProxyType(
 """The block codecs, each with its default block size."""
 TOPK_CHUNK, TOPK_K = 4096, 64
 ZSTD_LEVEL = 1
+NAMES_KEPT = 64
+"""Most codecs that ``make_codec`` keeps: a run names a few, again in every round."""
 _NAME = re.compile(
     r"(?P<kind>[a-z0-9]+)(?::(?P<block>[0-9]{1,9})(?:x(?P<k>[0-9]{1,9}))?)?(?P<stage>\+(?P<how>zstd|auto)(?P<level>[0-9]{1,9})?)?",
     re.ASCII,
@@ -57,9 +60,10 @@ def usual_feedback(name: str) -> float:
     return USUAL_FEEDBACK.get(name.partition("+")[0].partition(":")[0], 0.0)
 
 
+@lru_cache(NAMES_KEPT)
 def make_codec(name: str) -> Codec:
     """Return the codec ``name``, e.g. ``bf16``, ``int4:64``, ``topk:4096x64`` or ``int8+zstd3``; ``ValueError`` if
-    there is none."""
+    there is none.  A codec is a value that never changes, so an earlier call's may be returned."""
     match = _NAME.fullmatch(name)
     if match is None or match["kind"] not in CODEC_NAMES:
         raise ValueError(
