@@ -394,7 +394,7 @@ class Owners:
         for channel in self._channels.values():
             channel.send("state")
 
-    def digests(self, own: tuple[int, ...], state: LearnerState) -> tuple[int, ...]:
+    def digests(self, own: Sequence[int], state: LearnerState) -> tuple[int, ...]:
         """Return the base digests for a heartbeat; ``own`` are those of rank 0's fragments."""
         found = list(own)
         for fragment, (version, digest) in self._echoes.copy().items():  # Another thread may add one meanwhile.

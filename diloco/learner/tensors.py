@@ -156,12 +156,12 @@ class Echo:
         self._turn = (fragment + 1) % len(self._known)
         return (fragment, version, self.digests()[fragment]) if base is not None else None
 
-    def digests(self) -> tuple[int, ...]:
+    def digests(self) -> list[int]:
         """Return the short digests of the present bases for a heartbeat; 0 for one not hashed yet."""
-        return tuple(
+        return [
             known[1] if known is not None and known[0]() is base else 0
             for base, known in zip(self._tensors.base, self._known, strict=True)
-        )
+        ]
 
 
 @dataclass(frozen=True, slots=True)
