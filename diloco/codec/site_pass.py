@@ -209,15 +209,15 @@ class Following:
 
     def come(self, count: int) -> None:
         """Handle all ranges that need only the first ``count`` bytes, which are final; ``finish`` raises any error."""
-        if self._failed is not None or not count or stage_of(self._codec, self._payloads[0]) == "zstd":
+        if self._failed is not None or not count:
             return
+        plain, [payload] = self._codec.plain, self._payloads
+        if stage_of(self._codec, payload) == "zstd":
+            return
+        ahead = len(payload) - plain.payload_bytes(self._numel)  # The flag of an entropy stage.
         try:
-            if not self._opened:
-                self._open()
-            [opened] = self._opened
-            ahead = len(self._payloads[0]) - len(opened.payload)
             for _ in range(min(RANGES_MAX, len(self._stops))):
-                sections = opened.codec.sections(self._numel, self._at, self._stops[-1])
+                sections = plain.sections(self._numel, self._at, self._stops[-1])
                 if ahead + max(map(sum, sections)) > count:
                     return
                 self.go_on(self._stops.pop())
@@ -232,20 +232,17 @@ class Following:
         try:
             if self._failed is not None:
                 raise self._failed
-            if not self._opened:
-                self._open()
             self.go_on(self._numel)
             return self._digest.text()
         finally:
             self._failed = DecodeError("these payloads were followed before")
             self._payloads, self._opened = [], []
 
-    def _open(self) -> None:
-        self._opened = [Coded(*self._codec.opened(each, self._numel), self._numel) for each in self._payloads]
-
     def go_on(self, stop: int) -> None:
         """Continue up to value ``stop``, a range's border or the end; ``DecodeError`` for a malformed payload."""
         codec, plain, begin, made = self._codec, self._codec.plain, self._at, self._digest
+        if not self._opened:
+            self._opened = [Coded(*codec.opened(each, self._numel), self._numel) for each in self._payloads]
         if isinstance(made, KernelDigest):
             size = tile(SUM_BLOCK, [plain])
             places = (self.held.data_ptr(), updates(self._opened), len(self._opened))
