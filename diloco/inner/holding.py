@@ -286,8 +286,8 @@ class Holding:
     def _plan(self, pieces: Sequence[Piece]) -> Plan:
         """Return how the ranks hold ``pieces``; cached."""
         key = tuple(pieces)
-        if key in self._plans:
-            return self._plans[key]
+        if (known := self._plans.get(key)) is not None:
+            return known
         parts: dict[tuple[int, ...], list[Part]] = {}
         offset = 0
         for piece in key:
