@@ -59,7 +59,7 @@ def seal_pieces(
     """
     numel = _checked(pieces, base, sent)
     assert payload.numel() == codec.payload_bytes(numel), (payload.numel(), numel)
-    codecs = codec, *(each.codec for each in sent)
+    codecs = [codec, *[each.codec for each in sent]]
     made, squares = hashing(4 * numel, "", *codecs), 0.0
     if isinstance(made, Hasher):  # Each range is hashed and measured while it is in the cache.
         for start, stop in ranges(numel, codecs):
