@@ -48,6 +48,7 @@ def test_defaults_and_their_bits_a_value(short: str, name: str, bits: float) -> 
     values = drawn(65536, 1)
     assert make_codec(short).encode(values) == make_codec(name).encode(values)
     assert 8 * make_codec(short).payload_bytes(65536) / 65536 == bits
+    assert make_codec(name) is make_codec(name), "it is not built again"
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,16 @@ def test_one_process_has_everything_also_a_number_and_half_precision_and_a_trans
     assert holding.rounded(pieces[:1], given[:6]).data_ptr() == given.data_ptr(), "nothing is made for fp32"
 
 
+def test_the_rank_that_gathers_or_scatters_passes_values_and_no_other() -> None:
+    holding, pieces = Holding({"a": torch.zeros(2)}, SiteGroup(device="cpu")), [Piece("a", 0, 2)]
+    for use in (holding.gather, holding.scatter):
+        for values, other in ((None, 0), (torch.ones(2), 1)):
+            with pytest.raises(AssertionError, match="only the hub"):
+                use(pieces, values, other)
+        with pytest.raises(AssertionError, match=r"shape \(3,\), the pieces 2"):
+            use(pieces, torch.ones(3))
+
+
 # --- What of a model each of two ranks holds --------------------------------------------------------------------------
 
 
