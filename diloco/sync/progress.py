@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import takewhile
 
 from diloco.sync.data_units import SKIPPED, Piece, Span, UnitList, added, common, first_of, joined, pieces_at, size
 from diloco.sync.effects import Fetch, Forget, LearnerEffect, Note, Release, StopTraining
@@ -34,7 +33,7 @@ class SiteUnits(UnitList):
 
     def real(self) -> list[Span]:
         """Return the units that can be drawn again."""
-        return self.units([(self.first, self.end)]) or self.spare
+        return added([(unit, unit + count) for unit, count in self.pieces if unit != SKIPPED], ()) or self.spare
 
 
 class SentState(StrEnum):
@@ -188,13 +187,13 @@ class FragmentProgress:
         """Return whether an update is still being encoded, so that its decoded values are not known yet."""
         return any(sent.state is SentState.SEALING for sent in self.in_flight)
 
-    def unanswered(self) -> bool:
-        """Return whether an update has no answer of the syncer yet."""
-        return any(sent.state is not SentState.ACCEPTED for sent in self.in_flight)
+    def unanswered(self) -> list[Sent]:
+        """Return the updates without an answer of the syncer, in sequence order."""
+        return [sent for sent in self.in_flight if sent.state is not SentState.ACCEPTED]
 
     def tokens_in_flight(self) -> int:
         """Return the tokens in updates without a known fate, those of earlier processes included."""
-        return sum(sent.tokens for sent in self.undecided()) + sum(orphan.tokens for orphan in self.orphans)
+        return sum([sent.tokens for sent in self.undecided()]) + sum([orphan.tokens for orphan in self.orphans])
 
     def accounted(self) -> int:
         """Return the tokens that are accounted for; tokens processed beyond these are lost."""
@@ -273,8 +272,8 @@ class Standing:
 def standing_of(states: list[LearnerState]) -> Standing:
     """Return the standing of a site or region from the memory of all its machines."""
     ledgers = [ledger_of(state, index) for state in states for index in range(len(state.fragments))]
-    versions = tuple(part.base_version for state in states for part in state.fragments)
-    steps, step_ns = sum(state.step for state in states), max(state.step_ns for state in states)
+    versions = tuple([part.base_version for state in states for part in state.fragments])
+    steps, step_ns = sum([state.step for state in states]), max([state.step_ns for state in states])
     return Standing(mean_ledger(ledgers), versions, steps, step_ns)
 
 
@@ -286,13 +285,12 @@ def mean_ledger(ledgers: list[Ledger]) -> Ledger:
     """
     count = len(ledgers)
     names = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
-    sums = [sum(getattr(ledger, name) for ledger in ledgers) for name in names]
-    parts = [total // count for total in sums]
-    missing = (sum(sums) - count * sum(parts)) // count
-    order = sorted(range(len(names)), key=lambda position: (-(sums[position] % count), position))
-    for position in order[:missing]:
+    sums = [sum([getattr(ledger, name) for ledger in ledgers]) for name in names]
+    parts, rests = [total // count for total in sums], [total % count for total in sums]
+    by_rest = sorted(range(len(names)), key=rests.__getitem__, reverse=True)  # Equal ones stay in order.
+    for position in by_rest[: sum(rests) // count]:
         parts[position] += 1
-    return Ledger(sum(ledger.processed for ledger in ledgers) // count, *parts)
+    return Ledger(sum([ledger.processed for ledger in ledgers]) // count, *parts)
 
 
 def combined(ledgers: list[Ledger]) -> Ledger:
@@ -454,8 +452,8 @@ def units_from(state: LearnerState, place: int, count: int) -> tuple[list[Piece]
         units.pieces = joined([*units.pieces, (SKIPPED, place + 1 - units.end)])
     skip = place - units.first
     here = pieces_at(units.pieces, skip, skip + count) if skip >= 0 else []
-    found = list(takewhile(lambda piece: piece[0] != SKIPPED, here))
-    if found:
+    skipped = [at for at, (unit, _) in enumerate(here) if unit == SKIPPED]
+    if found := here[: min(skipped, default=len(here))]:
         return found, False
     real = units.real()
     assert real, "a site that was leased no unit does not train"
