@@ -86,9 +86,11 @@ class LearnerSync:
         RULES[type(event)](turn, event)
         state = self.state
         # Leave at rest, not before: a step that was under way at the stop still adds tokens.
-        if state.at_rest and not state.left and state.incarnation and not any(p.unanswered() for p in state.fragments):
-            state.left = state.closed or all(part.unsent_tokens == 0 for part in state.fragments)
-            if state.left:
+        if state.at_rest and not state.left and state.incarnation:
+            unsent = [part for part in state.fragments if part.unsent_tokens]
+            unanswered = [sent for part in state.fragments for sent in part.unanswered()]
+            if not unanswered and (state.closed or not unsent):
+                state.left = True
                 turn.effects.append(fx.Leave(state.ending))
         return turn.effects
 
@@ -129,12 +131,12 @@ class LearnerSync:
         if state.incarnation == 0:
             return False
         coming = updates.coming_due(options, state, step)
-        return any(
-            part.retaking is not None
-            or (part.fetched > part.base_version and not updates.is_held(options, state, part, step))
-            or ((part.due or index in coming) and updates.may_follow(options, part))
-            for index, part in enumerate(state.fragments)
-        )
+        for index, part in enumerate(state.fragments):
+            adopts = part.fetched > part.base_version and not updates.is_held(options, state, part, step)
+            seals = (part.due or index in coming) and updates.may_follow(options, part)
+            if part.retaking is not None or adopts or seals:
+                return True
+        return False
 
     def settled(self) -> bool:
         """Return whether every update sent has its fate; in lock-step, also whether every announced version is adopted.
@@ -231,7 +233,7 @@ def _compare(turn: SiteTurn, standing: ev.FragmentStanding) -> bool:
         elif sent.state is SentState.SEALED:
             turn.effects.append(fx.Send(index, sent.sequence))
     for fate in standing.fates:
-        updates.fate_told(turn, fate)
+        updates.fate_told(turn, ev.FateTold(fate))
     if part.base_version < 0:
         part.retaking = part.retaking or Retaking(standing.version, "first version of a new site", cold=True)
     return True
@@ -344,7 +346,7 @@ def fetched(turn: SiteTurn, event: ev.VersionFetched | ev.FetchFailed) -> None:
         part.fetched = max(part.fetched, event.version)
         part.published = max(part.published, event.version)
         for fate in event.fates:
-            updates.fate_told(turn, fate)
+            updates.fate_told(turn, ev.FateTold(fate))
     turn.want(event.fragment)
 
 
@@ -390,12 +392,12 @@ RULES: Mapping[type[ev.LearnerEvent], Callable[[SiteTurn, Any], None]] = {
     ev.Sealed: updates.sealed,
     ev.SealFailed: updates.seal_failed,
     ev.PushAnswered: updates.push_answered,
-    ev.FateTold: lambda turn, event: updates.fate_told(turn, event.fate),
+    ev.FateTold: updates.fate_told,
     ev.VersionPublished: published,
     ev.VersionFetched: fetched,
     ev.FetchFailed: fetched,
     ev.BaseDiffers: differs,
-    ev.BoundaryReached: lambda turn, event: updates.boundary(turn),
+    ev.BoundaryReached: updates.boundary,
     ev.OverlapChosen: _overlap_chosen,
     ev.TurnElsewhere: _turn_elsewhere,
     ev.JoinAnswered: joined,

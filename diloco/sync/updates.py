@@ -40,7 +40,7 @@ def step_done(turn: SiteTurn, event: ev.StepDone) -> None:
     for index in coming_due(options, state, event.step, event.steps):
         state.fragments[index].due = True
     if not event.passes:
-        boundary(turn)
+        boundary(turn, event)
 
 
 def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: int = 1) -> Sequence[int]:
@@ -89,7 +89,7 @@ def dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int
     return sealed + period
 
 
-def boundary(turn: SiteTurn) -> None:
+def boundary(turn: SiteTurn, _: ev.StepDone | ev.BoundaryReached) -> None:
     """Between two steps: retake, adopt and seal what is ready."""
     turn.state.at_rest = turn.state.stopping
     if turn.state.incarnation == 0:  # Decide nothing before the syncer says what an earlier process has sent.
@@ -102,7 +102,7 @@ def boundary(turn: SiteTurn) -> None:
                 _retake(turn, index, part, part.retaking.why)
         elif part.fetched > part.base_version and not is_held(turn.options, turn.state, part, turn.state.step):
             _adopt(turn, index, part)
-        if (part.due or turn.state.stopping) and may_seal(turn, part):
+        if part.due or turn.state.stopping:
             _seal(turn, index, part)
 
 
@@ -152,15 +152,6 @@ def _retake(turn: SiteTurn, index: int, part: FragmentProgress, why: str) -> Non
     turn.effects.append(fx.Retake(index, version, tuple(s.sequence for s in part.in_flight), why))
 
 
-def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
-    """Return whether an update of the fragment, which is due, may be sealed now."""
-    if part.unsent_tokens == 0 or turn.state.closed or turn.state.left:
-        return False
-    # A region keeps each update's bytes until it has taken its version; at its end it takes no more versions.
-    is_full = turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max
-    return may_follow(turn.options, part) and (turn.state.stopping or not is_full)
-
-
 def may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
     """Return whether the state of the fragment's earlier updates allows another one."""
     if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
@@ -170,6 +161,13 @@ def may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
 
 
 def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
+    """Seal the unsent progress of a fragment that is due, if there is any and its earlier updates allow another one."""
+    if part.unsent_tokens == 0 or turn.state.closed or turn.state.left or not may_follow(turn.options, part):
+        return
+    # A region keeps each update's bytes until it has taken its version; at its end it takes no more versions.
+    is_full = turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max
+    if is_full and not turn.state.stopping:
+        return
     sent = Sent(part.next_sequence, part.base_version, part.unsent_tokens, part.unsent_steps, spans=part.unsent_spans)
     rebases = turn.options.adopt == "rebase"
     subtract = tuple([other.sequence for other in part.in_flight if other.since_adopt or rebases])
@@ -324,8 +322,9 @@ def discard(turn: SiteTurn, index: int, sent: Sent, reason: ev.Reason) -> None:
         turn.stop(f"{part.discards} updates of fragment {index} in a row were {reason.value}")
 
 
-def fate_told(turn: SiteTurn, fate: ev.Fate) -> None:
+def fate_told(turn: SiteTurn, event: ev.FateTold) -> None:
     """Handle the fate of an update."""
+    fate = event.fate
     part = turn.state.fragments[fate.fragment]
     for orphan in [orphan for orphan in part.orphans if orphan.sequence == fate.sequence]:
         part.orphans.remove(orphan)

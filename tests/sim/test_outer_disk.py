@@ -20,7 +20,7 @@ from diloco.sim.world import Damaged, OuterPlan, OuterRule, Storage
 from diloco.sync import admission, fates, rounds, updates
 from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData, StartOuterStep
-from diloco.sync.events import JoinAnswered, Outcome, Reason, SyncerStarted, UpdateArrived
+from diloco.sync.events import FateTold, JoinAnswered, Outcome, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import JournalError, Record, encode_mark
 from diloco.sync.leadership import Leadership, Place, Replication
 from diloco.sync.learner import LearnerSync
@@ -224,12 +224,12 @@ def believe_what_is_usual_alone(patch: Patch) -> None:
 
 
 @noticed_by("Bounds", 2)
-@instead_of((updates, "may_seal"))
-def seal_without_a_window(right: Any, turn: Any, part: Any) -> bool:
+@instead_of((updates, "may_follow"))
+def seal_without_a_window(right: Any, options: Any, part: Any) -> bool:
     orphans, in_flight = part.orphans, part.in_flight
     part.orphans, part.in_flight = [], [sent for sent in in_flight if sent.state != "accepted"]
     try:
-        return right(turn, part)
+        return right(options, part)
     finally:
         part.orphans, part.in_flight = orphans, in_flight
 
@@ -262,9 +262,10 @@ def adopt_as_if_nothing_were_merged(right: Any, *given: Any) -> list[Any]:
 
 @noticed_by("Conservation", 10)
 @instead_of((updates, "fate_told"))
-def take_stale_for_merged(right: Any, turn: Any, told: Any) -> None:
+def take_stale_for_merged(right: Any, turn: Any, event: Any) -> None:
     """Only the sum over all sites sees it: the site believes that its progress is in the version."""
-    right(turn, replace(told, reason=None) if told.reason is Reason.STALE else told)
+    fate = event.fate
+    right(turn, FateTold(replace(fate, reason=None)) if fate.reason is Reason.STALE else event)
 
 
 @noticed_by("Cold", 0)
