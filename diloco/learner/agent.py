@@ -27,22 +27,12 @@ from diloco.durable import PLAIN_DISK
 from diloco.inner import GroupError
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import Resumed, StepInfo, Verdict
-from diloco.learner.exchange import Beside, Exchange, Owners
+from diloco.learner.exchange import Beside, Change, Exchange, Owners
 from diloco.learner.ranks import all_mine
 from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import Echo, SiteTensors
 from diloco.learner.transfer import LOOK_S, JoinFailed, Listener, report_info, say_goodbye
-from diloco.sync.effects import (
-    Adopt,
-    Join,
-    LearnerEffect,
-    Leave,
-    Note,
-    Retake,
-    Seal,
-    SkipData,
-    StopTraining,
-)
+from diloco.sync.effects import Join, LearnerEffect, Leave, Note, Seal, SkipData, StopTraining
 from diloco.sync.events import (
     BaseDiffers,
     BoundaryReached,
@@ -260,10 +250,11 @@ class Touch:
         site, reading = self._site, self._site.meter.read()
         with site.changed:
             options, state = site.machine.options, site.machine.state
-            is_based = all(part.base_version >= 0 for part in state.fragments)
+            standing = standing_of([state])
+            is_based = min(standing.versions) >= 0
             return report_info(
                 site,
-                standing_of([state]),
+                standing,
                 site.owners.traffic(),
                 loss=reading.loss,
                 tokens_per_s=reading.tokens_per_s,
@@ -308,8 +299,8 @@ class Touch:
             parts, link = site.machine.state.fragments, asdict(site.link.info(site.machine.state.step_ns))
             places = {
                 "incarnation": site.known.incarnation,
-                "in_flight": sum(len(part.undecided()) for part in parts),
-                "staleness": max(part.published - part.base_version for part in parts),
+                "in_flight": sum([len(part.undecided()) for part in parts]),
+                "staleness": max([part.published - part.base_version for part in parts]),
                 **dict(zip(("bytes_up", "bytes_down"), site.owners.traffic(), strict=True)),
             }
         site.emit("meter", {**reading, **places, **{f"link_{name}": value for name, value in link.items()}})
@@ -652,12 +643,6 @@ class Agent(Exchange):
         self.owners.know(self.machine.state)
         for effect in effects:
             match effect:
-                case Seal():
-                    codec = self.link.codec(self.machine.state.step_ns)
-                    self._owner_of(effect.fragment).at_boundary(effect, codec, at_rest=at_rest)
-                case Adopt() | Retake():
-                    self._owner_of(effect.fragment).at_boundary(effect)
-                    adopted = True
                 case Join():
                     self.rejoin(effect.why)
                 case Leave():
@@ -668,8 +653,16 @@ class Agent(Exchange):
                     self.emit("note", {"note": effect.what, "why": effect.why, "fragment": effect.fragment})
                 case SkipData():
                     pass  # ``start`` returns the machine's cursor.
-                case _ if isinstance(effect, Beside):
-                    self._owner_of(effect.fragment).order(effect)
+                case _ if isinstance(effect, Change | Beside):
+                    owner = self.owners if self.owners.owners[effect.fragment] else self
+                    if isinstance(effect, Beside):
+                        owner.order(effect)
+                    elif isinstance(effect, Seal):
+                        codec = self.link.codec(self.machine.state.step_ns)
+                        owner.at_boundary(effect, codec, at_rest=at_rest)
+                    else:
+                        owner.at_boundary(effect)
+                        adopted = True
         self.changed.notify_all()
         if at_rest:
             self.stand_still(until)
@@ -682,9 +675,6 @@ class Agent(Exchange):
         """
         if not self.changed.wait_for(lambda: not self._unread or self.has_failed(), max(0.0, until - time.monotonic())):
             raise TimeoutError("this site timed out waiting for its update to be encoded (lock_step)")
-
-    def _owner_of(self, fragment: int) -> Exchange | Owners:
-        return self.owners if self.owners.owners[fragment] else self
 
     # --- background threads ------------------------------------------------------------------------------------
 

@@ -176,13 +176,13 @@ class Exchange(Participant):
         """Store the values of a durable update and tell the machine, atomically."""
         key = header.fragment, header.sequence
         event = Sealed(*key, header.digest)
-        self.change(lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed), event)
+        self.change(partial(self.tensors.sealed, *key, encoded.sent, encoded.fed), event)
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """Store the values of a version fetched in ``lineage`` and tell the machine, atomically."""
         self.tensors.place.of(values)  # Copies to the model's device now, so that the adopt need not wait for it.
-        version = (event.fragment, event.version, values, told.digest, told.sites)
-        self.change(lambda: self.tensors.arrived(*version), event, lineage, told)
+        keep = partial(self.tensors.arrived, event.fragment, event.version, values, told.digest, told.sites)
+        self.change(keep, event, lineage, told)
 
 
 ECHO_EVERY_S = 1.0
