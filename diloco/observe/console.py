@@ -47,9 +47,9 @@ class SiteLines:
             self._meter = event
         if what == "step" and whole(event, "step") % self._every == 0:
             # The event log writes null for NaN and infinity.
-            loss, norm = (math.nan if (value := number(event, at)) is None else value for at in ("loss", "grad_norm"))
+            loss, norm = [math.nan if (value := number(event, at)) is None else value for at in ("loss", "grad_norm")]
             up, down = size(whole(self._meter, "bytes_up")), size(whole(self._meter, "bytes_down"))
-            versions = ",".join(str(version) for _, version in sorted(self._versions.items())) or "-"
+            versions = ",".join([str(version) for _, version in sorted(self._versions.items())]) or "-"
             used = f"mfu: {number(event, 'mfu') or 0.0:.2%}  " if "mfu" in event else ""
             text = (
                 f"step: {whole(event, 'step'):6d}  loss: {loss:8.5f}  grad_norm: {norm:7.4f}  "

@@ -59,12 +59,14 @@ class LineWriter:
 
     def write(self, line: str) -> None:
         """Write ``line``, which ends with a newline."""
-        self._catch_up()
+        if self.left_out:
+            self._catch_up()
         if self.left_out or not self._put(line):
             self.left_out += 1
 
     def _catch_up(self) -> None:
-        if self.left_out and self._put(self._missing(self.left_out, self._why)):
+        """Write the ``missing`` line."""
+        if self._put(self._missing(self.left_out, self._why)):
             self.left_out = 0
 
     def _put(self, line: str) -> bool:
@@ -114,7 +116,8 @@ class FileLines(LineWriter):
 
     def close(self) -> None:
         """Write the last ``missing`` line, if the disk accepts it now, and close the file."""
-        self._catch_up()
+        if self.left_out:
+            self._catch_up()
         os.close(self._file)
 
     def _open(self) -> None:
