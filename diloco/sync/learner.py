@@ -294,7 +294,8 @@ def _start_over(turn: SiteTurn, event: ev.JoinAnswered) -> None:
         part.due, part.discards, part.doubt = False, 0, None
         part.retaking = Retaking(standing.version, f"the run was restored: lineage {event.lineage}")
         turn.effects.append(fx.StartOver(index))
-    progress.units_start_over(turn.options, turn.state)
+    if turn.options.unit_sequences:
+        progress.units_start_over(turn.options, turn.state)
 
 
 def settle(state: LearnerState) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from diloco.sync.data_units import SKIPPED, Piece, Span, UnitList, added, common, first_of, joined, pieces_at, size
+from diloco.sync.data_units import SKIPPED, Piece, Span, UnitList, added, first_of, joined, pieces_at, size
 from diloco.sync.effects import Fetch, Forget, LearnerEffect, Note, Release, StopTraining
 from diloco.sync.events import Ending, StepDone, UnitsTold
 from diloco.sync.options import LearnerOptions
@@ -411,15 +411,12 @@ def units_told(turn: SiteTurn, event: UnitsTold) -> None:
 def units_drawn(turn: SiteTurn, event: StepDone) -> None:
     """Record the sequences that a step has read: every fragment's next update carries their progress."""
     options, state = turn.options, turn.state
-    if not options.unit_sequences:
-        return
-    unit, place, leased = options.unit_sequences, state.units.first, list[Span]()
+    unit, place, named = options.unit_sequences, state.units.first, list[Span]()
+    begin = event.cursor - (event.sequences or event.tokens // options.sequence_tokens)
     for first, count in state.units.pieces:
         if first != SKIPPED:
-            leased.append((place * unit, (place + count) * unit))
+            named.append((max(begin, place * unit), min(event.cursor, (place + count) * unit)))  # Empty: not read.
         place += count
-    read = event.sequences or event.tokens // options.sequence_tokens
-    named = common([(event.cursor - read, event.cursor)], leased)
     for part in state.fragments:
         part.unsent_spans = added(part.unsent_spans, named)[-SPANS_MAX:]
     skip = event.cursor // unit - REMEMBERED - state.units.first
@@ -433,8 +430,6 @@ def units_start_over(options: LearnerOptions, state: LearnerState) -> None:
 
     The rest of a unit that has begun becomes a skipped place: the site draws an earlier unit for it, without naming it.
     """
-    if not options.unit_sequences:
-        return
     units, place = state.units, state.cursor // options.unit_sequences
     begun = [(SKIPPED, 1)] if state.cursor % options.unit_sequences and units.end > place >= units.first else []
     units.pieces = joined([*pieces_at(units.pieces, 0, place - units.first), *begun])

@@ -30,7 +30,8 @@ def step_done(turn: SiteTurn, event: ev.StepDone) -> None:
     state.step, state.cursor = event.step, event.cursor
     state.tokens_processed += event.tokens
     state.step_ns = smoothed(state.step_ns, event.step_ns)
-    units_drawn(turn, event)
+    if options.unit_sequences:
+        units_drawn(turn, event)
     inner_steps = event.inner_steps or event.steps
     for part in state.fragments:
         is_based = part.base_version >= 0 or (part.retaking and not part.retaking.cold)
