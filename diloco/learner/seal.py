@@ -255,7 +255,6 @@ class Outbox:
         fields = json.dumps(asdict(header), sort_keys=True).encode()
         line = b"%08x %b\n" % (zlib.crc32(fields), fields)
         key, view = (header.fragment, header.sequence), memoryview(payload)
-        self._forget(key)
         spare, path = self._spare.pop() if self._spare else None, self.folder / _name(*key)
         self._disk.write_parts(path, (line, view), Step.OUTBOX_PUT, over=spare)
         with self._fresh_lock:
@@ -264,23 +263,22 @@ class Outbox:
                 del self._fresh[next(iter(self._fresh))]
         return path
 
-    def _forget(self, key: tuple[int, int]) -> tuple[PushHeader, memoryview] | None:
-        with self._fresh_lock:
-            return self._fresh.pop(key, None)
-
     def get(self, fragment: int, sequence: int) -> tuple[PushHeader, memoryview]:
         """Return an update: from memory at the first call after ``put``, then from its file.
 
         ``OutboxError`` if that is damaged, ``FileNotFoundError`` if it was dropped.
         """
-        if found := self._forget((fragment, sequence)):
+        with self._fresh_lock:
+            found = self._fresh.pop((fragment, sequence), None)
+        if found is not None:
             return found
         with self._reading:
             return _read(self.folder / _name(fragment, sequence))
 
     def drop(self, fragment: int, sequence: int) -> None:
         """Remove an update that is no longer needed; its file may become a spare."""
-        self._forget((fragment, sequence))
+        with self._fresh_lock:
+            self._fresh.pop((fragment, sequence), None)
         path = self.folder / _name(fragment, sequence)
         if len(self._spare) >= SPARE_MAX or not path.exists():
             self._disk.remove(path, Step.OUTBOX_DROP)
