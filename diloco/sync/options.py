@@ -234,6 +234,8 @@ class LearnerOptions:
     offsets: tuple[int, ...] = ()
     """The inner step, modulo ``inner_steps``, at which each fragment is due; empty: spread evenly.  A machine with only
     part of the fragments is given their offsets among all of them."""
+    due_at: tuple[int, ...] = field(init=False)
+    """The same, never empty."""
     unit_sequences: Natural = 0
     """Sequences in a unit of the data; 0: this machine leases no units."""
     sequence_tokens: int = 0
@@ -247,15 +249,11 @@ class LearnerOptions:
         require(self.inner_steps >= self.num_fragments, "inner_steps", self.inner_steps, wanted)
         told = len(self.offsets) in (0, self.num_fragments) and all(0 <= o < self.inner_steps for o in self.offsets)
         require(told, "offsets", self.offsets, f"one for each fragment, from 0 to {self.inner_steps - 1}, or none")
+        self.due_at = self.offsets or even_offsets(self.num_fragments, self.inner_steps)
         if self.unit_sequences:
             require(self.sequence_tokens >= 1, "sequence_tokens", self.sequence_tokens, "at least 1")
             wanted = f"1 to {UNITS_AHEAD_MAX}"
             require(1 <= self.units_ahead <= UNITS_AHEAD_MAX, "units_ahead", self.units_ahead, wanted)
-
-    @property
-    def due_at(self) -> tuple[int, ...]:
-        """The inner step, modulo ``inner_steps``, at which each fragment is due."""
-        return self.offsets or even_offsets(self.num_fragments, self.inner_steps)
 
 
 # --- The settings on which a site and the syncer must agree before they exchange a byte of a tensor ------------------
