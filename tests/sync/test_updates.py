@@ -548,6 +548,10 @@ def test_a_ledger_can_be_out_of_balance_and_what_an_ended_part_did_not_hear_of_i
     assert not Ledger(7, 1, 1, 1, 1, 1, 1).balanced()
     assert combined([Ledger(3, 3, 0, 0, 0, 0, 0), Ledger(3, 0, 0, 0, 3, 0, 0)]).balanced()
     assert combined([Ledger(6, 6, 0, 0, 0, 0, 0), Ledger(4, 4, 0, 0, 0, 0, 0)]) == Ledger(6, 5, 0, 0, 1, 0, 0)
+    three = [Ledger(4, 1, 1, 0, 0, 0, 2), Ledger(4, 0, 0, 2, 0, 0, 2), Ledger(4, 0, 0, 0, 3, 0, 1)]
+    assert combined(three) == Ledger(4, 0, 0, 1, 1, 0, 2), "the largest remainders are rounded up"
+    two = [Ledger(1, 0, 1, 0, 0, 0, 0), Ledger(1, 0, 0, 0, 1, 0, 0)]
+    assert combined(two) == Ledger(1, 0, 1, 0, 0, 0, 0), "of equal ones the first"
 
 
 def test_updates_of_an_earlier_process_fill_the_window_too() -> None:
