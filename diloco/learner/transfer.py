@@ -297,7 +297,8 @@ class Sealer:
             own.tell(SealFailed(effect.fragment, effect.sequence))
             return
         finally:
-            own.was_read(job)
+            if job.inputs.in_place:
+                own.was_read(job)
         # Training continues meanwhile, and its progress goes into the next update.
         if with_room(own, "an update", lambda: own.outbox.put(header, encoded.payload)) is None:
             return
