@@ -98,7 +98,7 @@ REGIONS = written(r"^diloco (syncer|site).*halos")
 BY_HAND = written(r"run\.name=first .*listen|(site\.syncer=|status |--watch )127.0.0.1:7077$")
 LOOPS = loops()
 LONG = {"run.name=llama", "run.name=lora", "run.name=moe"}
-"""The loops that import transformers and take longest: `make nightly` runs them."""
+"""The loops that import transformers and take longest: `make hunts` runs them, and so does `make nightly`."""
 
 
 @pytest.fixture(scope="module")

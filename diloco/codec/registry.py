@@ -63,7 +63,7 @@ def usual_feedback(name: str) -> float:
 @lru_cache(NAMES_KEPT)
 def make_codec(name: str) -> Codec:
     """Return the codec ``name``, e.g. ``bf16``, ``int4:64``, ``topk:4096x64`` or ``int8+zstd3``; ``ValueError`` if
-    there is none.  A codec is a value that never changes, so an earlier call's may be returned."""
+    there is none.  Equal names may return the same object: a codec never changes."""
     match = _NAME.fullmatch(name)
     if match is None or match["kind"] not in CODEC_NAMES:
         raise ValueError(

@@ -258,6 +258,7 @@ class Outbox:
         spare, path = self._spare.pop() if self._spare else None, self.folder / _name(*key)
         self._disk.write_parts(path, (line, view), Step.OUTBOX_PUT, over=spare)
         with self._fresh_lock:
+            self._fresh.pop(key, None)  # So that it is the latest.
             self._fresh[key] = (header, view)
             while len(self._fresh) > FRESH_MAX:
                 del self._fresh[next(iter(self._fresh))]

@@ -4,8 +4,8 @@ versions, ``Listener`` joins and reads the Watch stream.  ``Participant`` owns t
 The network threads take work, make one attempt at a time, wait with capped jittered back-off in between, and end when
 ``stopping`` is set.  None of them ever gives up on a syncer that is away (DESIGN section 5, "Waiting").
 
-Link.  ``Link`` chooses how a site sends (codec, connections, overlap) by the speed of its link, which the client
-measures from the calls that the site makes anyway, and reports measurement and choice.
+Link.  The client measures the speed of a site's link from the calls that the site makes anyway.  By that ``Link``
+chooses how the site sends (codec, connections, overlap), and it reports measurement and choice.
 
 Prefetch.  ``Ahead`` asks for a version before it is published, so that the syncer sends it at the moment of publishing.
 Otherwise a round takes one more round trip: the syncer announces the version, and the site then asks for it.  A failed

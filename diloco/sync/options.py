@@ -232,10 +232,10 @@ class LearnerOptions:
     lock_step: bool = False
     """Wait after each update until its version is adopted: classic DiLoCo and deterministic runs only."""
     offsets: tuple[int, ...] = ()
-    """The inner step, modulo ``inner_steps``, at which each fragment is due; empty: spread evenly.  A machine with only
-    part of the fragments is given their offsets among all of them."""
+    """``due_at`` as given; empty: spread evenly.  A machine with only part of the fragments is given their offsets
+    among all of them."""
     due_at: tuple[int, ...] = field(init=False)
-    """The same, never empty."""
+    """The inner step, modulo ``inner_steps``, at which each fragment is due: ``offsets``, or spread evenly."""
     unit_sequences: Natural = 0
     """Sequences in a unit of the data; 0: this machine leases no units."""
     sequence_tokens: int = 0

@@ -409,13 +409,14 @@ def units_told(turn: SiteTurn, event: UnitsTold) -> None:
 
 
 def units_drawn(turn: SiteTurn, event: StepDone) -> None:
-    """Record the sequences that a step has read: every fragment's next update carries their progress."""
+    """Record which sequences of leased units a step has read: every fragment's next update carries their progress."""
     options, state = turn.options, turn.state
     unit, place, named = options.unit_sequences, state.units.first, list[Span]()
     begin = event.cursor - (event.sequences or event.tokens // options.sequence_tokens)
     for first, count in state.units.pieces:
         if first != SKIPPED:
-            named.append((max(begin, place * unit), min(event.cursor, (place + count) * unit)))  # Empty: not read.
+            # ``added`` drops a span that is empty because the step has read nothing of this piece.
+            named.append((max(begin, place * unit), min(event.cursor, (place + count) * unit)))
         place += count
     for part in state.fragments:
         part.unsent_spans = added(part.unsent_spans, named)[-SPANS_MAX:]

@@ -162,7 +162,7 @@ def may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
 
 
 def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
-    """Seal the unsent progress of a fragment that is due, if there is any and its earlier updates allow another one."""
+    """Seal a fragment's unsent progress, if there is any and its earlier updates allow another one."""
     if part.unsent_tokens == 0 or turn.state.closed or turn.state.left or not may_follow(turn.options, part):
         return
     # A region keeps each update's bytes until it has taken its version; at its end it takes no more versions.

@@ -511,8 +511,8 @@ class SyncClient(ServiceClient):
 
     ``address`` may list several, separated by commas: that of the syncer, and those of the standbys that may replace
     it.  ``join`` finds the one that admits the site, and all other calls go there from then on; the attribute
-    ``address`` is that one, before a join the first to try.  An answer from a syncer of an older epoch is discarded, on
-    every connection: that syncer has been replaced.
+    ``address`` is that one, before a join the first to try.  The client measures the link there (``estimate``).  An
+    answer from a syncer of an older epoch is discarded, on every connection: that syncer has been replaced.
     """
 
     service = SYNC_SERVICE
@@ -550,8 +550,8 @@ class SyncClient(ServiceClient):
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of Push messages sent, and of Pull messages received, since the start; both with headers, and with the
-        chunks that were sent again."""
+        """The bytes of Push messages sent, and of Pull messages received, since the start, headers and re-sent chunks
+        included."""
         return self.up.bytes, self.down.bytes
 
     @property
@@ -685,10 +685,12 @@ class SyncClient(ServiceClient):
         pulled = Pulling(self, ask, sink, arrival, patience or Patience(0.0)).run()
         self.down.over(arrival)
         self._check_epoch("Pull", pulled.header.epoch)
-        took_ns = time.monotonic_ns() - began_ns if patience is None else int(patience.carried_s * 1e9)
-        with self._measuring:  # A pull that waited is timed from its first byte: no round trip is part of that.
-            round_trips = 1 if patience is None else 0
-            self._estimator.carried(self.down.bytes - before, took_ns, up=False, round_trips=round_trips)
+        count, took_ns, round_trips = self.down.bytes - before, time.monotonic_ns() - began_ns, 1
+        if patience is not None:  # It is timed from its first byte, without a round trip; others came while it waited.
+            took_ns, round_trips = int(patience.carried_s * 1e9), 0
+            count = pulled.header.payload_bytes if took_ns else 0  # One that resumes does not wait, and is not timed.
+        with self._measuring:
+            self._estimator.carried(count, took_ns, up=False, round_trips=round_trips)
         if pulled.parts:
             self.lengths[ask.fragment] = pulled.header.payload_bytes
         return pulled

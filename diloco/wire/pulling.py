@@ -93,10 +93,10 @@ class PullSink:
             self.header = header
             return
         self.clear()
-        spare, self._spare = self._spare, bytearray()
-        fits = header.payload_bytes <= len(spare) <= 2 * header.payload_bytes
-        # The spare buffer is reused, because new memory is ten times as slow to write.
-        self._hold(spare if fits else bytearray(header.payload_bytes), header)
+        memory, self._spare = self._spare, bytearray()
+        if not header.payload_bytes <= len(memory) <= 2 * header.payload_bytes:
+            memory = bytearray(header.payload_bytes)  # Ten times as slow to write as the spare one.
+        self._hold(memory, header)
         self._come = self.begun(header, self._view[: header.payload_bytes].toreadonly())
 
     def belongs(self, header: PullHeader) -> bool:
@@ -122,7 +122,7 @@ class PullSink:
             with self._lock:
                 self._unwritten.fill(offset, end)
                 left = self._unwritten.spans
-                held = left[0][0] if left else self.header.payload_bytes
+                held = left[0][0] if left else self._unwritten.payload_bytes
             come(held)
 
     def finish(self) -> PulledVersion:

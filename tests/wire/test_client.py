@@ -7,6 +7,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome
-from diloco.sync.link import LinkEstimate, LinkEstimator
+from diloco.sync.link import LinkEstimate
 from diloco.wire.channel import Stream
-from diloco.wire.client import AdminClient
+from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import (
     KIB,
     MIB,
@@ -57,36 +58,59 @@ def test_push_and_pull_carry_a_payload_once_and_count_their_bytes(wired: Wired) 
         client.push(push_header(b"abc"), b"abcd")  # Our own defect.
 
 
+MS = 1_000_000
+
+
+class Waited(Patience):
+    """A wait in which other pulls bring a gigabyte, and the transfer then takes ``took_s``."""
+
+    def __init__(self, client: SyncClient, took_s: float) -> None:
+        super().__init__(0.01)
+        client.down.count(1 << 30)
+        self.took_s = took_s
+
+    @property
+    def carried_s(self) -> float:
+        return self.took_s
+
+
 def test_what_calls_took_is_what_the_link_is(start: Start, monkeypatch: Patch) -> None:
-    wired = start()
+    wired, clock = start(), itertools.count(0, 20 * MS)
     client = wired.client()
-    carried: list[tuple[int, bool, int]] = []
-
-    def noted(measured: LinkEstimator, count: int, duration_ns: int, *, up: bool, round_trips: int = 1) -> None:
-        carried.append((count, up, round_trips))
-        whole(measured, count, duration_ns, up=up, round_trips=round_trips)
-
-    whole = LinkEstimator.carried
-    monkeypatch.setattr(LinkEstimator, "carried", noted)
+    now = SimpleNamespace(monotonic=time.monotonic, monotonic_ns=lambda: next(clock))
+    monkeypatch.setattr("diloco.wire.client.time", now)
     assert client.estimate() == LinkEstimate()
     client.report(report_info())
+    assert client.estimate() == LinkEstimate(rtt_ns=20 * MS, rtt_min_ns=20 * MS)
+    clock = itertools.count(0, 120 * MS)  # Of a transfer's time one round trip was a wait.
     client.push(push_header(PAYLOAD), PAYLOAD)
     wired.syncer.publish(PAYLOAD)
     client.pull(ASK, PullSink())
     up, down = client.traffic
-    client.pull(ASK, PullSink(), Patience(20.0))
-    assert carried == [(up, True, 1), (down, False, 1), (down, False, 0)], "one that waited has no round trip in it"
-    found = client.estimate()
-    assert min(found.rtt_ns, found.rtt_min_ns, found.up_bytes_per_s, found.down_bytes_per_s) > 0
-    wired.server.stop(0.0)
+    found = LinkEstimate(20 * MS, 20 * MS, 10 * up, 10 * down)
+    assert client.estimate() == found
+    client.pull(ASK, PullSink(), Waited(client, 0.0))
+    assert client.estimate() == found, "one that took up what was here did not wait, and is not timed"
+    wired.syncer.publish(numel=8)
+    client.pull(replace(ASK, have_version=3), PullSink(), Waited(client, 1e-6))
+    assert client.estimate() == found, "nothing came of it"
+    wired.syncer.publish(PAYLOAD, epoch=1)
+    client.pull(ASK, PullSink(), Waited(client, 0.05))
+    found = replace(found, down_bytes_per_s=20 * len(PAYLOAD))
+    assert client.estimate() == found, "without what others brought meanwhile"
+    client._epoch = 1 << 30
+    wired.syncer.epoch = 1
     for call in (
         lambda: client.report(report_info()),
-        lambda: client.push(push_header(PAYLOAD, sequence=2), PAYLOAD),
+        lambda: client.push(push_header(PAYLOAD), PAYLOAD),
         lambda: client.pull(ASK, PullSink()),
     ):
-        with pytest.raises(Unreachable):
+        with pytest.raises(Unreachable, match="has replaced it"):
             call()
-    assert client.estimate() == found, "a call that failed measures nothing"
+    wired.server.stop(0.0)
+    with pytest.raises(Unreachable):
+        client.report(report_info())
+    assert client.estimate() == found, "a call that failed, or a syncer that was replaced, measures nothing"
 
 
 @pytest.mark.parametrize("channels", [1, 3])
