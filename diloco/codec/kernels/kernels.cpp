@@ -37,6 +37,17 @@ constexpr float FP32_MAX = 3.40282346638528859811704183484516925e+38f;
 constexpr uint32_t INFINITE = 0x7F800000u;
 constexpr int32_t SCALE_LEAST = 0x00800000;
 
+// Whether decoding prefetches: it is up to 1.5 times as fast with that on Sapphire Rapids, and a quarter slower on Zen 4.
+#ifdef X86_LEVELS
+RUNS_ANYWHERE bool on_intel() {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel");
+}
+const bool DECODES_AHEAD = on_intel();
+#else
+constexpr bool DECODES_AHEAD = false;
+#endif
+
 // The same numbers as in kernel_library.py.
 enum Kind : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, TOPK = 4, E3M0 = 5, INT2 = 6, SIGN = 7 };
 enum Status : int {
