@@ -87,6 +87,23 @@ def test_a_batch_is_a_pure_function_of_seed_place_and_cursor(manifest: CorpusMan
         UnitPlaces(0, Source(1), alone())
 
 
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ({"num_sites": 0}, "num_sites is 0: at least 1"),
+        ({"site_index": -1}, "site_index is -1: 0 to num_sites-1=0"),
+        ({"world": 0}, "world is 0: at least 1"),
+        ({"rank": -1, "world": 2}, "rank is -1: 0 to world-1=1"),
+        ({"rank": 2, "world": 2}, "rank is 2: 0 to world-1=1"),
+    ],
+)
+def test_a_place_that_does_not_exist_is_refused_by_name(
+    manifest: CorpusManifest, place: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        drawn(manifest, 1, **place)
+
+
 def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManifest) -> None:
     windows = (manifest.validation.tokens - 1) // 16
     everything = validation_batches(manifest, 16, 5)
@@ -99,6 +116,7 @@ def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManife
     again = validation_batches(manifest, 16, 4, num_batches=3)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(some, again, strict=True))
     assert sum(len(inputs) for inputs, _ in validation_batches(manifest, 16, 4, 10**6)) == windows
+    assert [len(inputs) for inputs, _ in validation_batches(manifest, 16, 1)] == windows * [1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1000, 4097])

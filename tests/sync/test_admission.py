@@ -419,7 +419,9 @@ def test_a_held_update_of_an_evicted_site_is_refused_and_a_restart_holds_on() ->
     assert through_json(syncer.machine.snapshot())["sites"]["a"]["lines"][0]["undecided"][0]["held"]["norm"] == 1e6
     effects = syncer.handle(ev.SiteEvicted(1, "a"))
     assert only(fx.TellFate, effects).fate.reason is Reason.EVICTED
-    assert only(fx.AnswerDone, syncer.handle(ev.SiteReadmitted(1, "a"))).reason is None
+    effects = syncer.handle(ev.SiteReadmitted(1, "a"))
+    assert only(fx.AnswerDone, effects).reason is None
+    assert only(fx.Note, effects).what == "site_readmitted"
     assert syncer.machine.state.sites["a"].status is Status.LEFT
     assert only(fx.AnswerJoin, syncer.join("a", "p2")).reason is None
     assert syncer.handle(ev.SiteReadmitted(1, "z")) == [fx.AnswerDone(1, Reason.NOT_JOINED)]
