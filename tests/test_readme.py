@@ -97,8 +97,8 @@ SEVERAL = written(r"run\.name=(two|many)|:7077/")
 REGIONS = written(r"^diloco (syncer|site).*halos")
 BY_HAND = written(r"run\.name=first .*listen|(site\.syncer=|status |--watch )127.0.0.1:7077$")
 LOOPS = loops()
-LONG = {"run.name=llama", "run.name=lora", "run.name=moe"}
-"""The loops that import transformers and take longest: `make hunts` runs them, and so does `make nightly`."""
+IN_HUNTS = {"llama", "lora", "moe", "fsdp", "lightning", "accelerate"}
+"""The loops that take longest: `make hunts` runs them, and so does `make nightly`."""
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,10 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lines",
-    [pytest.param(lines, marks=[pytest.mark.hunt] if name in LONG else [], id=name) for name, lines in LOOPS.items()],
+    [
+        pytest.param(lines, marks=pytest.mark.hunt if name.removeprefix("run.name=") in IN_HUNTS else (), id=name)
+        for name, lines in LOOPS.items()
+    ],
 )
 def test_a_loop_of_ones_own(place: Place, lines: list[str]) -> None:
     ports = {":7077": f":{free_port()}"}

@@ -99,13 +99,13 @@ class Recording:
     began: int = 0
     """The operation before which the first cut comes."""
 
-    def examined(self, folder: Path, dice: Random, drawn: int = 0) -> Iterator[tuple[Cut, str]]:
-        """Yield every state after every prefix of the operations, with what is wrong with it.
+    def examined(self, folder: Path, dice: Random, drawn: int = 0, every: int = 1) -> Iterator[tuple[Cut, str]]:
+        """Yield every state after every prefix of the operations, or each ``every``-th, with what is wrong with it.
 
         A state that several prefixes leave is checked once for each acknowledged level.
         """
         seen: set[tuple[int, frozenset[tuple[str, bytes | None]]]] = set()
-        for at in range(self.began, len(self.log) + 1):
+        for at in range(self.began, len(self.log) + 1, every):
             told = told_at(self.log, at)
             for cut in cuts_at(self.log, at, dice, drawn):
                 state = state_after(self.log, self.folders, cut)

@@ -260,7 +260,7 @@ def adopt_as_if_nothing_were_merged(right: Any, *given: Any) -> list[Any]:
     return [replace(effect, merged=()) if isinstance(effect, Adopt) else effect for effect in right(*given)]
 
 
-@noticed_by("Conservation", 10)
+@noticed_by("Conservation", 366)
 @instead_of((updates, "fate_told"))
 def take_stale_for_merged(right: Any, turn: Any, event: Any) -> None:
     """Only the sum over all sites sees it: the site believes that its progress is in the version."""

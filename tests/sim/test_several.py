@@ -128,7 +128,7 @@ def lease_at_every_syncer(right: Any, *given: Any, leases: bool) -> Any:
 @pytest.mark.parametrize(
     ("name", "mutate", "words", "first"),
     [
-        ("across", take_stale_for_merged, "merged tokens, the syncers", 23),
+        ("across", take_stale_for_merged, "merged tokens, the syncers", 38),
         ("across", lose_refused_tokens, "has the ledger", 19),
         ("across", begin_with_the_syncers_that_are_there, "has parts that made other steps", 0),
         ("across", end_with_the_first_syncer_that_ends, "ends, and was told", 0),
