@@ -5,6 +5,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from diloco.cli.site import check_identity
@@ -85,6 +86,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_the_loader_of_skypilot_understands_the_tasks(tmp_path: Path) -> None:
     more = [INDEX, "launch.spot=true", "cluster.sites.fra.accelerator=MI300X", "cluster.sites.fra.nodes=2"]
     found = processes(configured("site.device=cuda", *more))

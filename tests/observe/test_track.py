@@ -24,6 +24,7 @@ from diloco.observe.history import RunHistory
 from diloco.observe.summary import summarize
 from diloco.observe.track import TRACKERS, Point, Sender, Tracker
 from diloco.runs import process
+from tests.loopback.cluster import eventually
 from tests.observe.recorded import SITES, Recorder, append
 from tests.sooner import sooner
 
@@ -220,8 +221,7 @@ def test_a_tracker_that_blocks_keeps_no_run_from_its_end(
     before, log = len(notes(run)), run / "logs/track-wandb.log"
     config = compose([f"run.dir={run.parent}", "run.name=quiet-otter", "run.track=wandb"])
     with status.tracked(config):
-        while not log.is_file() or not log.read_text():
-            pass
+        eventually(lambda: log.is_file() and log.read_text() != "", 30.0, "the tracker has begun")
     (note,) = notes(run)[before:]
     assert note == f"wandb did not end in time: diloco track {run} wandb sends the rest"
     assert note in capfd.readouterr().out

@@ -124,6 +124,7 @@ def test_threads_share_few_pools_of_memory(tmp_path: Path) -> None:
     assert found["limited"] <= ARENAS_MAX < found["as it likes"], found
 
 
+@pytest.mark.slow
 def test_who_joins_has_said_so_before_grpc_is_imported() -> None:
     # torchtitan's job joins later than it imports.
     program = f"""

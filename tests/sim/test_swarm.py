@@ -80,6 +80,7 @@ REPLAYED = (1, 21)
 PROGRAM = f"from tests.hunts.swarm import run_seed\nfor seed in {REPLAYED}: print(run_seed(seed).digest)"
 
 
+@pytest.mark.slow
 def test_a_seed_replays_in_another_process_and_no_delay_that_is_not_from_the_seed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

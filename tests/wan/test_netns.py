@@ -262,6 +262,7 @@ def test_nothing_is_left_of_an_owner_or_an_emulator_that_was_killed() -> None:
     assert sleeper.poll() is not None
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_root_in_namespaces_of_one_s_own_is_root_enough() -> None:
     if subprocess.run(["unshare", "-Urn", "true"], capture_output=True, timeout=WAIT_S, check=False).returncode:
