@@ -44,7 +44,7 @@ def test_an_event_says_when_who_and_what_as_far_as_it_is_json(tmp_path: Path) ->
     log = EventLog(tmp_path / "deep" / "events.jsonl", "site-a")
     log.emit("step", {"path": Path("x"), "loss": math.nan, "sites": {"a": math.inf}, "versions": (1, 2)})
     log.emit("connected")
-    wait_until(lambda: len(list(read_events(log.path))) == 2)
+    assert wait_until(lambda: len(list(read_events(log.path))) == 2)
     first, second = read_events(log.path)
     said = {"who": "site-a", "path": "PosixPath('x')", "loss": None, "sites": {"a": None}, "versions": [1, 2]}
     assert {name: first[name] for name in said} == said

@@ -203,7 +203,7 @@ def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way(asid
 
     ran = aside(commits)
     push.admit(PushAdmitted(0, frames=True))
-    wait_until(ran.done)
+    assert wait_until(ran.done)
     push.stop()
     assert ran.result(WAIT_S), "nothing more came"
 

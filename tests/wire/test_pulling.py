@@ -157,7 +157,7 @@ def test_a_version_sets_out_the_moment_it_is_made(wired: Wired, relay: Relay, as
     client.pull(ASK, PullSink())
     began = client.down.bytes
     pulled = aside(client.pull, replace(ASK, have_version=3), PullSink(), patience)
-    wait_until(lambda: wired.syncer.waiting == channels)
+    assert wait_until(lambda: wired.syncer.waiting == channels)
     assert not wired.syncer.feeds
     assert client.down.bytes == began
     assert patience.carried_s == 0.0
@@ -179,7 +179,7 @@ def test_a_pull_that_waits_for_what_is_made_already_has_lost_its_connection(
     client, patience = wired.joined(relay.address, stall_s=0.5), Patience(60.0)
     wired.syncer.publish(from_version=3, numel=1)
     pulled = aside(client.pull, replace(ASK, have_version=3), PullSink(), patience)
-    wait_until(lambda: wired.syncer.waiting == 1)
+    assert wait_until(lambda: wired.syncer.waiting == 1)
     assert not wait_until(pulled.done, seconds=1.0), "it may wait longer than a stream may be silent"
     patience.due()
     with pytest.raises(Unreachable, match="no progress"):
