@@ -105,7 +105,7 @@ def test_a_site_of_four_ranks_that_leaves_and_goes_on_as_two_loses_no_token(plac
     """Each rank holds a part of the model, and owns fragments; the other site is a single process."""
     settings = ["run.seconds=1000", "outer.num_fragments=4"]
     syncer, address = place.syncer("ranks", *settings)
-    alone = place.site("ranks", address, "site-b", *settings)
+    alone = place.site("ranks", address, "site-b", *settings, "site.slowdown=4")
     sites = []
     for ranks in (4, 2):
         adopted = len(place.seen("ranks", "site-a", "adopted"))

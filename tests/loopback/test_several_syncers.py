@@ -198,7 +198,7 @@ def test_kills_of_one_commands_syncers_lose_nothing_and_send_little_again(place:
 def test_up_runs_two_syncers_and_a_syncer_and_a_site_that_are_killed_come_back(place: Place) -> None:
     faults = "- {at_s: 1, do: kill, target: site-b, for_s: 0.5}\n- {at_s: 2, do: kill, target: syncer-1, for_s: 3}"
     (place.folder / "faults.yaml").write_text(faults)
-    sites = ["cluster=one", "cluster.sites.site-b.slowdown=1.3", "network.rtt_ms=20"]
+    sites = ["cluster=one", "cluster.sites.site-a.slowdown=4", "cluster.sites.site-b.slowdown=5", "network.rtt_ms=20"]
     settings = [*TINY, *sites, *SYNCERS, "run.name=otter", "run.seconds=30", "scenario=faults.yaml"]
     code, text = place.run("up", *settings, bound_s=120.0)
     assert code == 0, text

@@ -26,6 +26,7 @@ SETTINGS = [
     "outer.site_timeout_s=60",
     "outer.sites_max=20",
     "run.seconds=3600",
+    "site.slowdown=4",
     "cluster.syncer.snapshot_every=4",
 ]
 BOUND_S = 180.0
