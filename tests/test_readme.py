@@ -40,7 +40,7 @@ LONG = [*TINY, "run.tokens=60000", "outer.final_wait_s=5", "cluster.replication.
 SHORT = {
     r"diloco up .*experiment=decoupled": [*UP, "run.name=decoupled"],
     r"diloco up .*run\.track": [*UP, "run.name=tracked"],
-    r"diloco up .*nproc=2": [*UP, "cluster=local3", "run.name=mixed", "network=loopback"],
+    r"diloco up .*nproc=2": [*UP, "cluster.sites.site-b.slowdown=4", "run.name=mixed", "network=loopback"],
     r"diloco up run\.init_from": [*UP, "run.name=from-warm"],
     r"diloco up": UP,
     r"diloco train": [*UP, "run.tokens=3000"],

@@ -71,7 +71,8 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         page = f"127.0.0.1:{free_port()}"
         watched = [*own, *replication, f"cluster.syncer.metrics={page}"]
         standby = place.start("standby", "standby", "follow", *TINY, "run.name=otter", *watched)
-        site = place.site("otter", f"{first},{second}", "site-a", "run.seconds=20", "site.index=0", "site.num_sites=1")
+        alone = ["run.seconds=20", "site.index=0", "site.num_sites=1", "site.slowdown=4"]
+        site = place.site("otter", f"{first},{second}", "site-a", *alone)
         wait_for(lambda: len(place.seen("otter", "syncer", "published")) >= 3, "versions", site.text)
         syncer.kill()
         code, said = place.run("standby", "promote", second)

@@ -98,7 +98,7 @@ def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp
         syncer, address = place.syncer("otter", "outer.sites_max=1", listen)
         written = tmp_path / "runs/otter/config.yaml"
         assert read(written).outer.sites_max == 1
-        two = ["outer.sites_max=1", "site.num_sites=2"]
+        two = ["outer.sites_max=1", "site.num_sites=2", "site.slowdown=4"]
         fra = place.site("otter", address, "fra", "site.index=0", *two)
         wait_for(lambda: place.seen("otter", "fra", "joined"), "fra", fra.text)
         iad = place.site("otter", address, "iad", "site.index=1", *two)

@@ -321,7 +321,7 @@ def test_a_run_neither_becomes_a_region_nor_ceases_to_be_one(tmp_path: Path) -> 
 
 # --- As the processes that a user starts -----------------------------------------------------------------------------
 
-LEVELS = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30"]
+LEVELS = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30", "site.slowdown=4"]
 WAITS = "outer.final_wait_s=60"
 EAST = ["run.name=east", "outer.lr=0.5", "site.finish_timeout_s=60", "upstream.site_id=east", "upstream.updates=4"]
 
