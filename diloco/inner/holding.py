@@ -360,6 +360,9 @@ def _agreed(
             if known.dtype != each.dtype:
                 raise HoldingError(f"parameter {name} is {each.dtype} on rank {rank} and {known.dtype} on another")
     dtypes = {name: getattr(torch, each.dtype) for name, each in found.items()}
+    for name, dtype in dtypes.items():
+        if dtype.is_complex:
+            raise HoldingError(f"parameter {name} is {dtype}: its values must be real numbers")
     narrow = {name: dtype for name, dtype in dtypes.items() if dtype not in (torch.float32, torch.float64)}
     return {name: found[name].shape for name in sorted(found)}, narrow
 

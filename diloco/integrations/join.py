@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -489,6 +490,10 @@ class Outer:
         """
         if self._tokens_per_step is not None:
             raise ValueError(f"tokens is called with {count!r}, but tokens_per_step={self._tokens_per_step} sets them")
+        try:
+            count = index(count)
+        except (TypeError, RuntimeError):
+            raise ValueError(f"count is {count!r}: a whole number of tokens") from None
         require(count >= 0, "count", count, "not negative")
         self._tokens += count
         self._loss = self._loss if loss is None else float(loss)
@@ -552,7 +557,7 @@ class Outer:
     def _begin(self) -> int:
         try:
             self._open.enter_context(held(self._folder.root))
-        except VerbError as error:
+        except (VerbError, OSError) as error:
             raise ValueError(f"folder is {str(self._folder.root)!r}: {error}") from error
         site, call = self._config.site.id, self._log
 
@@ -571,7 +576,7 @@ class Outer:
             self._open.callback(agent.close)
             cursor = agent.start()
         except CheckpointError as error:
-            raise ValueError(f"state is of another run, or another release: {error}") from error
+            raise ValueError(f"state is of another site, run or release: {error}") from error
         except JoinFailed as error:
             raise JoinFailed(error.kind, join_text(self._config, error.kind, error.text)) from error
         self._agent = agent

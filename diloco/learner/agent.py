@@ -49,7 +49,7 @@ from diloco.sync.progress import SentState, ask_of, ledger_of, site_ledger, stan
 from diloco.wire.messages import Refused, ReportInfo, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -312,10 +312,11 @@ def restored_machine(
     outbox: Outbox,
     odometer: Odometer,
     site_tensors: SiteTensors,
+    here: Mapping[str, str],
 ) -> LearnerSync:
     """Restore the state machine; load the tensors it lists into ``site_tensors``, and drop other updates in the outbox.
 
-    ``CheckpointError`` when the checkpoint is of another run or another version.
+    ``CheckpointError`` when the checkpoint is of another version, or of another site, run or model than ``here``.
 
     ``resumed.redo`` is the step that the checkpoint includes but its machine has not counted.  The machine gets it
     before the first join: if the syncer has later work, the step's progress is discarded with the rest and counts as
@@ -342,8 +343,12 @@ def restored_machine(
         machine = LearnerSync.restore(options, plain, outbox.digests(), tokens)
     except PlainError as error:
         raise CheckpointError(f"the checkpoint is of another version: {error}") from error
-    published = meta.get("published")  # Not in a checkpoint of an earlier version.
-    told = [str(each) for each in published["digests"]] if isinstance(published, dict) else None
+    published, told = meta.get("published"), None  # Not in a checkpoint of an earlier version.
+    if isinstance(published, dict):
+        for name, ours in here.items():
+            if (theirs := published.get(name, ours)) != ours:
+                raise CheckpointError(f"its {name} is {theirs!r}, and here it is {ours!r}: begin without it")
+        told = [str(each) for each in published["digests"]]
     fragments = machine.state.fragments
     listed = {(at, sent.sequence): sent.bytes_wanted for at, part in enumerate(fragments) for sent in part.in_flight}
     site_tensors.restore(resumed.tensors, [part.base_version for part in fragments], told, listed)
@@ -386,7 +391,12 @@ class Agent(Exchange):
             emit("note", {"note": "odometer", "why": f"{path} {self._odometer.damage}"})
         super().__init__(options, learner.adopt, layout, holding, dealt, orders, client, disk)
         self.meter = Meter()
-        self.machine = restored_machine(learner, resumed, self.outbox, self._odometer, self.tensors)
+        self._here = {
+            "site": self.site_id,
+            "run_id": agreement.run_id,
+            "layout_fingerprint": agreement.layout_fingerprint,
+        }
+        self.machine = restored_machine(learner, resumed, self.outbox, self._odometer, self.tensors, self._here)
         self.known = self.machine.state
         self.stop: StopTraining | None = None
         """Why this site's part ends; None while it does not."""
@@ -519,12 +529,7 @@ class Agent(Exchange):
         """Return the tensors and metadata of a checkpoint from which a new process can resume.  The metadata identifies
         the published versions in it, so that a run can be restored from the checkpoint."""
         with self.changed:
-            published = {
-                "site": self.site_id,
-                "run_id": self._agreement.run_id,
-                "layout_fingerprint": self._agreement.layout_fingerprint,
-                "digests": list(self.tensors.told_base),
-            }
+            published = {**self._here, "digests": list(self.tensors.told_base)}
             self.owners.capture()
             return self.tensors.tensors(), {"machine": self.machine.snapshot(), "published": published}
 

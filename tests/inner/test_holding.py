@@ -385,3 +385,8 @@ def test_a_checkpoint_is_gone_on_from_in_any_layout_and_by_fewer_ranks(name: str
 )
 def test_sizes_come_from_the_number_of_ranks(options: dict[str, object], world: int, sizes: tuple[int, ...]) -> None:
     assert ParallelOptions(**options).sizes(world) == sizes  # type: ignore[arg-type]
+
+
+def test_a_parameter_of_complex_numbers_is_refused() -> None:
+    with pytest.raises(HoldingError, match=r"parameter a is torch\.complex64: its values must be real numbers"):
+        Holding({"a": torch.ones(2, dtype=torch.complex64)}, SiteGroup(device="cpu"))

@@ -218,7 +218,14 @@ def test_a_wrong_call_is_refused_in_words(place: Path, monkeypatch: pytest.Monke
                 with pytest.raises(ValueError, match=words):
                     call()
         loop.outer.leave()  # Once is enough, twice is no harm.
+        Path("file").touch()
+        with pytest.raises(ValueError, match=r"folder is 'file': .*File exists"):
+            Loop(served, folder="file").outer.start()
         untold = Loop(served, tokens_per_step=None)
+        untold.outer.tokens(torch.tensor(0))  # type: ignore[arg-type]  # Any whole number will do.
+        for count in (3.5, torch.tensor(3.5), "3"):
+            with pytest.raises(ValueError, match="a whole number of tokens"):
+                untold.outer.tokens(count)  # type: ignore[arg-type]
         words = "tokens of this step are 0: give tokens_per_step, or call outer.tokens"
         with pytest.raises(ValueError, match=words), untold.outer:
             untold.step()
@@ -258,7 +265,25 @@ def test_a_state_of_another_layout_is_refused(place: Path) -> None:
     with serving(place / "other", "outer.num_fragments=1") as served:
         again = Loop(served, folder=place / "again")
         again.outer.load_state_dict(state)
-        with pytest.raises(ValueError, match=r"state is of another run, or another release: num_fragments is 1"):
+        with pytest.raises(ValueError, match=r"state is of another site, run or release: num_fragments is 1"):
+            again.outer.start()
+
+
+@pytest.mark.parametrize(
+    ("run", "site", "named"), [("mine", "iad", "its site is 'fra'"), ("other", "fra", "its run_id is 'mine'")]
+)
+def test_a_state_of_another_run_or_site_is_refused(place: Path, run: str, site: str, named: str) -> None:
+    """Its updates would be taken for those of this one: refused without end, or merged though they measure from other
+    values."""
+    with serving(place) as served:
+        loop = Loop(served)
+        with loop.outer:
+            loop.step()
+            state = loop.outer.state_dict()
+    with serving(place / "again", f"run.name={run}") as served:
+        again = Loop(served, site=site, folder=place / "again")
+        again.outer.load_state_dict(state)
+        with pytest.raises(ValueError, match=f"^state is of another site, run or release: {named}, and here it is "):
             again.outer.start()
 
 

@@ -269,7 +269,7 @@ class Place:
         if isinstance(machine, LearnerSync):
             options, meta = machine.options, {"machine": machine.snapshot()}
         kept = None if meta is None else Resumed(5, self.tensors, meta, redo)
-        return restored_machine(options, kept, self.outbox, self.odometer, tensors)
+        return restored_machine(options, kept, self.outbox, self.odometer, tensors, {})
 
 
 @pytest.fixture
