@@ -351,6 +351,8 @@ def report(arguments: Sequence[str]) -> ExitCode:
     parser = OneLineParser("report", report.__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
     run_dir = existing_run(parser.parse_args(arguments).run).root
+    if (run_dir / "train").is_dir():
+        raise ConfigError(f"{str(run_dir)!r} is a run of diloco train; its figures are in {run_dir / 'summary.json'}")
     summary, history = rebuild(run_dir)
     print("\n".join(closing_lines(summary, history, run_dir)))
     print(f"report  {run_dir / 'report.html'}")
@@ -464,6 +466,8 @@ def runs(arguments: Sequence[str]) -> ExitCode:
         last: Mapping[str, Any] = next((each for each in reversed(events) if each["what"] == "published"), {})
         heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(touched_s[run_dir.root]))
         figures = f"version {last['version']:,}, {last['run_tokens']:,} tokens" if last else "no version here"
+        if trained := [event for event in events if event["who"] == "train" and event["what"] == "step"]:
+            figures = f"step {trained[-1]['step']:,}, {trained[-1]['tokens_total']:,} tokens"
         if part.whole_at and part.sites:
             figures = ", ".join(f"{name} at step {site.step:,}" for name, site in part.sites.items())
         stands = f"part, syncer at {part.whole_at}" if part.whole_at else _stands(run_dir)
@@ -477,6 +481,8 @@ def _stands(run_dir: RunDir) -> str:
         config = configs.read(run_dir.config) if run_dir.config.is_file() else None
         dirs = syncer_dirs(config, run_dir) if config is not None else [run_dir]
         if all(each.final_model.is_file() for each in dirs):
+            return "finished"
+        if run_dir.train.is_dir() and run_dir.summary.is_file() and '"status": "ok"' in run_dir.summary.read_text():
             return "finished"
     except ConfigError as error:
         return f"cannot be read: {error}"
@@ -516,7 +522,7 @@ def logs(arguments: Sequence[str]) -> ExitCode:
         known = ", ".join(sorted({str(event["who"]) for event in events})) or "none yet"
         raise ConfigError(f"{given.who!r} has no events in {run_dir.events}; processes with events: {known}")
     print("".join(f"{line}\n" for line in lines(events)[-given.lines or None :] if given.lines), end="", flush=True)
-    ended, until = _has_ended(events), 0.0
+    ended, until = _has_ended(events) or _stands(run_dir) == "finished", 0.0
     with suppress(KeyboardInterrupt):
         while not ended or time.monotonic() < until:
             time.sleep(FOLLOW_S)
@@ -530,12 +536,12 @@ def logs(arguments: Sequence[str]) -> ExitCode:
 def _has_ended(events: Sequence[Event]) -> bool:
     """Return whether the final version came, with no start of a syncer since: a drained run may have been resumed.
 
-    Without a syncer's events, as on a site's machine, return whether the site has ended.
+    Without a syncer's events, as on a site's machine, return whether the site has ended, or the training alone.
     """
-    words = [str(event["what"]) for event in events if event["what"] in ("final", "syncer_started")]
-    if not words:
-        words = [str(event["what"]) for event in events if event["what"] in ("site_done", "joined")]
-    return words[-1:] in (["final"], ["site_done"])
+    for end, start in (("final", "syncer_started"), ("site_done", "joined"), ("eval", "resumed")):
+        if words := [event["what"] for event in events if event["what"] in (end, start)]:
+            return words[-1] == end
+    return False
 
 
 # --- ``diloco track`` and ``run.track`` ------------------------------------------------------------------------------

@@ -109,6 +109,12 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         if resumed is None and config.run.init_from is not None:
             load_values(config.run.init_from, model)  # On every rank alike, before the first step.
         clock.begin(resumed)
+        if group.broadcast_small([int(clock.progress() >= 1 and run_dir.summary.is_file())])[0]:
+            if group.is_first:
+                print(f"{config.run.name} has finished, see {run_dir.summary}; a later bound of the run goes on")
+            return ExitCode.OK
+        if group.is_first:
+            run_dir.summary.unlink(missing_ok=True)  # Until the end it would be of an earlier one.
         # Where the model is sharded over ranks, all of them evaluate it, each on its share of the validation text.
         together = trainer.spread if trainer.spread.is_sharded else None
         evaluator = Evaluator(config, build.corpus(config)) if group.is_first or together else None

@@ -41,14 +41,22 @@ def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, cli: C
     assert summary["global"]["val_loss"] < summary["global"]["val_loss_start"] - 1
     assert steps("base") == list(range(1, 51))
     # The same command again has nothing to do; a larger budget goes on.
-    assert "changed: " not in cli.out(*base, "run.tokens=6400")
+    out = cli.out(*base, "run.tokens=6400")
+    assert "base has finished, see runs/base/summary.json" in out
+    assert "changed: " not in out
     assert steps("base") == list(range(1, 51))
     assert "changed: run.tokens is 9000 and was 6400" in cli.out(*base, "run.tokens=9000")
     assert steps("base") == list(range(1, 72))
     assert Path("runs/latest").readlink() == Path("base")
+    assert cli.out("runs").split()[:2] == ["base", "finished"]
+    assert cli.out("runs").endswith("step 71, 9,088 tokens\n")
+    assert "eval: " in cli.out("logs", "base")
+    cli.refuses(2, "is a run of diloco train; its figures are in runs/base/summary.json", "report", "base")
     words = "run.seed is 7 now and 0 in runs/base/config.yaml: give another run.name"
     cli.refuses(4, words, *base, "run.tokens=9000", "run.seed=7")
     assert main([*base, "run.resume=never"]) == 2
+    cli.out(*base, "run.tokens=null", "run.seconds=0.001")
+    assert steps("base") == list(range(1, 72)), "its time is over, too"
 
 
 def test_a_folder_of_a_run_of_sites_or_in_use_is_refused_and_not_touched(
@@ -64,7 +72,7 @@ def test_a_folder_of_a_run_of_sites_or_in_use_is_refused_and_not_touched(
         cli.refuses(1, f"in use by process {os.getpid()}: is it started twice?", "train", *TINY, "run.name=held")
 
 
-def test_training_that_was_asked_to_stop_is_drained(place: Place) -> None:
+def test_training_that_was_asked_to_stop_is_drained(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     def ask() -> None:
         wait_for(lambda: Path("runs/asked/events.jsonl").is_file() and bool(steps("asked")), "a step")
         signal.raise_signal(signal.SIGTERM)
@@ -74,6 +82,11 @@ def test_training_that_was_asked_to_stop_is_drained(place: Place) -> None:
     assert main(["train", *TINY, "run.name=asked"]) == 75
     asking.join()
     assert json.loads(Path("runs/asked/summary.json").read_text())["status"] == "drained"
+    capfd.readouterr()
+    assert main(["runs"]) == main(["logs", "asked"]) == 0
+    out = capfd.readouterr().out
+    assert out.split()[:2] == ["asked", "stopped"]
+    assert "eval: " in out, "followed until it has ended"
 
 
 @pytest.mark.slow
