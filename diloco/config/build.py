@@ -463,7 +463,7 @@ def build_trainer(
 def to_ns(name: str, seconds: float, least_s: float = 0.0) -> int:
     """Convert ``seconds`` to nanoseconds; ConfigError naming ``name`` unless ``least_s`` <= ``seconds`` < 1e9."""
     if not least_s <= seconds < 1e9:
-        raise ConfigError(f"{name} is {seconds!r}: seconds, {f'at least {least_s:g}' if least_s else 'not negative'}")
+        raise ConfigError(f"{name} is {seconds!r}: seconds, at least {least_s:g} and below 1e9")
     return round(seconds * 1e9)
 
 

@@ -123,7 +123,7 @@ def certificates(place: Place, marked: Marked) -> tuple[list[str], dict[str, lis
 @pytest.mark.slow
 def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked: Marked) -> None:
     mine, callers = certificates(place, marked)
-    run = [*TINY, "run.name=marked", "inner.checkpoint_every_steps=10"]
+    run = [*TINY, "run.seconds=1000", "run.name=marked", "inner.checkpoint_every_steps=10"]
     more = ["cluster.syncer.metrics=0", "cluster.syncer.backup=backups", "cluster.syncer.backup_every_s=1"]
     # Each is a program of its own, whose command line others can see.
     source = place.folder.parent / "source"
@@ -169,7 +169,7 @@ def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked:
         assert words in text, (code, text)
     for verb in (sites["site-a"], syncer):
         verb.signal(signal.SIGTERM)
-        assert verb.end() == 75, verb.text()
+        assert verb.end(BOUND_S) == 75, verb.text()
 
     files = [path for path in place.folder.rglob("*") if path.is_file()]
     for path in files:

@@ -34,7 +34,7 @@ from diloco.wire.options import MBPS_MIN
 from tests.runs.processes import TINY, Place
 from tests.syncer.building import Events
 
-BOUND_S = 60.0
+BOUND_S = 120.0
 
 
 def trained_site(folder: Path, steps: int = 3) -> Path:
