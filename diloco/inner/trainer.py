@@ -497,7 +497,7 @@ class Trainer:
         self.nonfinite_steps += not applied
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if self.options.slowdown > 1.0:
+        if self.options.slowdown > 1.0 and self.group.is_first:  # The others wait for it in the next step.
             time.sleep((self.options.slowdown - 1.0) * (time.perf_counter_ns() - begin_ns) / SECOND_NS)
         step_ns = time.perf_counter_ns() - begin_ns
         facts = (self.step, loss, tokens, self.tokens, step_ns, self.cursor, norm, lr, applied)

@@ -254,7 +254,7 @@ def _outrun(turn: SiteTurn, standing: ev.FragmentStanding) -> None:
     part.unsent_tokens = part.unsent_steps = 0
     part.unsent_spans = []
     _take_over(turn, standing)
-    why = "what an earlier process of this site had sent after its checkpoint comes back with the syncer's version"
+    why = "what this site sent earlier and does not know any more comes back with the syncer's version"
     part.retaking = Retaking(standing.version, why)
     turn.note("outrun", part.retaking.why, index)
 
@@ -405,6 +405,6 @@ RULES: Mapping[type[ev.LearnerEvent], Callable[[SiteTurn, Any], None]] = {
     ev.UnitsTold: progress.units_told,
     ev.FinalAnnounced: final,
     ev.FinalWanted: final,
-    ev.LeaveAsked: lambda turn, event: turn.end(None, "this site was asked to leave"),
+    ev.LeaveAsked: lambda turn, event: turn.end(None, "this site left before the end of the run"),
 }
 """The handler of each event."""

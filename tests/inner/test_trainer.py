@@ -372,6 +372,9 @@ def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkey
         assert 0 < seconds / 3.0 <= info.step_ns / 1e9
     make(manifest).run(until_step=1)
     assert len(slept) == 3
+    monkeypatch.setattr(SiteGroup, "is_first", False)
+    make(manifest, slowdown=4.0).run(until_step=1)
+    assert len(slept) == 3, "other ranks wait for the first: two that sleep by each other's step sleep longer each time"
 
 
 def tiny(dim: int = 16, tied: bool = True) -> Transformer:

@@ -182,7 +182,7 @@ def test_leave_soon_stops_the_loop_sends_the_rest_and_says_goodbye(syncer: Synce
     site.agent.leave_soon()
     site.train_until_stopped()
     done = site.finish()
-    assert (done.ending, done.why) == ("left", "this site was asked to leave")
+    assert (done.ending, done.why) == ("left", "this site left before the end of the run")
     every = site.steps * TOKENS
     assert done.ledger == {**dict.fromkeys(done.ledger, 0), "processed": every, "merged": every}
     assert status(syncer) is SiteStatus.LEFT

@@ -134,7 +134,7 @@ def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked:
     address, admin = serves.read_text(), callers["admin"]
     sites = {}
     for name, own in (("site-a", ["site.nproc=2", "site.metrics=0"]), ("site-b", [])):
-        own += [f"site.syncer={address}", f"site.id={name}", "site.slowdown=8", *callers[name]]
+        own += [f"site.syncer={address}", f"site.id={name}", "site.slowdown=4", *callers[name]]
         sites[name] = place.start(name, "site", *run, *own, source=source)
     refused(place, marked, [each for each in callers["site-b"] if "token_file" not in each], address)
     for name, site in sites.items():
