@@ -482,9 +482,10 @@ def _stands(run_dir: RunDir) -> str:
         dirs = syncer_dirs(config, run_dir) if config is not None else [run_dir]
         if all(each.final_model.is_file() for each in dirs):
             return "finished"
-        if run_dir.train.is_dir() and run_dir.summary.is_file() and '"status": "ok"' in run_dir.summary.read_text():
+        alone = run_dir.train.is_dir() and run_dir.summary.is_file()
+        if alone and json.loads(run_dir.summary.read_bytes())["status"] == "ok":
             return "finished"
-    except ConfigError as error:
+    except ValueError as error:
         return f"cannot be read: {error}"
     addresses = [each.address.read_text().strip() for each in dirs if each.address.is_file()]
     return f"syncer at {BETWEEN.join(addresses)}" if addresses else "stopped"

@@ -111,7 +111,9 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         clock.begin(resumed)
         if group.broadcast_small([int(clock.progress() >= 1 and run_dir.summary.is_file())])[0]:
             if group.is_first:
-                print(f"{config.run.name} has finished, see {run_dir.summary}; a later bound of the run goes on")
+                print(
+                    f"{config.run.name} has finished, see {run_dir.summary}; a larger run.seconds or run.tokens goes on"
+                )
             return ExitCode.OK
         if group.is_first:
             run_dir.summary.unlink(missing_ok=True)  # Until the end it would be of an earlier one.

@@ -270,9 +270,16 @@ def test_a_state_of_another_layout_is_refused(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "site", "named"), [("mine", "iad", "its site is 'fra'"), ("other", "fra", "its run_id is 'mine'")]
+    ("run", "site", "width", "named"),
+    [
+        ("mine", "iad", 1, "its site is 'fra'"),
+        ("other", "fra", 1, "its run_id is 'mine'"),
+        ("mine", "fra", 2, "its layout_fingerprint is "),
+    ],
 )
-def test_a_state_of_another_run_or_site_is_refused(place: Path, run: str, site: str, named: str) -> None:
+def test_a_state_of_another_run_site_or_model_is_refused(
+    place: Path, run: str, site: str, width: int, named: str
+) -> None:
     """Its updates would be taken for those of this one: refused without end, or merged though they measure from other
     values."""
     with serving(place) as served:
@@ -280,10 +287,11 @@ def test_a_state_of_another_run_or_site_is_refused(place: Path, run: str, site: 
         with loop.outer:
             loop.step()
             state = loop.outer.state_dict()
-    with serving(place / "again", f"run.name={run}") as served:
-        again = Loop(served, site=site, folder=place / "again")
+    model = nn.Linear(8, width) if width > 1 else small_model()
+    with serving(place / "again", f"run.name={run}", model=model) as served:
+        again = Loop(served, model, site=site, folder=place / "again")
         again.outer.load_state_dict(state)
-        with pytest.raises(ValueError, match=f"^state is of another site, run or release: {named}, and here it is "):
+        with pytest.raises(ValueError, match=f"^state is of another site, run or release: {named}.*, and here it is "):
             again.outer.start()
 
 
