@@ -170,6 +170,9 @@ def test_the_runs_of_a_folder_are_listed_the_latest_first(tmp_path: Path, cli: C
     assert (new[0], new[1], new[-3:]) == ("new", "stopped", ["no", "version", "here"])
     assert (live[:4], live[-4:]) == (["live", "syncer", "at", "127.0.0.1:7077"], ["version", "3,", "40,960", "tokens"])
     assert old[:2] == ["old", "finished"]
+    assert "syncer_started" in cli.out("logs", str(tmp_path / "old")), (
+        "and then no more is waited for, whatever it says"
+    )
     (tmp_path / "old" / "config.yaml").write_text("run: [")
     joined: dict[str, object] = {"who": "fra", "what": "joined", "versions": [0], "syncer": "10.0.0.1:7077"}
     a_run(tmp_path / "part", joined, *STEPS[:1])

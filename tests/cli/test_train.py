@@ -73,15 +73,22 @@ def test_a_folder_of_a_run_of_sites_or_in_use_is_refused_and_not_touched(
 
 
 def test_training_that_was_asked_to_stop_is_drained(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    summary = Path("runs/asked/summary.json")
+    summary.parent.mkdir(parents=True)
+    summary.write_text("of an earlier end")
+
     def ask() -> None:
         wait_for(lambda: Path("runs/asked/events.jsonl").is_file() and bool(steps("asked")), "a step")
+        earlier.append(summary.is_file())
         signal.raise_signal(signal.SIGTERM)
 
+    earlier: list[bool] = []
     asking = Thread(target=ask)
     asking.start()
     assert main(["train", *TINY, "run.name=asked"]) == 75
     asking.join()
-    assert json.loads(Path("runs/asked/summary.json").read_text())["status"] == "drained"
+    assert earlier == [False]
+    assert json.loads(summary.read_text())["status"] == "drained"
     capfd.readouterr()
     assert main(["runs"]) == main(["logs", "asked"]) == 0
     out = capfd.readouterr().out
