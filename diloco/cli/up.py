@@ -145,16 +145,16 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
         raise ConfigError(f"run {config.run.name} has finished, see {run_dir.report}; take another run.name")
     if not there and resume == "must":
         raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
-    if there:
-        configs.require_same(_as_in(config, run_dir, named)[0], run_dir.config)
     if not any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in syncer_dirs(config, run_dir)):
         from diloco.config import build
 
         build.check_version_zero(config)
     with failing(LockedError, end=": it is running already"):
         stack.enter_context(locked(run_dir.root))
-    if there and (anew := _differences(config, run_dir, named)):
-        print(f"changed: {anew}", flush=True)
+    if there:
+        configs.require_same(_as_in(config, run_dir, named)[0], run_dir.config)
+        if anew := _differences(config, run_dir, named):
+            print(f"changed: {anew}", flush=True)
     return _settled(config, run_dir, named), there
 
 

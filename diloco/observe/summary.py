@@ -142,7 +142,7 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, Any]]) 
     elif history.whole_at:
         found.append(f"only this machine's part; the whole run is at its syncer, {history.whole_at}")
     elif history.ending is None:
-        found.append("the run did not reach its end")
+        found.append("the run has not reached its end")
     elif history.by_hand and not history.evaluations:
         pass  # It was not evaluated; the report says how to.
     elif not history.evaluations or history.evaluations[-1].versions != history.versions:

@@ -32,7 +32,7 @@ from tests.observe.recorded import Recorder, append
 def test_it_writes_the_report_and_prints_the_table(tmp_path: Path, cli: Cli) -> None:
     append(tmp_path / "events.jsonl", Recorder(10).record()[:200])
     out = cli.out("report", str(tmp_path))
-    assert "the run did not reach its end" in out
+    assert "the run has not reached its end" in out
     assert (tmp_path / "report.html").is_file()
     assert str(tmp_path / "report.html") in out
 

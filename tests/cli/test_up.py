@@ -118,8 +118,9 @@ def test_what_does_not_go_on_gives_way_to_a_new_run_and_is_refused_by_name(tmp_p
     assert refusal.value.code is ExitCode.MISMATCH
     with locked(first.root):
         assert chosen(config_in(tmp_path))[0].root != first.root
-        with pytest.raises(VerbError, match="running already"):
-            chosen(config_in(tmp_path, name))
+        for settings in ([name], [name, "outer.lr=0.5"]):
+            with pytest.raises(VerbError, match="running already"):
+                chosen(config_in(tmp_path, *settings))
     finish(first)
     assert chosen(config_in(tmp_path))[0].root != first.root
     with pytest.raises(ConfigError, match="has finished"):
@@ -215,7 +216,7 @@ def test_exit_codes() -> None:
         ("finished", ExitCode.OK, "ok", ExitCode.OK),
         ("finished", ExitCode.OK, "the tokens of site-a do not balance", ExitCode.FAILED),
         ("drained", ExitCode.OK, "drained: the same command resumes it", ExitCode.DRAINED),
-        (None, ExitCode.OK, "the run did not reach its end", ExitCode.FAILED),
+        (None, ExitCode.OK, "the run has not reached its end", ExitCode.FAILED),
         ("drained", ExitCode.FAILED, "stopped at once, by hand", ExitCode.FAILED),
     ):
         history = RunHistory()

@@ -122,7 +122,7 @@ def test_what_the_door_refuses_is_in_words() -> None:
 @pytest.mark.parametrize(
     ("part", "changed", "words"),
     [
-        ("", {"status": "the run did not reach its end"}, "did not reach"),
+        ("", {"status": "the run has not reached its end"}, "has not reached"),
         ("", {"versions": [4, 1]}, "the last round alone"),
         ("global", {"val_loss": 5.1}, "has not trained"),
         ("wire", {"bytes_joins": 400}, "800 were fetched"),

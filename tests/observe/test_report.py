@@ -90,7 +90,7 @@ def test_the_page_is_whole_shows_every_merge_and_fault_and_loads_nothing(run_dir
 def test_a_run_that_failed_has_a_report_too(tmp_path: Path, cut: int) -> None:
     run_dir = folder(tmp_path, Recorder().record()[:cut])
     summary, _ = report.rebuild(run_dir)
-    assert summary["status"] == "the run did not reach its end"
+    assert summary["status"] == "the run has not reached its end"
     assert summary["status"] in words_of(parsed((run_dir / "report.html").read_text()))
 
 
@@ -108,7 +108,7 @@ def test_after_a_restore_what_counts_as_merged_is_what_was_restored(tmp_path: Pa
         assert site["tokens_merged"] == (2048 + 4096) // 2 < before[name]["tokens_merged"]
         assert site["tokens_lost"] == site["tokens_processed"] - site["tokens_merged"]
     assert history.run_tokens == sum(site["tokens_merged"] for site in summary["sites"].values())
-    assert summary["status"] == "the run did not reach its end"
+    assert summary["status"] == "the run has not reached its end"
     merged = dict.fromkeys(SITES, 2048)
     history.take({"at": 3e9, "who": "syncer", "what": "syncer_started", "versions": [3, 3], "tokens_merged": merged})
     assert history.tokens_merged("site-a") == 1024, "the syncer that starts there knows"

@@ -149,10 +149,10 @@ def test_without_emulated_links_the_sites_own_counts_are_the_wire(recorder: Reco
     [
         ("unbalanced", {}, "the tokens of site-c do not balance"),
         ("drained", {}, "drained"),
-        ("cut down", {"status": None}, "the run did not reach its end"),
+        ("cut down", {"status": None}, "the run has not reached its end"),
         ("never evaluated", {}, "the final version was not evaluated"),
         ("", {"wrong": ["site-a ended with exit code 1"]}, "site-a ended with exit code 1"),
-        ("nothing at all", {"status": None}, "the run did not reach its end"),
+        ("nothing at all", {"status": None}, "the run has not reached its end"),
     ],
 )
 def test_what_is_not_ok_says_so_and_still_fits(
