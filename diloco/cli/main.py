@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from diloco.codec import kernel_library
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.open_files import leave_no_core
-from diloco.runs.process import LINUX_ONLY, PARENT_VARIABLE, die_with_parent, end_process, refusal
+from diloco.runs.process import LINUX_ONLY, PARENT_VARIABLE, Lasting, die_with_parent, end_process, refusal
 from diloco.version import __version__
 
 if TYPE_CHECKING:
@@ -128,11 +128,18 @@ def completion(arguments: Sequence[str]) -> ExitCode:
     return ExitCode.OK
 
 
+OUTLIVES = frozenset({"up", "syncer", "site", "train", "standby"})
+"""The verbs that go on to an orderly end where the reader of their lines is gone: Ctrl-C also ends ``| tee``."""
+
+
 def command() -> NoReturn:
     """Run ``main`` and end the process: the entry point for the shell."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):  # A terminal that has no Greek letter gets a question mark.
             stream.reconfigure(errors="replace")
+        if OUTLIVES & {*sys.argv[1:2]}:
+            setattr(sys, name, Lasting(stream))
     leave_no_core()
     end_process(main())
 

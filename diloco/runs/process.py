@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import gc
 import os
 import signal
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.durable import PLAIN_DISK, KillingDisk, Step
@@ -151,6 +152,7 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         **environment,
         "PYTHONPATH": os.pathsep.join([home, known]) if known else home,
+        "PYTHONSAFEPATH": "1",  # A user's file in the working directory is no module of ours, whatever its name.
         "PYTHONUNBUFFERED": "1",
         PARENT_VARIABLE: str(os.getpid()),
     }
@@ -207,7 +209,7 @@ class Interrupts:
     _before: dict[int, object] = field(default_factory=dict)
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, *hangup()):
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -324,6 +326,35 @@ SAME_REQUEST_S = 0.2
 """A terminal and a parent may both pass on one Ctrl-C; so close together they are one request."""
 
 
+def hangup() -> list[int]:
+    """Return the signal of a closed terminal; nothing where this process was told to ignore it, as by ``nohup``."""
+    return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+
+
+class Lasting:
+    """A text stream for a verb that outlives the readers of its lines: what cannot be written is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write ``text`` if that is possible."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand on what was written; once the reader is gone, to nothing."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
 class Stopping:
     """A context that handles Ctrl-C and SIGTERM: the first asks for an orderly stop, the second ends the process at
     once. SIGHUP hands over to another process.
@@ -356,10 +387,8 @@ class Stopping:
             whom()
 
     def __enter__(self) -> Stopping:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, *(hangup() if self._hands_over else ())):
             self._before[number] = signal.signal(number, self._on_signal)
-        if self._hands_over:
-            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -373,15 +402,20 @@ class Stopping:
         now = time.monotonic()
         if number == signal.SIGHUP:
             self.handing_over = True
-            os.write(sys.stderr.fileno(), f"{self._hands_over}\n".encode())
+            self._say(self._hands_over)
         elif self._asked_at is None:
             self._asked_at = now
             if self._whom is None:
                 raise VerbError(ExitCode.DRAINED, "stopped before it began")
-            os.write(sys.stderr.fileno(), f"{self._what_happens}; again: stop at once\n".encode())
+            self._say(f"{self._what_happens}; again: stop at once")
             self._whom()
         elif now - self._asked_at > SAME_REQUEST_S:
             os._exit(ExitCode.FAILED)
+
+    @staticmethod
+    def _say(line: str) -> None:
+        with suppress(OSError):  # The reader is gone: a ``| tee`` dies of the same Ctrl-C.
+            os.write(sys.stderr.fileno(), f"{line}\n".encode())
 
 
 LINUX_ONLY = frozenset(

@@ -476,7 +476,11 @@ class Ranks:
                 [sys.executable, "-m", "diloco.runs.process", str(os.getpid()), *command],
                 stderr=errors,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    "PYTHONSAFEPATH": "1",
+                },
             )
 
     def code(self) -> int | None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from diloco.config.compose import compose, read, shared_digest, write
 from diloco.config.errors import ExitCode
 from diloco.config.run_dir import RunDir
 from diloco.durable import locked, write_file
-from diloco.runs.process import Child
+from diloco.runs.process import Child, child_environment, verb
 from tests.cli.conftest import Cli
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY, place_in, wait_for
@@ -89,6 +91,28 @@ def test_a_run_without_a_name_says_how_it_goes_on_and_its_syncer_ends_in_words_o
         last = f"diloco syncer: runs/{name}/syncer was removed or emptied while this process served from it"
         assert syncer.text().splitlines()[-1] == last
         assert "Traceback" not in syncer.text()
+
+
+def test_it_drains_although_its_reader_died_of_the_same_interrupt_and_stays_after_nohup(here: Path) -> None:
+    (here / "secrets.py").write_text("raise SystemExit('a file of the user was taken for a module')")
+    command = [*verb("syncer"), *TINY, LISTEN, "run.name=otter"]
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        syncer = subprocess.Popen(
+            command, env=child_environment(os.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    try:
+        with syncer.stdout as lines:  # type: ignore[union-attr]
+            assert next(line for line in lines if "a site joins with" in line)
+        syncer.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            syncer.wait(0.3)
+        syncer.send_signal(signal.SIGINT)
+        assert syncer.wait(60) == ExitCode.DRAINED
+    finally:
+        syncer.kill()
 
 
 def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp_path: Path) -> None:
