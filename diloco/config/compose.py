@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, require, section
 from diloco.config.keys import hint, plain_type, type_of, wanted
-from diloco.config.run_dir import RunDir
+from diloco.config.run_dir import LATEST, RunDir
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
 from diloco.sync.options import MAY_CHANGE
@@ -201,6 +201,7 @@ def settle(config: RunConfig) -> RunConfig:
         value = getattr(run, name)
         require(value is None or value > 0, f"run.{name}", value, "more than 0")
     require(run.name is None or is_name(run.name), "run.name", run.name, A_NAME)
+    require(run.name != LATEST, "run.name", run.name, "the name of the run that this link is to, or another name")
     vocab_size = tokenizer_of(config).vocab_size
     _fill_in_model(config)
     config.model.vocab_size = config.model.vocab_size or vocab_size
@@ -362,7 +363,7 @@ def _parse_by_hydra(text: str) -> tuple[str, object]:
         return override.key_or_group, text.partition("=")[2]
     if override.is_sweep_override():
         raise ConfigError(f"{text!r} has several values: one run takes one (put text with a comma in quotes)")
-    return override.key_or_group, override.value()
+    return override.key_or_group, _as_given(override.key_or_group, override.value(), text)
 
 
 def _parse_as_yaml(text: str, path: Path) -> tuple[str, object]:
@@ -382,7 +383,15 @@ def _parse_as_yaml(text: str, path: Path) -> tuple[str, object]:
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{text!r} cannot be read: {first_line(error)}") from error
     assert isinstance(read, dict)
-    return key, read["value"]
+    return key, _as_given(key, read["value"], text)
+
+
+def _as_given(key: str, value: object, override: str) -> object:
+    """Return ``value``; for a text setting the text in ``override``, which a parser reads as a number in 007 or no."""
+    with suppress(ConfigError):
+        if isinstance(value, bool | int | float) and plain_type(type_of(SHORT.get(key, key))) is str:
+            return override.partition("=")[2].strip()
+    return value
 
 
 def _choice(group: str, value: object) -> str:

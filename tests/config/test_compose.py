@@ -118,8 +118,8 @@ def test_settings_land_where_they_say() -> None:
     assert config.inner.sequence_length == config.model.context
 
 
-def test_text_that_the_grammar_of_overrides_lacks_needs_no_second_quotes(tmp_path: Path) -> None:
-    for text in ("diloco[gpu]==0.1.0", "diloco>=1", "/runs/a [old]/b"):
+def test_text_that_the_grammar_of_overrides_lacks_or_takes_for_a_number_needs_no_second_quotes(tmp_path: Path) -> None:
+    for text in ("diloco[gpu]==0.1.0", "diloco>=1", "/runs/a [old]/b", "no", "007", "1.10", "2026_11_24", "1e3"):
         config = compose([f"launch.package={text}"])
         assert config.launch.package == compose([f'launch.package="{text}"']).launch.package == text
         write(config, tmp_path / "config.yaml")
