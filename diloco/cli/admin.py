@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.cli.status import commanded, leading, syncer_addresses
+from diloco.cli.status import commanded, serving
 from diloco.config.arguments import settings_parser, words_and_settings
 from diloco.config.errors import ConfigError, ExitCode, require
 
@@ -79,7 +79,7 @@ def operate(verb: str, arguments: Sequence[str]) -> ExitCode:
     target, *words = named or [""]
     if not target or len(words) != len(wanted):
         raise ConfigError(f"give the syncer's HOST:PORT or run folder{''.join(f', {w}' for w in wanted)}")
-    addresses = [leading(each, settings)[0] for each in syncer_addresses(target)]
+    addresses = serving(target, settings)
     if len(addresses) > 1 and "FRAGMENT" in wanted:
         raise ConfigError(f"name one syncer of {', '.join(addresses)}: each counts its own fragments from 0")
     told: list[str | int] = []

@@ -162,6 +162,24 @@ def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Statu
     return max(addresses, key=lambda each: ranks[each]), found
 
 
+def serving(target: str, settings: Sequence[str]) -> list[str]:
+    """Return the address of each syncer of ``target`` that leads.
+
+    VerbError, exit 3: another run's syncer is at the address that a killed one has left in the run's folder.
+    """
+    addresses = [leading(each, settings)[0] for each in syncer_addresses(target)]
+    run, found = None, {}
+    with suppress(ConfigError):  # ``target`` is no folder, or one without a configuration.
+        run = configs.read(existing_run(target).config).run.name
+        for address in addresses:
+            with suppress(VerbError):  # One that does not answer, or not to this caller, tells a command so too.
+                found[address] = status_of(address, settings)
+    for address, status in found.items():
+        if (other := status.get("run_id", run)) != run:
+            raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {target} is running: {address} serves run {other}")
+    return addresses
+
+
 @contextmanager
 def asking(address: str, settings: Sequence[str], called: str = "", token: str = "") -> Iterator[AdminClient]:
     """Yield a client of the process at ``address``, ``called`` so in messages; ``settings`` say how to reach it.
@@ -395,8 +413,7 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
         run_dir = existing_run(targets[0] if targets else LATEST)
     addresses: list[str] = []
     with suppress(VerbError):  # A run that has finished has no syncer, and its page is made of its folder.
-        addresses = [each for target in targets or [f"runs/{LATEST}"] for each in syncer_addresses(target)]
-    addresses = [leading(each, settings)[0] for each in addresses]
+        addresses = [each for target in targets or [LATEST] for each in serving(target, settings)]
     with ExitStack() as stack:
         security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
         watches = [stack.enter_context(closing(StatusWatch(each, security))) for each in addresses]

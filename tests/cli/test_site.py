@@ -38,7 +38,8 @@ def test_a_second_start_touches_nothing_of_the_first(
         config = folder.config.read_text()
         for path in (folder.ending, folder.speaker):
             path.write_text("of the first")
-        asked = ["site", *TINY, "run.name=x", "site.id=site-a", f"site.nproc={nproc}"]
+        nobody = f"site.syncer=127.0.0.1:{closed_port()}"
+        asked = ["site", *TINY, "run.name=x", "site.id=site-a", f"site.nproc={nproc}", nobody]
         cli.refuses(1, "is it started twice?", *asked)
         assert [path.read_text() for path in (folder.ending, folder.speaker)] == ["of the first"] * 2
         assert folder.config.read_text() == config
@@ -87,6 +88,7 @@ def test_each_machine_has_its_part_and_keeps_its_own_settings(
     monkeypatch.setattr(site_main, who, Machine)
     write(compose([*TINY, "run.name=x", "site.id=site-a"]), folder.config)  # It was here before.
     several = ["site.nodes=2", f"site.node_rank={node_rank}", "site.rendezvous=127.0.0.1:0"]
+    several += [f"site.syncer=127.0.0.1:{closed_port()}"]
     assert main(["site", *TINY, "run.name=x", "site.id=site-a", *several]) == 75
     assert read(folder.config).site.nodes == (1 if node_rank else 2), "machine 1 leaves the file of machine 0 alone"
 

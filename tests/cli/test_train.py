@@ -189,6 +189,12 @@ def test_a_site_is_put_out_and_let_in_again_and_a_run_is_drained(
         ):
             cli.refuses(ExitCode.FAILED, said, verb, where, *words)
     with serving(tmp_path / "drained") as syncer:
+        (killed := tmp_path / "killed").mkdir()
+        (killed / "config.yaml").write_text("run: {name: killed}")
+        (killed / "syncer.address").write_text(address(syncer))
+        said = f"no syncer of {killed} is running: {address(syncer)} serves run "
+        cli.refuses(ExitCode.UNREACHABLE, said, "drain", str(killed))
+        assert syncer.wait(0) is None
         assert main(["drain", address(syncer)]) == ExitCode.OK
         assert syncer.wait(10.0) is not None
         assert "can be resumed" in capsys.readouterr().out
