@@ -24,7 +24,7 @@ from diloco.config.errors import (
     require,
     whole_steps,
 )
-from diloco.config.placing import BETWEEN, is_syncer, syncer_dirs
+from diloco.config.placing import BETWEEN, is_syncer, port_after, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.config.schema import SiteSection
 from diloco.durable import LockedError, locked
@@ -302,6 +302,8 @@ def up_options(
         # Assigned here for all sites: no two sites may take the same share of the text.
         settings = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
         settings |= {key: getattr(site, key) for key in OF_A_SITE}
+        if config.site.metrics:
+            settings["metrics"] = port_after(config.site.metrics, index)
         build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
         sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
     waits = config.outer.final_wait_s + config.cluster.syncer.linger_s + 2 * config.site.finish_timeout_s

@@ -85,7 +85,7 @@ def on_this_machine(config: RunConfig) -> list[RunConfig]:
         require(own.folder is None, "cluster.syncer.folder", own.folder, wanted)
         check_lease(config)
     return [
-        at(config, own.index + more, listen=_port_after(own.listen, more), metrics=_port_after(own.metrics, more))
+        at(config, own.index + more, listen=port_after(own.listen, more), metrics=port_after(own.metrics, more))
         for more in range(own.processes)
     ]
 
@@ -102,7 +102,7 @@ def _port_of(address: str) -> int:
     return int(port) if port.isascii() and port.isdigit() else 0
 
 
-def _port_after(address: str, more: int) -> str:
+def port_after(address: str, more: int) -> str:
     """Return ``address`` with a port higher by ``more``, unless ``_port_of`` is 0."""
     host, colon, _ = address.rpartition(":")
     return f"{host}{colon}{port + more}" if (port := _port_of(address)) else address

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diloco.config.errors import ExitCode, failing, require
+from diloco.config.errors import ExitCode, failing, require, section
 from diloco.config.placing import BETWEEN, backup_of, check_lease, has_several, syncer_configs, syncer_dir, syncer_name
 from diloco.config.run_dir import RunDir, run_dir_of
 from diloco.config.schema import SyncerSection
@@ -25,6 +25,8 @@ from diloco.observe.text import shortened
 from diloco.runs.process import Child, end_all, verb
 from diloco.runs.scenario import Faults, Schedule, Step, late_sites, not_yet_played, site_of
 from diloco.wan.process import ChildDiedError
+from diloco.wan.relay import format_address, parse_address
+from diloco.wire.options import is_loopback
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused, Unreachable
 
@@ -343,16 +345,20 @@ def syncers_of(config: RunConfig) -> list[OneSyncer]:
 
 
 def syncer_address(config: RunConfig) -> str:
-    """Return the syncer's listen address: as configured, or on any free port where nothing was configured."""
-    if config.cluster.syncer.listen != SyncerSection().listen:
+    """Return the syncer's listen address: as configured, or on any free port where no port was configured."""
+    host, port = parse_address(config.cluster.syncer.listen)
+    if port and config.cluster.syncer.listen != SyncerSection().listen:
         return config.cluster.syncer.listen
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        return format_address(host, free.getsockname()[1])
 
 
 def check_syncers(config: RunConfig) -> None:
-    """Raise ConfigError for settings that several syncers on one machine cannot share."""
+    """Raise ConfigError for settings that the syncers, or the links to them, on one machine cannot have."""
+    with section("cluster.syncer", address="listen"):
+        parse_address(listen := config.cluster.syncer.listen)
+    near = "emulated links stay on this machine: 127.0.0.1:PORT, or network.emulate=false"
+    require(not config.network.emulate or is_loopback(listen), "cluster.syncer.listen", listen, near)
     if not has_several(config):
         return
     usual = SyncerSection()

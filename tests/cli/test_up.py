@@ -179,13 +179,14 @@ def test_a_users_scenario_is_checked(tmp_path: Path) -> None:
 
 
 def test_every_site_gets_its_speed_and_a_link_to_each_syncer(tmp_path: Path) -> None:
-    far = ["run.name=otter", "cluster.sites.site-b.link.rtt_ms=200"]
+    far = ["run.name=otter", "cluster.sites.site-b.link.rtt_ms=200", "site.metrics=127.0.0.1:9465"]
     one = OneSyncer("syncer", "127.0.0.1:7001", RunDir(tmp_path), "diloco restore")
     options = up_options(config_in(tmp_path, *far), [one], None, [], {})
     assert list(options.sites) == ["site-a", "site-b", "site-c"]
     assert "site.slowdown=1.25" in options.sites["site-b"]
     assert {"site.id=site-b", "site.index=1", "site.num_sites=3"} <= set(options.sites["site-b"])
     assert "site.syncer=127.0.0.1:7001" in options.sites["site-a"]
+    assert [each[-1] for each in options.sites.values()] == [f"site.metrics=127.0.0.1:{9465 + n}" for n in range(3)]
     assert [options.links[name]["rtt_ms"] for name in options.sites] == [80.0, 200.0, 80.0]
     assert sum(options.layout) > 600_000
     assert options.ending_s_max > 60

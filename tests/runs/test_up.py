@@ -312,6 +312,7 @@ def test_each_syncer_has_an_address_a_folder_and_what_is_typed_once_its_data_are
     first = syncer_address(config_in(tmp_path))
     assert first.startswith("127.0.0.1:")
     assert first != "127.0.0.1:7077", "a free one, unless it was chosen"
+    assert not syncer_address(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:0")).endswith(":0")
     assert syncer_address(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123")) == "127.0.0.1:7123"
     (alone,) = syncers_of(config_in(tmp_path))
     assert alone.restore == f"diloco restore {root} --from-site {root}/sites/site-a"
@@ -339,6 +340,19 @@ def test_what_two_on_one_machine_cannot_share_is_named(tmp_path: Path, settings:
     with pytest.raises(ConfigError, match=words):
         check_syncers(config_in(tmp_path, *TWO, *settings))
     check_syncers(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123"))
+
+
+@pytest.mark.parametrize(
+    ("listen", "words"),
+    [
+        ("foo", "cluster.syncer.listen is 'foo': host:port with a port of 0 to 65535"),
+        ("0.0.0.0:7123", "cluster.syncer.listen is '0.0.0.0:7123': emulated links stay on this machine"),
+    ],
+)
+def test_a_place_to_listen_at_that_no_emulated_link_reaches_is_refused(tmp_path: Path, listen: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_syncers(config_in(tmp_path, f"cluster.syncer.listen={listen}"))
+    check_syncers(config_in(tmp_path, "cluster.syncer.listen=0.0.0.0:7123", "network.emulate=false"))
 
 
 @pytest.fixture
