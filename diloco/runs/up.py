@@ -26,9 +26,9 @@ from diloco.runs.process import Child, end_all, verb
 from diloco.runs.scenario import Faults, Schedule, Step, late_sites, not_yet_played, site_of
 from diloco.wan.process import ChildDiedError
 from diloco.wan.relay import format_address, parse_address
-from diloco.wire.options import is_loopback
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused, Unreachable
+from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
