@@ -660,8 +660,8 @@ class LaunchSection:
     leave_s: int = 120
     """Seconds before its end at which a process is asked to leave in order."""
     restarts: int = 10
-    """How often Docker, Kubernetes and SkyPilot restart a failed site, and Docker and SkyPilot the syncer; Slurm
-    restarts nothing that has failed."""
+    """How often Docker, Kubernetes and SkyPilot restart a failed site, and Docker the syncer; Slurm restarts nothing
+    that has failed."""
     partition: str = ""
     """Slurm's partition."""
     account: str = ""

@@ -12,7 +12,7 @@ HOME = "~/diloco"
 ENVIRONMENT = "~/diloco-env"
 PACKAGE = "~/diloco-package"
 """The folder of the wheel and its constraints, when no source tree is installed."""
-HEAD = """{what} of run {run}: sky launch --cluster {name} {more}{file}    (from the folder of this file)
+HEAD = """{what} of run {run}: {launch} {more}{file}    (from the folder of this file)
 Files that the settings name by a relative path (certificates, keys, tokens) belong in that folder, and are copied."""
 
 
@@ -26,7 +26,14 @@ def call(process: Process) -> list[str]:
     """Return the command that finds a machine for the task and starts it."""
     tree = package(process.config).tree
     source = ["--workdir", str(tree)] if tree else []
-    return ["sky", "launch", "--yes", "--detach-run", "--cluster", process.label, *source, f"{process.name}.sky.yaml"]
+    return [*_launch(process), "--yes", "--detach-run", *source, f"{process.name}.sky.yaml"]
+
+
+def _launch(process: Process) -> list[str]:
+    """A site is a managed job, which SkyPilot starts again on a new machine; the syncer keeps its machine and disk."""
+    if process.verb == "site":
+        return ["sky", "jobs", "launch", "--name", process.label]
+    return ["sky", "launch", "--cluster", process.label]
 
 
 def _task(process: Process, installed: Package) -> str:
@@ -40,8 +47,9 @@ def _task(process: Process, installed: Package) -> str:
         "memory": f"{process.memory_gib}+",
         "disk_size": launch.disk_gib,
         "use_spot": launch.spot and process.verb == "site",
-        "job_recovery": {"strategy": "FAILOVER", "max_restarts_on_errors": launch.restarts},
     }
+    if process.verb == "site":
+        resources["job_recovery"] = {"strategy": "FAILOVER", "max_restarts_on_errors": launch.restarts}
     if process.gpus:
         resources["accelerators"] = f"{launch.accelerator}:{process.gpus}"
     if process.verb == "syncer":
@@ -63,7 +71,7 @@ def _task(process: Process, installed: Package) -> str:
     }
     more = "--workdir SOURCE_TREE " if installed.tree else ""
     run, file = process.config.run.name, f"{process.name}.sky.yaml"
-    head = HEAD.format(what=process.what, run=run, name=process.label, more=more, file=file)
+    head = HEAD.format(what=process.what, run=run, launch=shlex.join(_launch(process)), more=more, file=file)
     if process.nodes > 1:
         head += f"\nIts {process.nodes} machines need a shared folder, not made by this task: put run.dir into it."
     return documents(made, head=head)

@@ -43,8 +43,12 @@ def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, cli: Cli
         "slurm": [f"sbatch {name}.sbatch" for name in ("syncer", "site-a", "fra")],
         "kubernetes": [f"kubectl apply --filename {name}.yaml" for name in ("syncer", "site-a", "fra")],
         "skypilot": [
-            f"sky launch --yes --detach-run --cluster first-run-{name} --workdir {SOURCE} {name}.sky.yaml"
-            for name in ("syncer", "site-a", "fra")
+            f"sky {launch} first-run-{name} --yes --detach-run --workdir {SOURCE} {name}.sky.yaml"
+            for name, launch in (
+                ("syncer", "launch --cluster"),
+                ("site-a", "jobs launch --name"),
+                ("fra", "jobs launch --name"),
+            )
         ],
     }[kind]
     assert called(place) == [f"{line} in {folder}" for line in wanted]

@@ -29,7 +29,8 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
     found = processes(config)
     texts = put(tmp_path, *map(files, found))
     words = call(found[1])
-    assert (words[:2], words[-2:]) == (["sky", "launch"], [str(SOURCE), "site-a.sky.yaml"])
+    assert (words[:3], words[-2:]) == (["sky", "jobs", "launch"], [str(SOURCE), "site-a.sky.yaml"])
+    assert call(found[0])[:3] == ["sky", "launch", "--cluster"], "it keeps its disk and its address"
     for process in found:
         told = yaml.safe_load(texts[f"{process.name}.sky.yaml"])
         assert told["name"] == process.label
