@@ -121,7 +121,7 @@ class Question:
     """Seed of the simulation."""
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "host_gb", "merge_values_per_s"):
+        for name in ("parameters", "host_gb"):
             value = getattr(self, name)
             require(0 < value < inf, name, value, "above 0 and finite")
         counts = ("active_parameters", "tokens_per_step", "flops", "chips", "interruptions_per_chip_year")
@@ -137,7 +137,7 @@ class Question:
         require(told, "step_s", self.step_s, "above 0, or flops and tokens_per_step")
         step_s, wanted = self.inner_step_s, f"the seconds of an inner step, from {STEPS_S[0]:g} to {STEPS_S[1]:g}"
         require(STEPS_S[0] <= step_s <= STEPS_S[1], "step_s", step_s, wanted)
-        require(self.merge_values_per_s >= 1, "merge_values_per_s", self.merge_values_per_s, "at least 1")
+        require(1 <= self.merge_values_per_s < inf, "merge_values_per_s", self.merge_values_per_s, "at least 1")
         wanted = f"at least fragments={self.fragments}"
         require(self.parameters >= self.fragments, "parameters", self.parameters, wanted)
         wanted = f"from 1 to inner_steps={self.inner_steps}"
