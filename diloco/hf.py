@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diloco.inner import require
 from diloco.integrations import SiteCallback, required
 
 if TYPE_CHECKING:
@@ -43,7 +44,13 @@ class DiLoCoCallback(SiteCallback, TrainerCallback):
         optimizer: torch.optim.Optimizer,
         **_: Any,
     ) -> None:
-        """Join: the model holds the run's version when training begins."""
+        """Join: the model holds the run's version when training begins.
+
+        ValueError under ``load_best_model_at_end``: the Trainer loads that model before the site can leave, so the last
+        update would undo all that was trained since.
+        """
+        wanted = "set it to False: the site would send the best checkpoint's weights as its last update"
+        require(not args.load_best_model_at_end, "load_best_model_at_end", True, wanted)
         kept = _state_of(args, state)
         resumes = state.global_step and kept.is_file()
         self.join(model, optimizer, torch.load(kept, weights_only=True) if resumes else {}, hooks=False)

@@ -38,7 +38,7 @@ def made(served: Served, folder: Path, **settings: Any) -> Any:
     callback = DiLoCoCallback(
         syncer=served.address, site="fra", tokens_per_step=TOKENS, folder=folder / "fra", finish_timeout_s=30.0
     )
-    return Trainer(WithLoss(), args, train_dataset=data, callbacks=[callback]), callback
+    return Trainer(WithLoss(), args, train_dataset=data, eval_dataset=data[:8], callbacks=[callback]), callback
 
 
 def interrupting(step: int) -> Any:
@@ -93,6 +93,14 @@ def test_a_training_that_was_broken_off_may_be_begun_again(tmp_path: Path) -> No
         assert not any(thread.is_alive() for thread in beside)
     assert callback.outer.why == "the run is finished"
     assert balanced(callback.outer.ledger)
+
+
+def test_a_trainer_that_loads_another_model_before_it_leaves_is_refused(tmp_path: Path) -> None:
+    best = {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    trainer, callback = made(Served(None, "127.0.0.1:1"), tmp_path, load_best_model_at_end=True, **best)
+    with pytest.raises(ValueError, match=r"^load_best_model_at_end is True: set it to False: "):
+        trainer.train()
+    assert callback.outer is None
 
 
 def test_a_checkpoint_has_the_sites_state_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

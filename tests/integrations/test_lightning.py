@@ -79,3 +79,14 @@ def test_a_training_that_fails_leaves_with_a_word_and_may_be_begun_again(tmp_pat
         trainer.fit(module, loader)
     assert callback.outer.why == "the run is finished"
     assert balanced(callback.outer.ledger)
+
+
+def test_a_callback_that_writes_an_average_before_the_site_leaves_is_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+    for average in (StochasticWeightAveraging(0.01, swa_epoch_start=1), EMAWeightAveraging()):
+        trainer, module, loader, callback = made(Served(None, "127.0.0.1:1"), tmp_path, small_model())
+        trainer.callbacks.insert(0, average)
+        with pytest.raises(ValueError, match=f"^callbacks has {type(average).__name__} before DiLoCoCallback: list it"):
+            trainer.fit(module, loader)
+        assert callback.outer is None
