@@ -53,7 +53,8 @@ class DiLoCoCallback(SiteCallback, TrainerCallback):
         require(not args.load_best_model_at_end, "load_best_model_at_end", True, wanted)
         kept = _state_of(args, state)
         resumes = state.global_step and kept.is_file()
-        self.join(model, optimizer, torch.load(kept, weights_only=True) if resumes else {}, hooks=False)
+        found = torch.load(kept, map_location="cpu", weights_only=True) if resumes else {}
+        self.join(model, optimizer, found, hooks=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Account for the optimizer's step, adopt what is due, and end the training when the run has ended."""

@@ -523,11 +523,12 @@ class Outer:
         self._begun = True
         # After this, in success or failure, the loop may destroy torch's process group, or end its process.
         self._open.callback(self._group.settle)
+        restored, self._restored = self._restored, None  # Kept, it would hold values of the whole model.
         with self._open:
             cursor = 0
             if self._group.is_first:
                 try:
-                    cursor = self._begin()
+                    cursor = self._begin(restored)
                 except (JoinFailed, ValueError) as error:
                     # The other ranks wait for rank 0's first order; each of them then fails with the same error.
                     why = {"kind": error.kind if isinstance(error, JoinFailed) else "", "text": str(error)}
@@ -536,7 +537,7 @@ class Outer:
                         self._group.all_gather_json(why)
                     raise
             else:
-                self._follower = follower_of(self._config, self._folder, self._holding, self._restored, PLAIN_DISK)
+                self._follower = follower_of(self._config, self._folder, self._holding, restored, PLAIN_DISK)
                 if self._follower.follow():
                     why = self._group.all_gather_json({})[0]
                     raise JoinFailed(why["kind"], why["text"]) if why["kind"] else ValueError(why["text"])
@@ -554,7 +555,7 @@ class Outer:
             self._open = self._open.pop_all()
         return self
 
-    def _begin(self) -> int:
+    def _begin(self, restored: Resumed | None) -> int:
         try:
             self._open.enter_context(held(self._folder.root))
         except (VerbError, OSError) as error:
@@ -572,7 +573,7 @@ class Outer:
         self._open.callback(log.close)
         try:
             data = self._data.identity if self._data is not None else ""
-            agent = agent_of(self._config, self._folder, self._holding, log.emit, self._restored, PLAIN_DISK, data=data)
+            agent = agent_of(self._config, self._folder, self._holding, log.emit, restored, PLAIN_DISK, data=data)
             self._open.callback(agent.close)
             cursor = agent.start()
         except CheckpointError as error:

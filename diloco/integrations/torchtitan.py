@@ -169,7 +169,8 @@ class Kept:
     def load_state_dict(self, state: dict[str, bytes]) -> None:
         """Restore the state from a checkpoint."""
         if self._is_first:
-            self._outer.load_state_dict(torch.load(io.BytesIO(state[RANK_0]), weights_only=True))
+            found = torch.load(io.BytesIO(state[RANK_0]), map_location="cpu", weights_only=True)
+            self._outer.load_state_dict(found)
 
 
 def check_waits(told: Site, comm: Any) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -98,6 +99,7 @@ class Loop:
         saved = torch.load(file, weights_only=True)
         self.model.load_state_dict(saved["model"])
         self.outer.load_state_dict(saved["outer"])
+        self.base = weakref.ref(saved["outer"]["tensors"]["base.0"])
 
     def broken_off(self, steps: int, then: Callable[[], object]) -> None:
         """So many steps, ``then``, and an exception of the loop's own."""
@@ -381,6 +383,7 @@ def test_a_loop_goes_on_from_its_own_checkpoint_and_what_came_after_it_is_lost_a
         with again.outer:
             again_from = again.outer.steps
             until_stop(again.step)
+            assert again.base() is None, "it has another version now, and the state would be as large as the model"
         ledger = again.outer.ledger
         # The checkpoint holds 12 steps; where the syncer had more by then it goes on from what that had.  An update is
         # made a step later for each step at whose end the one before it was still on its way.
