@@ -658,7 +658,8 @@ class Outer:
         except (KeyError, TypeError) as error:
             raise ValueError(f"state does not come from state_dict: it has no {error}") from error
         self.steps, self._tokens_total = steps, tokens
-        self._restored = Resumed(steps, dict(tensors), dict(meta))
+        # A loop reads its checkpoint to where its model is; versions and payloads are read on the host.
+        self._restored = Resumed(steps, {name: each.cpu() for name, each in tensors.items()}, dict(meta))
 
     # --- a step ------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import diloco
 from diloco.config import run_dir
@@ -535,6 +536,14 @@ def refused(kind: str, join: Callable[[], diloco.Outer]) -> str:
         raise AssertionError("it was taken in")
     assert failed.value.kind == kind
     return str(failed.value)
+
+
+def test_a_state_that_was_read_to_an_accelerator_is_held_on_the_host(idle: dict[bool, Served]) -> None:
+    with FakeTensorMode():
+        there = torch.empty(161, device="cuda")
+    outer = joined(idle[False])
+    outer.load_state_dict({"steps": 1, "tokens": 10, "tensors": {"base.0": there}, "agent": {}})
+    assert outer._restored.tensors["base.0"].device.type == "cpu"
 
 
 def test_a_syncer_that_does_not_answer_is_named(place: Path) -> None:
