@@ -235,7 +235,7 @@ def join(
     ``unreachable``, ``mismatch`` or ``refused``; ``RuntimeError`` on systems other than Linux.
     """
     group, optimizers = _group(), _optimizers(optimizer)
-    parameters, frozen, buffers = _parameters(model, optimizers, group)
+    parameters, still, frozen, buffers = _parameters(model, optimizers, group)
     own, leased = _own(syncer, site, tokens_per_step, settings), _data(data, samples, samples_per_step)
     config = _config(group, own, run, leased)
     there = RunDir(Path("runs") / (config.run.name or "")).site(site) if folder is None else SiteDir(Path(folder))
@@ -248,7 +248,7 @@ def join(
         for part in towards(config):
             build.agent_options(part, there.agent, whole)
             build.learner_options(part, whole)
-    return Outer(config, holding, optimizers[-1] if hooks else None, group, there, tokens_per_step, log, leased)
+    return Outer(config, holding, still, optimizers[-1] if hooks else None, group, there, tokens_per_step, log, leased)
 
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:
@@ -263,14 +263,14 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
 
 def _parameters(
     model: object, optimizers: Sequence[torch.optim.Optimizer], group: PresentGroup
-) -> tuple[dict[str, torch.Tensor], str, dict[str, torch.Tensor | None]]:
-    """Return this rank's exchanged parameters by canonical name, the digest of all ranks' frozen ones, and all ranks'
-    buffers, None for another rank's.
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str, dict[str, torch.Tensor | None]]:
+    """Return this rank's exchanged parameters by canonical name, its frozen ones, the digest of all ranks' frozen ones,
+    and all ranks' buffers, None for another rank's.
 
     ValueError where ``optimizers`` train none of them, or two ranks differ in a frozen one.
     """
     parts = list(model) if isinstance(model, Sequence) else [model]
-    found: dict[str, torch.Tensor] = {}
+    found, still = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     buffers: dict[str, torch.Tensor | None] = {}
     digests: dict[str, str] = {}
     for part in parts:
@@ -280,6 +280,7 @@ def _parameters(
         for name in sorted((here.keys() | frozen.keys()) & (found.keys() | digests.keys())):
             raise ValueError(f"model has two parts with a parameter {name}: parts of one model share no name")
         found |= here
+        still |= {name: each for name, each in named_parameters_once(part).items() if name in frozen}
         buffers |= named_parameters_once(part, buffers=True)
         digests |= frozen
     if not found:
@@ -294,7 +295,7 @@ def _parameters(
         for name in [name for name in told if whole.get(name, told[name]) != told[name]]:
             raise ValueError(f"model has {name}, which is frozen, with different values on two ranks of this site")
         whole |= told
-    return found, frozen_digest(whole), buffers
+    return found, still, frozen_digest(whole), buffers
 
 
 def _own(syncer: str, site: str, tokens_per_step: object, settings: dict[str, object]) -> dict[str, object]:
@@ -425,6 +426,7 @@ class Outer:
         self,
         config: RunConfig,
         holding: Holding,
+        still: Mapping[str, torch.Tensor],
         counted: torch.optim.Optimizer | None,
         group: PresentGroup,
         folder: SiteDir,
@@ -432,9 +434,9 @@ class Outer:
         log: Log | None,
         data: OwnData | None = None,
     ) -> None:
-        """``counted`` is the optimizer whose steps are counted; None: the loop calls ``step`` for each.  ``data`` is
-        the loop's data set, where the run leases its units."""
-        self._config, self._holding, self._counted = config, holding, counted
+        """``still`` are this rank's frozen parameters.  ``counted`` is the optimizer whose steps are counted; None: the
+        loop calls ``step`` for each.  ``data`` is the loop's data set, where the run leases its units."""
+        self._config, self._holding, self._still, self._counted = config, holding, still, counted
         self._group, self._folder, self._log = group, folder, log
         self._tokens_per_step, self._data = tokens_per_step, data
         self._drawing = Drawing(data, config.data.unit_sequences, self._units, group, config.run.seed) if data else None
@@ -674,6 +676,8 @@ class Outer:
         self._tokens, self._loss = 0, math.nan
         if not tokens and not self._tokens_total:
             raise ValueError("tokens of this step are 0: give tokens_per_step, or call outer.tokens(n) in each step")
+        if told[3]:  # Something may be exchanged now, which is seldom: of thousands of parameters this takes .2 ms.
+            self._check_still()
         sequences = self._drawing.stepped() if self._drawing is not None else 0
         self.steps += 1
         self._tokens_total += tokens
@@ -696,3 +700,12 @@ class Outer:
         self.progress = told[2]
         self.why = self.why or ((verdict.reason or "asked to stop") if verdict.stop else "")
         self._last_ns = time.perf_counter_ns()
+
+    def _check_still(self) -> None:
+        """Raise ValueError where a parameter is trained that was frozen when the site joined: it is not exchanged."""
+        for name in (name for name, each in self._still.items() if each.requires_grad):
+            raise ValueError(
+                f"parameter {name} is trained now and was frozen when the site joined: it is not exchanged, and would "
+                "differ between the sites; unfreeze it before save_version0 and join, and begin with a learning rate "
+                "of 0 for it"
+            )

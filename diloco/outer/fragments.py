@@ -165,7 +165,7 @@ class Layout:
             frozen = (
                 f"the frozen parameters are {mine} here and {theirs} there: they are not exchanged, so every site must "
                 "load the same base model, in a type that keeps its values, and version 0 must be made with "
-                "diloco.save_version0(model, FILE)"
+                "diloco.save_version0(model, FILE); a parameter that changes without being trained must be a buffer"
             )
             if not (self.frozen and other.frozen):
                 return frozen  # For this reason the other parameters differ as well.

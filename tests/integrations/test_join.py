@@ -563,13 +563,21 @@ def frozen_model(seed: int = 1) -> nn.Sequential:
 def test_frozen_parameters_stay_at_home_and_are_the_same_at_all_sites(place: Path) -> None:
     with serving(place, "run.tokens=300", "outer.num_fragments=2", model=frozen_model()) as served:
         assert served.syncer.plan.layout.numel == 17
+        loop = Loop(served, frozen_model(), site="iad")
+        words = r"parameter 0\.(weight|bias) is trained now and was frozen when the site joined: .* learning rate of 0"
+        with loop.outer:
+            loop.model[0].requires_grad_(True)
+            with pytest.raises(ValueError, match=words):
+                until_stop(loop.step)
         loop = Loop(served, frozen_model())
         with loop.outer:
             until_stop(loop.step)
         assert torch.equal(loop.model[0].weight, small_model(1)[0].weight)
         assert torch.isfinite(loop.model[2].weight).all()
         text = refused("mismatch", lambda: joined(served, frozen_model(2)))
-        assert re.search(r"the frozen parameters are of digest \w+ here and of digest \w+ there: .*the same base", text)
+        assert re.search(
+            r"the frozen parameters are of digest \w+ here and of digest \w+ there: .*the same base.* buffer", text
+        )
         for other in (small_model(1), frozen_model().requires_grad_(True)):  # Such as version 0 of an earlier release.
             assert "the frozen parameters are none here and of digest" in refused(
                 "mismatch", lambda other=other: joined(served, other)
