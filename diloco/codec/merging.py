@@ -117,8 +117,8 @@ def torch_fuses() -> bool:
 
     Only with one rounding is the result below not 0.
     """
-    b = torch.full((64,), 1 + 2.0**-12)
-    a = torch.full((64,), -1 - 2.0**-11)
+    b = torch.full((64,), 1 + 2.0**-12, dtype=torch.float32)
+    a = torch.full((64,), -1 - 2.0**-11, dtype=torch.float32)
     return bool(torch.add(a, b, alpha=1 + 2.0**-12)[0] != 0)
 
 
@@ -160,7 +160,7 @@ def sums_of(values: Tensor, against: Tensor | None) -> Sums:
 
 def decoded(updates: Sequence[tuple[PlainCodec, bytes | memoryview]], numel: int, bounds: Range) -> Tensor:
     """Return a range of one site's contribution: its updates added up in their order."""
-    contribution = torch.empty(bounds[1] - bounds[0])
+    contribution = torch.empty(bounds[1] - bounds[0], dtype=torch.float32)
     for index, (codec, payload) in enumerate(updates):
         codec.decode_into(payload, numel, contribution, bounds[0], Fold.ADD if index else Fold.WRITE)
     return contribution
@@ -501,7 +501,7 @@ class Reading:
         """Read the next ``count`` values, from ``start`` of a ``payload`` of ``numel``; return their sums."""
         codec, made = self._codec, self._digest
         if isinstance(made, Hasher):
-            values = torch.empty(count)
+            values = torch.empty(count, dtype=torch.float32)
             codec.decode_into(payload, numel, values, start)
             made.update(bytes_of(values))
             return sums_of(values, against)

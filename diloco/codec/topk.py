@@ -127,7 +127,7 @@ class TopKCodec(PlainCodec):
         refuse_where(indices >= width, Status.BAD_INDEX, self.name)
         nothing = ((fields & BIG) == 0) & (levels[:, :1] == 0)
         refuse_where(nothing & (indices != torch.arange(kept)), Status.NOT_FIRST, self.name)
-        return levels, fields, indices, torch.zeros(rows, width)
+        return levels, fields, indices, torch.zeros(rows, width, dtype=torch.float32)
 
 
 def pack_indices(indices: Tensor, bits: int) -> Tensor:

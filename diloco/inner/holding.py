@@ -232,7 +232,7 @@ class Holding:
             if any(taken):
                 self._exchange(of, values, taken, to_hub=False)
         elif group.world > 1:
-            whole = values if values is not None else torch.empty(plan.numel, device=group.device)
+            whole = values if values is not None else torch.empty(plan.numel, dtype=torch.float32, device=group.device)
             group.broadcast_(whole, of)
             if values is None:
                 for part in plan.own:
@@ -253,7 +253,7 @@ class Holding:
             numels = [numels[group.rank] if rank == hub else 0 for rank in range(group.world)]
         parts = [part for share in moved for part in share.parts]
         nothing = [0] * group.world
-        message = torch.empty(sum(numels) if sends else 0, device=group.device)
+        message = torch.empty(sum(numels) if sends else 0, dtype=torch.float32, device=group.device)
         if sends:
             for part, values in _cut(message, parts):
                 values.copy_(place(part))

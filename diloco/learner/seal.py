@@ -142,7 +142,7 @@ class Encoder:
         local, device = inputs.local, self._place.device
         payload, fault = passes.payload(local.numel(), device), new_fault(device)
         # The decoded values overwrite the copy of the site's values, as on the host.
-        decoded, norm = local, torch.empty((), device=device)
+        decoded, norm = local, torch.empty((), dtype=torch.float32, device=device)
         told = self._room(payload.numel(), torch.uint8)
         told_fault, told_norm = self._room(1, torch.int32), self._room(1, torch.float32)
         with self._place.beside():

@@ -313,8 +313,10 @@ class SiteTensors(Versions):
     def local(self, fragment: int) -> Tensor:
         """Return a copy of the model's present values.  The other ranks take part unless this rank holds them all."""
         part = self.layout.fragments[fragment]
-        is_host = self.place.is_host
-        room = self.buffers.values(part.numel) if is_host else torch.empty(part.numel, device=self.place.device)
+        if self.place.is_host:
+            room = self.buffers.values(part.numel)
+        else:  # Without a dtype it would be what the loop has set as torch's default.
+            room = torch.empty(part.numel, dtype=torch.float32, device=self.place.device)
         self.holding.gather(part.pieces, room, self.holding.group.rank)
         return room
 

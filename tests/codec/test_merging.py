@@ -43,7 +43,7 @@ from diloco.outer.merge import (
     trimmed_mean,
 )
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
-from tests.codec.values import ALL, NOT_FINITE, drawn, running, same, samples
+from tests.codec.values import ALL, NOT_FINITE, bf16_by_default, drawn, running, same, samples
 
 NESTEROV = OuterOptimizerOptions()
 HEAVY_BALL = OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.8)
@@ -75,7 +75,7 @@ def check(
     norms = set()
     with ThreadPoolExecutor(3) as pool:
         for spread, level in ((map, PLAIN), *((pool.map, each) for each in ALL)):
-            with running(level):
+            with running(level), bf16_by_default():
                 stepped = outer_pass(sent, state, optimizer, make_codec(down), spread, like="", share=share)
             assert stepped.digest == digest(published)
             assert same(stepped.state.theta, theta)
@@ -333,7 +333,7 @@ def test_what_is_found_is_what_is_in_it(name: str, like: str) -> None:
         payload = codec.encode(values)
         decoded = codec.decode(payload, numel)
         for level in ALL:
-            with running(level):
+            with running(level), bf16_by_default():
                 reading, apart = Reading(codec, numel, like), Reading(codec, numel, like)
                 for start, stop in reading.ranges():
                     own, part = decoded[start:stop], against[start:stop] if start else None

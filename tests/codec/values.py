@@ -101,6 +101,16 @@ def scale_of_e3m0(size: Tensor, block: int) -> Tensor:
     return smallest.repeat_interleave(block)[: size.numel()]
 
 
+@contextlib.contextmanager
+def bf16_by_default() -> Iterator[None]:
+    """As in a training loop that makes its model under ``torch.set_default_dtype`` and leaves it so."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # --- The kernels' levels of this machine, and plain torch, to run one after the other --------------------------------
 
 BEST = choice().kernels

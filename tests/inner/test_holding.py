@@ -31,6 +31,7 @@ from diloco.inner.parallel import (
     local,
 )
 from diloco.outer.fragments import Piece, named_parameters_once
+from tests.codec.values import bf16_by_default
 from tests.inner import spread_program
 from tests.inner.conftest import run_ranks
 from tests.inner.spread_program import CASES, RESUMED, SAVED, build, trained
@@ -88,12 +89,14 @@ def check_layout(name: str, group: SiteGroup) -> dict[str, object]:
         fill(parameters, values)
         for pieces in [WHOLE, *cuts(at)]:
             into = torch.full((sum(p.stop - p.start for p in pieces),), 7.0) if group.rank == at else None
-            holding.gather(pieces, into, at)
+            with bf16_by_default():
+                holding.gather(pieces, into, at)
             assert into is None or same(into, flat(pieces, values)), (at, pieces)
             assert holding.is_whole(pieces) or not holding.is_copied(pieces)
         new = dice("new", at)
         for pieces in cuts(at):
-            holding.scatter(pieces, flat(pieces, new) if group.rank == at else None, of=at)
+            with bf16_by_default():
+                holding.scatter(pieces, flat(pieces, new) if group.rank == at else None, of=at)
         assert all(same(found, new[each]) for each, found in whole(parameters).items()), at
     counted.sent = counted.broadcasts = 0
     holding.gather(WHOLE, torch.empty(sum(map(prod, SHAPES.values()))) if group.is_first else None)

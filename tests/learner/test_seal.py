@@ -38,6 +38,7 @@ from diloco.sync.events import (
     SealFailed,
 )
 from diloco.wire.messages import PushHeader
+from tests.codec.values import bf16_by_default
 from tests.forked import forkserver
 from tests.learner.participant import Elsewhere, Recorder
 from tests.syncer.building import dice, update
@@ -346,7 +347,9 @@ def test_an_update_is_the_same_here_and_there(codec: str, interpreter: None) -> 
     here, there = Encoder(make_codec(codec), Place(HOST)), Encoder(make_codec(codec), Elsewhere())
     assert here.where == "host"
     assert (there.where == "cpu, Triton") == (codec in ON_THE_DEVICE)
-    made = [(there.encode(drawn(num_sent)), here.encode(drawn(num_sent))) for num_sent in (0, 2, 3)]
+    given = [(drawn(num_sent), drawn(num_sent)) for num_sent in (0, 2, 3)]
+    with bf16_by_default():
+        made = [(there.encode(one), here.encode(other)) for one, other in given]
     for one, other in made:
         assert_equal(one, other)  # What one update was outlives the next: the buffers are used again.
 
