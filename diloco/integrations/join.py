@@ -503,14 +503,14 @@ class Outer:
     def step(self, tokens: int | None = None, loss: float | None = None) -> bool:
         """Count a finished optimizer step, where ``hooks=False``; return ``should_stop``.
 
-        ``tokens`` and ``loss`` as for ``tokens``.
+        ``tokens`` and ``loss`` as for ``tokens``; 0 tokens are a step that read its samples and trained nothing.
         """
         if self._counted is not None:
             raise ValueError("step is called, and hooks is True: the optimizer's own hook has counted the step")
         if tokens is not None:
             self.tokens(tokens)
         self._loss = self._loss if loss is None else float(loss)
-        self._stepped()
+        self._stepped(may_be_empty=tokens is not None)
         return self.should_stop
 
     # --- joining and leaving -----------------------------------------------------------------------------------
@@ -665,7 +665,7 @@ class Outer:
 
     # --- a step ------------------------------------------------------------------------------------------------
 
-    def _stepped(self) -> None:
+    def _stepped(self, *, may_be_empty: bool = False) -> None:
         follower = self._agent or self._follower
         if follower is None:
             raise ValueError("step is called before the site has joined, or after it has left")
@@ -674,7 +674,7 @@ class Outer:
         told = self._group.all_reduce_sum([self._tokens, self._loss, known, float(acts)])
         tokens, loss = self._tokens_per_step or round(told[0]), told[1] / self._group.world
         self._tokens, self._loss = 0, math.nan
-        if not tokens and not self._tokens_total:
+        if not (tokens or self._tokens_total or may_be_empty):
             raise ValueError("tokens of this step are 0: give tokens_per_step, or call outer.tokens(n) in each step")
         if told[3]:  # Something may be exchanged now, which is seldom: of thousands of parameters this takes .2 ms.
             self._check_still()

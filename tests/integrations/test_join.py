@@ -419,6 +419,21 @@ def test_a_loop_that_goes_on_reads_on_where_its_checkpoint_was_and_only_of_the_s
             undrawn.step()
 
 
+def test_a_step_that_is_skipped_has_read_its_samples_and_may_be_the_first(place: Path) -> None:
+    """As torch's GradScaler skips steps, most often the first ones."""
+    with serving(place, "run.tokens=100000", *LEASED) as served:
+        loop = Reader(served, hooks=False, tokens_per_step=None)
+        with loop.outer:
+            for number, _ in enumerate(loop.outer.batches(2), 1):
+                loop.outer.step(tokens=TOKENS if number > 6 else 0)
+                supplied(loop.outer, UNIT)
+                if number == 12:
+                    break
+            assert (loop.outer.steps, loop.outer._drawing.cursor) == (12, 24)
+        assert loop.outer.ledger["merged"] == 6 * TOKENS
+        assert (units(served)["merged"], units(served)["repeated"]) == (24 // UNIT, 0)
+
+
 # --- ``diloco.join`` with a real syncer over gRPC: what comes from where, and what is refused in which words ----------
 
 
