@@ -25,7 +25,7 @@ from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
 from diloco.inner.dcp import DCP, dcp_tensors, save_dcp
 from diloco.inner.llama import HEAD, config_of, difference, from_llama, options_of, to_llama
-from diloco.inner.parallel import put
+from diloco.inner.parallel import PresentGroup, put
 from diloco.outer.fragments import BUFFERS, FROZEN, gather, named_parameters_once
 from diloco.sync.journal import parse_json
 
@@ -168,22 +168,26 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
 
     Of frozen parameters, such as the base model under LoRA, only a digest is written: a site with others is refused.
 
+    All ranks that hold a sharded model call this, and rank 0 writes the file.
+
     Returns the path.  ``ValueError`` for a model without trained parameters, or with one that is not of floating point.
     """
-    values: dict[str, Tensor] = {}
+    on_host: dict[str, Tensor] = {}
     trained, digests = trained_and_frozen(model)
     if not trained:
         raise ValueError(NOTHING_TO_TRAIN)
     buffers = named_parameters_once(model, buffers=True)
-    for name, each in (trained | buffers).items():
-        gathered = each.full_tensor() if hasattr(each, "full_tensor") else each  # A collective where it is sharded.
-        values[name] = torch.empty_like(gathered, memory_format=torch.contiguous_format).copy_(gathered)
-    for name, each in values.items():
+    for name, each in trained.items():
         if not each.is_floating_point():
             raise ValueError(f"model has {name}, which is {each.dtype}: only floating point is trained")
-    there = Path(path)
+    there, is_first = Path(path), PresentGroup().is_first
+    for name, each in (trained | buffers).items():
+        gathered = each.full_tensor() if hasattr(each, "full_tensor") else each  # A collective where it is sharded.
+        if is_first:
+            on_host[name] = gathered.to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if not is_first:
+        return there
     there.parent.mkdir(parents=True, exist_ok=True)
-    on_host = {name: each.to("cpu", torch.float32) for name, each in values.items()}
     beside = there.with_name(f"{there.name}.new")
     about = {FROZEN: frozen_digest(digests)} if digests else {}
     about |= {BUFFERS: json.dumps(sorted(buffers))} if buffers else {}

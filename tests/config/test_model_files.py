@@ -38,7 +38,7 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.tokenizer import END, make_tokenizer
 from diloco.outer.fragments import gather, named_parameters_once
 from tests.integrations.serving import small_model
-from tests.layouts import heard, ranks
+from tests.layouts import LAYOUTS, Odd, dice, fill, heard, ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # Torch's own save and load say so.
 OPTIONS = ModelOptions(vocab_size=257, layers=2, dim=16, heads=4, kv_heads=2, ffn_dim=32, context=32)
@@ -225,6 +225,20 @@ def test_any_model_and_type_is_written_as_the_plain_one_in_fp32(tmp_path: Path) 
         ["0.weight", "0.bias", "2.weight", "2.bias"], torch.float32
     )
     assert torch.equal(written["2.weight"], model[2].weight.float())
+
+
+def write_shards(group: SiteGroup, tell: Callable[[Any], None], folder: Path) -> None:
+    model = LAYOUTS["fsdp"](Odd(), group.world)
+    fill(named_parameters_once(model), dice("first"))
+    tell(diloco.save_version0(model, folder / f"{group.rank}.safetensors").is_file())
+
+
+def test_of_several_ranks_the_first_writes_what_all_hold(tmp_path: Path) -> None:
+    with ranks(write_shards, 2, tmp_path) as ends:
+        assert [heard(end) for end in ends] == [True, False], "the others' path may be the same one"
+    written, wanted = load_file(tmp_path / "0.safetensors"), dice("first")
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(written[name], each) for name, each in wanted.items())
 
 
 def test_of_frozen_parameters_a_file_has_the_digest_of_their_values_in_whatever_type(tmp_path: Path) -> None:
