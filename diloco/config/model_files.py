@@ -180,6 +180,8 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
     for name, each in trained.items():
         if not each.is_floating_point():
             raise ValueError(f"model has {name}, which is {each.dtype}: only floating point is trained")
+        if not each.numel():
+            raise ValueError(f"model has {name} of shape {tuple(each.shape)}: it has no values to exchange; freeze it")
     there, is_first = Path(path), PresentGroup().is_first
     for name, each in (trained | buffers).items():
         gathered = each.full_tensor() if hasattr(each, "full_tensor") else each  # A collective where it is sharded.

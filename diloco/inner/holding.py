@@ -363,6 +363,8 @@ def _agreed(
     for name, dtype in dtypes.items():
         if dtype.is_complex:
             raise HoldingError(f"parameter {name} is {dtype}: its values must be real numbers")
+        if 0 in (shape := found[name].shape):
+            raise HoldingError(f"parameter {name} is of shape {shape}: it has no values to exchange; freeze it")
     narrow = {name: dtype for name, dtype in dtypes.items() if dtype not in (torch.float32, torch.float64)}
     return {name: found[name].shape for name in sorted(found)}, narrow
 

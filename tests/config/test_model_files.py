@@ -295,8 +295,11 @@ def test_of_buffers_a_run_exchanges_those_that_its_settings_name(tmp_path: Path)
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     turning = nn.Module()
     turning.register_parameter("n", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    empty = small_model()
+    empty.register_parameter("none", nn.Parameter(torch.zeros(0, 3)))
     for model, words in (
         (nn.Tanh(), "model has no parameters"),
+        (empty, r"model has none of shape \(0, 3\): it has no values to exchange; freeze it"),
         (turning, "model has n, which is torch.complex64: only floating point is trained"),
         (small_model().requires_grad_(False), r"model has no parameters that are trained \(requires_grad\)"),
     ):

@@ -390,6 +390,8 @@ def test_sizes_come_from_the_number_of_ranks(options: dict[str, object], world: 
     assert ParallelOptions(**options).sizes(world) == sizes  # type: ignore[arg-type]
 
 
-def test_a_parameter_of_complex_numbers_is_refused() -> None:
+def test_a_parameter_of_complex_numbers_or_without_values_is_refused() -> None:
+    with pytest.raises(HoldingError, match=r"parameter a is of shape \(0, 3\): it has no values to exchange"):
+        Holding({"a": torch.ones(0, 3)}, SiteGroup(device="cpu"))
     with pytest.raises(HoldingError, match=r"parameter a is torch\.complex64: its values must be real numbers"):
         Holding({"a": torch.ones(2, dtype=torch.complex64)}, SiteGroup(device="cpu"))
