@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,7 +26,7 @@ from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
 from diloco.inner.dcp import DCP, dcp_tensors, save_dcp
 from diloco.inner.llama import HEAD, config_of, difference, from_llama, options_of, to_llama
-from diloco.inner.parallel import PresentGroup, put
+from diloco.inner.parallel import put
 from diloco.outer.fragments import BUFFERS, FROZEN, gather, named_parameters_once
 from diloco.sync.journal import parse_json
 
@@ -168,7 +169,7 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
 
     Of frozen parameters, such as the base model under LoRA, only a digest is written: a site with others is refused.
 
-    All ranks that hold a sharded model call this, and rank 0 writes the file.
+    All ranks that hold a sharded model call this; each writes the whole file, and the last one's stays.
 
     Returns the path.  ``ValueError`` for a model without trained parameters, or with one that is not of floating point.
     """
@@ -182,15 +183,12 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
             raise ValueError(f"model has {name}, which is {each.dtype}: only floating point is trained")
         if not each.numel():
             raise ValueError(f"model has {name} of shape {tuple(each.shape)}: it has no values to exchange; freeze it")
-    there, is_first = Path(path), PresentGroup().is_first
     for name, each in (trained | buffers).items():
         gathered = each.full_tensor() if hasattr(each, "full_tensor") else each  # A collective where it is sharded.
-        if is_first:
-            on_host[name] = gathered.to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if not is_first:
-        return there
+        on_host[name] = gathered.to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
+    there = Path(path)
     there.parent.mkdir(parents=True, exist_ok=True)
-    beside = there.with_name(f"{there.name}.new")
+    beside = there.with_name(f"{there.name}.{os.getpid()}.new")
     about = {FROZEN: frozen_digest(digests)} if digests else {}
     about |= {BUFFERS: json.dumps(sorted(buffers))} if buffers else {}
     save_file(on_host, beside, about or None)
