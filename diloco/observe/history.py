@@ -9,6 +9,7 @@ so that the events of a run that was killed at any point can be read.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import islice
@@ -340,14 +341,16 @@ class RunHistory:
         return next((known for known in recent if (known.lineage, known.fragment, known.version) == wanted), None)
 
     def _on_reported(self, who: str, event: Event, now_s: float) -> None:
-        """Take a heartbeat that the syncer recorded, of a site whose own events are kept elsewhere.
+        """Take a heartbeat that the syncer recorded, of a site whose own events are, or are by now, kept elsewhere.
 
         Each of several syncers records them: the first for the site's progress, each for its own traffic.
         """
         site = self.sites[str(event.get("site"))]
+        of_syncer, incarnation = whole(event, "of_syncer"), whole(event, "incarnation")
+        if self.by_hand and not of_syncer and incarnation > site.own_incarnation:
+            site.has_own_events = False
         if site.has_own_events:
             return
-        of_syncer, incarnation = whole(event, "of_syncer"), whole(event, "incarnation")
         traffic = {"bytes_up": whole(event, "bytes_up"), "bytes_down": whole(event, "bytes_down")}
         if of_syncer:
             site.elsewhere[of_syncer, incarnation] = traffic
@@ -356,11 +359,11 @@ class RunHistory:
         self._steps(now_s)
         if incarnation != site.incarnation:
             before = site.meters.get(site.incarnation)
-            if before is not None and train_s >= before["train_s"] and step >= site.step:
+            if before is not None and train_s >= before.get("train_s", math.inf) and step >= site.step:
                 del site.meters[site.incarnation]  # The same process, which joined again after a restore of the run.
             else:
                 site.restarts += before is not None
-                site.step_before = site.step if before is not None else 0
+                site.step_before = min(site.step, step) if before is not None else 0
                 site.losses.cut()
             site.incarnation = incarnation
         site.joined = True
@@ -406,6 +409,8 @@ class RunHistory:
         site.out_of_reach.discard(whole(event, "of_syncer"))
         site.done, site.left_with, site.left = None, None, False
         site.incarnation = whole(event, "incarnation")
+        if not event.get("of_syncer"):
+            site.own_incarnation = site.incarnation
         self._syncers[whole(event, "of_syncer")] = str(event.get("syncer", "HOST:PORT"))
         if self.whole_at:
             self._take_versions(event)
@@ -657,6 +662,8 @@ class SiteHistory:
     """When its process lived."""
     has_own_events: bool = False
     """Whether its own events are in this log, as those of sites on this machine are."""
+    own_incarnation: int = 0
+    """The latest that its own events tell, of the first syncer."""
     reported: dict[str, int] = field(default_factory=dict)
     """Without own events: its counts of tokens from its last heartbeat."""
     elsewhere: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)

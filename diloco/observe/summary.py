@@ -211,8 +211,9 @@ def unfinished(site: SiteHistory, heard: Mapping[str, object], history: RunHisto
     for name in ("lost", "overwritten", "in_flight", "unsent") if site.reported else ("in_flight",):
         ledger[name] = min(rest, whole(elsewhere, f"tokens_{name}"))
         rest -= ledger[name]
-    # The rest was refused where the site was heard to its end; otherwise its fate is unknown.
-    unknown = "in_flight" if history.whole_at else "lost"
+    # The rest was refused where the site was heard to its end; otherwise its fate is unknown, or still to come.
+    goes_on = history.by_hand and history.ending is None
+    unknown = "in_flight" if history.whole_at or goes_on else "lost"
     ledger["refused" if site.reported and site.left else unknown] += rest
     return ledger
 

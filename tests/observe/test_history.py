@@ -8,7 +8,7 @@ import pytest
 
 from diloco.observe.eventlog import Event
 from diloco.observe.history import SERIES_MAX, RunHistory, Series, SiteHistory
-from diloco.observe.summary import closing_lines, summarize
+from diloco.observe.summary import closing_lines, summarize, unfinished
 from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder, told
 
 
@@ -266,7 +266,7 @@ def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> N
             event(1, "iad", "joined", incarnation=3, versions=[0]),
             event(2, "iad", "step", step=1, tokens=10, loss=4.0),
             reported(5, "fra", 10),
-            reported(5, "iad", 99),
+            reported(5, "iad", 99, incarnation=3),
             event(6, "syncer", "outer_step", fragment=0, version=1, sites={"fra": 1.0}, staleness={"fra": 0}),
             event(6, "syncer", "published", fragment=0, version=1, merged={"fra": [800, 1]}, run_tokens=800, bytes=50),
             reported(10, "fra", 12, incarnation=8, train_s=2.0),
@@ -287,6 +287,21 @@ def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> N
     assert (ledger["tokens_refused"], ledger["tokens_lost"]) == (300, 0), "it left, and said that it lost nothing"
     history.take(event(13, "syncer", "final", ending="finished", versions=[1]))
     assert summarize(history, None, {})["status"] == "ok", "nobody was asked to evaluate it"
+
+
+def test_a_site_that_moves_to_another_folder_goes_on_by_its_heartbeats_and_loses_nothing_while_the_run_goes_on() -> (
+    None
+):
+    here = [
+        event(0, "syncer", "syncer_started", epoch=1, versions=[0]),
+        event(1, "fra", "joined", incarnation=1, versions=[0]),
+        *(event(1 + step, "fra", "step", step=step, tokens=100, loss=4.0) for step in range(1, 31)),
+        event(32, "fra", "meter", incarnation=1, inner_steps=30, train_s=30.0, tokens=3000),
+        reported(33, "fra", 30, incarnation=1),
+    ]
+    assert unfinished(told(here).sites["fra"], {"tokens_merged": 2000}, told(here))["in_flight"] == 1000
+    fra = told([*here, reported(50, "fra", 1, 2, train_s=1.0), reported(90, "fra", 41, 2, train_s=40.0)]).sites["fra"]
+    assert (fra.restarts, fra.meter("inner_steps"), fra.meter("train_s"), fra.tokens) == (1, 70, 70.0, 4100)
 
 
 def test_what_joins_anew_or_at_another_syncer_is_no_restart_and_counts_once() -> None:

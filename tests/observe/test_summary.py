@@ -92,6 +92,7 @@ def test_invariant_10_tokens_balance_after_the_syncers_last_word(recorder: Recor
 @pytest.mark.parametrize("undecided", [0, 1])
 def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None:
     recorder = Recorder()
+    recorder.say(0, "up", "run", state="started")
     recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
     unheard = {"tokens_merged": 0, "undecided": 1, "tokens_processed": None, "tokens_in_flight": None}
     summary = made(recorder, status={"sites": {"site-a": unheard}})
@@ -103,7 +104,6 @@ def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None
         recorder.say(1, "site-a", "sealed", fragment=0, sequence=sequence, tokens=40)
         recorder.say(1, "site-a", what, fragment=0, sequence=sequence, reason=reason)
     heard = {"tokens_merged": 600, "tokens_processed": 900, "tokens_in_flight": 50, "undecided": undecided}
-    recorder.say(1, "up", "run", state="started")
     recorder.say(1, "up", "layout", fragments=FRAGMENTS)
     history = told(recorder.events)
     ledger = unfinished(history.sites["site-a"], heard, history)
