@@ -128,8 +128,9 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     require(processes == 1, "cluster.syncer.processes", processes, "1: a standby follows one syncer")
     check_trackers(config.run.track)
     build_syncer.standby_primary(config)
-    write_config(config, run_dir, given, over=False)
     folder = Path(config.cluster.syncer.folder or run_dir.root / config.cluster.standby.name)
+    build_syncer.check_backup(config, run_dir, folder)
+    write_config(config, run_dir, given, over=False)
     config.cluster.syncer.folder = str(folder)
     if regional.is_region(config):
         regional.run_above(config, folder)

@@ -74,6 +74,7 @@ def _check_settings(config: RunConfig, run_dir: RunDir) -> None:
     from diloco.wire.options import check_bind
 
     build_syncer.check(config)
+    build_syncer.check_backup(config, run_dir, _data(config, run_dir))
     check_trackers(config.run.track)
     with section("cluster.syncer", address="listen"):
         check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))

@@ -12,7 +12,7 @@ from diloco.config.errors import A_NAME, ConfigError, options_of, require, secti
 from diloco.config.placing import backup_of, has_several, syncer_name
 from diloco.config.run_dir import RunDir
 from diloco.durable import PLAIN_DISK
-from diloco.syncer.backups import BackupOptions
+from diloco.syncer.backups import BackupOptions, Vault
 from diloco.syncer.lease import EtcdAccess, EtcdLease, FileLease
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.replicator import ReplicationOptions
@@ -61,6 +61,18 @@ def check(config: RunConfig) -> None:
     build.check(config)
     syncer_options(config, RunDir(Path()))
     lease(config)
+
+
+def check_backup(config: RunConfig, run_dir: RunDir, data: Path) -> None:
+    """Raise ConfigError where a run's backups would lie among its own files: what is pruned there would be the run."""
+    url = backup_of(config)
+    folder = Vault(url).folder(config.run.name or "") if url else None
+    if folder is None:
+        return
+    place, root, data = folder.resolve(), run_dir.root.resolve(), data.resolve()
+    holds = place == root or data.is_relative_to(place) or place.is_relative_to(data)
+    wanted = f"another folder, since {folder} is among the files of the run itself"
+    require(not holds, "cluster.syncer.backup", config.cluster.syncer.backup, wanted)
 
 
 # --- replication and a standby ----------------------------------------------------------------------------------------

@@ -140,8 +140,12 @@ class Vault:
         return damaged | dict(sorted(good.items(), key=lambda each: (each[1].reach, each[0])))
 
     def leftovers(self, run_id: str) -> list[str]:
-        """Return the folders that failed attempts left."""
+        """Return the folders without a marker: failed attempts, and what others keep there."""
         return [name for name in self._folders(run_id) if not self._files.exists(self._at(run_id, name, MARKER))]
+
+    def folder(self, run_id: str) -> Path | None:
+        """Return the folder of a run's backups; None where they are in an object store."""
+        return Path(self._at(run_id)) if self._is_folder else None
 
     def facts(self, run_id: str, name: str) -> BackupFacts:
         """Read and verify a backup's marker."""
@@ -274,6 +278,8 @@ def _poured(source: IO[bytes], write: Callable[[bytes], object] = lambda piece: 
 
 NAME = "{:010d}-{:010d}-{:06d}-{:012d}"
 """A backup's name: its ``reach``."""
+NAMED = re.compile(r"(\d{10,})-(\d{10,})-\d{6,}-\d{12,}|\d{8}T\d{6}\.\d{6}Z")
+"""The names that backups have, those by wall time of an earlier release among them."""
 RETRY_S = 30.0
 """Seconds to wait, at most, before the next attempt after a failure."""
 STOP_S, LAST_S = 5.0, 60.0
@@ -428,8 +434,9 @@ class Backups:
         """Make a backup, and delete all but the newest ``keep``: never this one, nor one with an unreadable marker."""
         began = time.monotonic()
         for died in self._vault.leftovers(self._run_id):  # First, so that leftovers do not accumulate.
-            of = re.match(r"(\d{10})-(\d{10})-", died)
-            if of is None or (int(of[1]), int(of[2])) <= self._own:  # A later syncer may be writing its own now.
+            if (of := NAMED.fullmatch(died)) is None:
+                continue  # No attempt of a syncer left it.
+            if of[1] is None or (int(of[1]), int(of[2])) <= self._own:  # A later syncer may be writing its own now.
                 self._vault.drop(self._run_id, died)
         before = self._vault.backups(self._run_id)
         name, facts = back_up(

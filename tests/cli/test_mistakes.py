@@ -61,6 +61,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, "a port of 0 to 65535", "syncer TINY cluster.syncer.listen=127.0.0.1:99999"),
         (2, "nohost.invalid does not resolve here", "syncer TINY cluster.syncer.listen=nohost.invalid:1"),
         (2, "listen is '0.0.0.0:0': not a loopback address", "syncer TINY cluster.syncer.listen=0.0.0.0:0"),
+        (2, "backup is 'runs': another folder, since", "syncer TINY run.name=otter cluster.syncer.backup=runs"),
+        (2, "backup is 'd': another", "syncer TINY run.name=o cluster.syncer.backup=d cluster.syncer.folder=d/o/x"),
+        (2, "backup is 'd/o': another", "syncer TINY run.name=o cluster.syncer.backup=d/o cluster.syncer.folder=d"),
+        (2, "backup is 'runs': another folder", f"standby follow {FOLLOW}=a:1 cluster.syncer.backup=runs"),
         # Who is asked.
         (2, "'127.0.0.1:99999': a port of 1 to 65535", "status 127.0.0.1:99999"),
         (2, "site.token_file is 'nowhere'", "status 127.0.0.1:1 site.token_file=nowhere"),
