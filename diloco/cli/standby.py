@@ -50,8 +50,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
     loses what came since.
 
     promote is refused while the syncer is still heard, and where the standby may lack what a site was told (mode async,
-    or a detached standby).  --lossy promotes it anyway: it begins a new lineage with what it has, sites move to it, and
-    what only the other syncer has is lost.  With cluster.lease the lease says which process has everything.
+    a detached standby, or one that was started again and has not heard the syncer since).  --lossy promotes it anyway:
+    it begins a new lineage with what it has, sites move to it, and what only the other syncer has is lost.  With
+    cluster.lease the lease says which process has everything.
 
     follow takes the settings of `diloco syncer`. A promoted standby is that syncer, at the same address, with the same
     exit codes. Its epoch is larger, so sites that have joined it never go back to the old one. It needs
@@ -98,7 +99,7 @@ def _say(what: str, address: str, given: argparse.Namespace) -> ExitCode:
         elif what == "detach":
             client.detach()
             print(f"{address} continues without a standby, until one has caught up")
-            print("a standby that is away now misses updates: from here on it can be promoted only with --lossy")
+            print("a standby that is away now misses updates, and may not know it: promote it only with --lossy")
         elif given.json:
             print(json.dumps(client.status(), sort_keys=True))
         elif (status := client.status()).get("role") == "standby":

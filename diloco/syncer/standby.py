@@ -15,7 +15,8 @@ holder has let it expire, without a command. Any other standby takes over only b
 once no process holds the lease. What it lacks is lost, so a new lineage begins with what it has.
 
 Without a lease the operator's command alone decides. The standby refuses it while the syncer is still alive, or if the
-syncer may have told sites what the standby lacks. ``lossy`` overrides both, because a new lineage fences off the old
+syncer may have told sites what the standby lacks. So may one that has not heard the syncer since its own start: it
+cannot know whether an operator detached it before. ``lossy`` overrides both, because a new lineage fences off the old
 syncer. Nothing watches a standby whose thread has died, so any failure other than a lease error ends the standby, with
 its reason.
 
@@ -186,7 +187,8 @@ class Standby:
         self._incoming: Incoming | None = None
         self._began_at: Position | None = None
         self.connected = False
-        self._waits = self.options.replication.mode == "sync"  # Until the syncer sends its own setting.
+        self._waits: bool | None = None
+        """Whether the syncer waits for a standby that is away; not known before this process has heard it."""
         self._at_earlier = False
         """Whether it sends the digest of an earlier release, because the syncer refused the present one."""
         self.left = False
@@ -234,6 +236,12 @@ class Standby:
         state = self.state()
         if state is not None and state.detached:
             return "the syncer did not wait for this standby when it last sent anything"
+        if self._waits is None:
+            return (
+                f"this standby has not heard the syncer in the {time.monotonic() - self.heard_s:.0f} s since its own "
+                "start, and before that the run may have gone on without it, by an operator's detach (`diloco standby "
+                "status` shows the versions that it has)"
+            )
         if not self._waits:
             return "the syncer goes on without a standby that is away, because it does not replicate in mode sync"
         return None

@@ -26,7 +26,7 @@ from tests.loopback.cluster import Log, SiteThread, eventually, free_port, servi
 from tests.loopback.toy import Toy
 from tests.sooner import sooner
 from tests.syncer.building import serves
-from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
+from tests.syncer.test_standby import BOUND_S, STEP_S, TIMES, a_toy, following
 
 
 def test_an_old_syncer_that_is_started_again_is_older_than_the_one_that_was_promoted(tmp_path: Path) -> None:
@@ -180,7 +180,15 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(
         promoted.stop()
 
 
-@pytest.mark.parametrize("stale", ["", "async", "detached"])
+def promoted_by(operator: AdminClient, words: str, stale: str) -> None:
+    """A standby that may be ``stale`` is promoted only with --lossy, and says so in these words."""
+    if stale:
+        with pytest.raises(Refused, match=words):
+            operator.promote()
+    operator.promote(lossy=bool(stale))
+
+
+@pytest.mark.parametrize("stale", ["", "async", "detached", "restarted"])
 def test_without_a_lease_an_operator_hears_why_it_is_not_promoted_or_gives_up_what_it_may_lack(
     tmp_path: Path, stale: str
 ) -> None:
@@ -201,11 +209,13 @@ def test_without_a_lease_an_operator_hears_why_it_is_not_promoted_or_gives_up_wh
                 eventually(lambda: bool(standing.standby.may_lack()), BOUND_S, "it has heard of it")
             ending.close()
             eventually(lambda: not standing.standby.connected, BOUND_S, "it has stopped")
-            if stale:
-                words = r"may lack what was told: start that one again; or promote .* --lossy"
-                with pytest.raises(Refused, match=words):
-                    operator.promote()
-            operator.promote(lossy=bool(stale))
+            if stale != "restarted":
+                promoted_by(operator, r"may lack what was told: start that one again; or promote .* --lossy", stale)
+        if stale == "restarted":  # By its own settings it knows nothing of how the syncer replicates.
+            standing.stop()
+            standing = standing_by(replace(toy, replication={"mode": "off", **TIMES}), first, 0)
+            with AdminClient(standing.start()) as operator:
+                promoted_by(operator, r"has not heard the syncer in the \d+ s since its own start, .* --lossy", stale)
         warm = standing.wait(BOUND_S)
         with warm.taken:
             assert (warm.machine.state.lineage > 1) is bool(stale)
