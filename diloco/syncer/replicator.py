@@ -128,11 +128,15 @@ class Replicator:
     # --- a standby's side --------------------------------------------------------------------------------------------
 
     def follow(self, start: FollowStart) -> Follower:
-        """Serve a standby from the end of its journal."""
+        """Serve a standby from the end of its journal; refuse it while another follows that is not away."""
         card = self.store.card
         if (name := card.difference(asdict(start))) is not None:
             theirs, ours = getattr(start, name)[:12], getattr(card, name)[:12]
             raise Refusal(Status.FAILED_PRECONDITION, f"{name} is {theirs} at the standby and {ours} here: another run")
+        with self.changed:
+            other, away_ns = self.machine.standby, self.machine.away_ns(time.monotonic_ns())
+        if away_ns is None and other != start.standby:  # The same one again is a restart from its folder.
+            raise Refusal(Status.ALREADY_EXISTS, f"standby {other} follows already: stop that first")
         follower = Follower(self, start)
         with self.changed:
             self.machine.followed(follower, follower.name, follower.place, time.monotonic_ns())

@@ -316,6 +316,8 @@ class Standby:
                     self._at_earlier = may_be and not self._at_earlier
                     if self._replayer is not None and "empty folder" in error.text:
                         raise StandbyError(f"{error.text}; {ANEW.format(self.folder)}") from error
+                    if error.final:  # Another standby follows.
+                        raise StandbyError(error.text) from error
                     if not self._at_earlier:
                         self._lost(error.text)
         finally:

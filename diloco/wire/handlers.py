@@ -736,7 +736,8 @@ def follow_handler(serve: Follow, door: Door) -> Any:
         raw = door.first(call)
         start = _first_of("standby", "start", FollowStart, convert.unpack_follow, raw, CONTROL_BYTES_MAX)
         door.check_run(start.run_id)
-        with one.enter(("standby",), 0, call.context.cancel), closing(serve(start)) as followed:
+        # First served, or refused beside another: only then does the stream before end.
+        with closing(serve(start)) as followed, one.enter(("standby",), 0, call.context.cancel):
             threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True).start()
             for part in followed.parts():
                 if door.stopping.is_set():

@@ -20,7 +20,7 @@ from diloco.syncer.restoring import Known, begin_lineage
 from diloco.syncer.standby import PAUSE_S, StandbyError, StandingBy
 from diloco.syncer.store import Store, verify
 from diloco.wire.client import AdminClient
-from diloco.wire.messages import Refused
+from diloco.wire.messages import FollowStart, Refused
 from diloco.wire.options import SecurityOptions
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
@@ -138,6 +138,24 @@ def test_a_syncer_of_an_earlier_release_is_followed_by_the_digest_that_it_knows_
                         standby.promote()
             finally:
                 standby.close()
+
+
+def test_a_second_standby_ends_in_words_and_the_first_follows_on_but_one_from_the_same_folder_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    """They cut each other off every half second."""
+    toy = a_toy(tmp_path)
+    with serving(toy) as (syncer, address, log), following(toy, address) as (standby, told):
+        eventually(lambda: standby.state() is not None, BOUND_S, "it has a state")
+        with following(toy, address, "second") as (second, _):
+            eventually(lambda: second.failed is not None, BOUND_S, "it ends")
+            assert f"standby {standby.identity} follows already: stop that first" in str(second.failed)
+        assert standby.connected
+        assert told.of("disconnected") == []
+        syncer.replicator.follow(
+            FollowStart(**syncer.store.card.facts(), standby=standby.identity, segment=0, chain="")
+        )
+        assert len(log.of("standby_follows")) == 2
 
 
 # --- A standby on the network, from its first word to the syncer that takes its place at the same address ------------
