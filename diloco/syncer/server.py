@@ -73,7 +73,7 @@ from diloco.syncer.outer_step import (
 )
 from diloco.syncer.publish import published
 from diloco.syncer.replicator import Replicator
-from diloco.syncer.snapshots import MemoryCheck, export
+from diloco.syncer.snapshots import MemoryCheck, export, exported
 from diloco.syncer.status import describe, resident_bytes
 from diloco.syncer.store import Store, StoreError, begun
 from diloco.wire.messages import Refusal, Status
@@ -125,6 +125,7 @@ class Syncer:
         self._buffers = Buffers(3 + len(TENSORS_KEPT[self.plan.rule.optimizer.kind]))
         self._ended = threading.Event()
         self.ending: Ending | None = None
+        self._final = Path(self.options.folder) / "final"
         self.readiness = Readiness()
         self._taken = ExitStack()  # A stop releases these, the last first.
         self._server: RunningServer | None = None
@@ -186,7 +187,8 @@ class Syncer:
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
         facts |= {"recovered": records, "kernels": kernel_library.description()}
         self.emit("syncer_started", {**facts, "memory_bytes_max": self.memory_bytes_max})
-        if ended is not None:
+        values = self.holdings.values
+        if ended is not None and exported(self._final, values, [each.version for each in values]):
             self.ending = ended
             self._ended.set()
         follow = self.replicator.follow if self.options.replication.mode != "off" else None
@@ -330,14 +332,15 @@ class Syncer:
         self.emit("note", {"note": what, "why": why})
 
     def wait(self, timeout_s: float) -> Ending | None:
-        """Wait at most ``timeout_s`` for the last version; return the ending, or None when the run still goes on.
+        """Wait at most ``timeout_s`` for the last version; return the ending, or None when the run still goes on, or a
+        finished one is not in ``final/`` yet.
 
         Raises the error that ended the process early, if any.
         """
-        self._ended.wait(timeout_s)
+        has_ended = self._ended.wait(timeout_s)
         if self.failed is not None:
             raise self.failed
-        return self.ending
+        return self.ending if has_ended else None
 
     def status(self) -> dict[str, object]:
         """Return the run's status for the admin service; raise ``CoreStopped`` before the start and after the end."""
@@ -372,7 +375,10 @@ class Syncer:
 
     def linger(self) -> None:
         """After the last version: wait until every live site has left, has got its fates and has closed its streams; at
-        most ``linger_s`` after bytes of a version were sent, and ``LINGERS_MAX`` times that in all."""
+        most ``linger_s`` after bytes of a version were sent, and ``LINGERS_MAX`` times that in all.
+
+        Raises the error that ends the process meanwhile, if any.
+        """
         if self.region is not None:
             self.region.above.finish()  # The region's own last update, after those of its sites.
 
@@ -385,13 +391,16 @@ class Syncer:
 
         sent, linger_s, now = self._bytes_out(), self.options.linger_s, time.monotonic()
         until, end = now + linger_s, now + LINGERS_MAX * linger_s
-        while (now := time.monotonic()) < min(until, end):
+        while self.failed is None and (now := time.monotonic()) < min(until, end):
             if sent < (out := self._bytes_out()):
                 sent, until = out, now + linger_s
-            with suppress(CoreHeld):  # A held loop decides nothing, so no site can leave.
+            # A held loop decides nothing, so no site can leave; why one has ended comes in ``failed``.
+            with suppress(CoreHeld, CoreStopped):
                 if not self.core.ask(wanted):
-                    return
+                    break
             time.sleep(LOOK_S)
+        if self.failed is not None:
+            raise self.failed
 
     def _bytes_out(self) -> int:
         return self._server.counters().get("payload_bytes_out", 0) if self._server is not None else 0
@@ -405,6 +414,7 @@ class Syncer:
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Stop serving, write a last snapshot, release the folder. After a failure: the same without the snapshot."""
+        had_failed = self.failed is not None
         try:
             if self._server is not None:
                 self._server.stop(grace_s)
@@ -414,10 +424,9 @@ class Syncer:
                         self.keeper.finish()
                         self.core.do(self.keeper.begin)
         finally:
-            had_failed = self.failed is not None
             self._taken.close()
         if not had_failed and self.failed is not None:
-            raise self.failed  # No other call reports a failure of the last snapshot.
+            raise self.failed  # No other call reports a failure of the stop itself, as of the last snapshot.
 
     def _close_journal(self) -> None:
         try:
@@ -529,7 +538,6 @@ class Syncer:
 
     def _export(self, versions: Sequence[int], stopping: threading.Event) -> None:
         """Write the final model to ``final/``. The values of the last version no longer change."""
-        folder = Path(self.options.folder) / "final"
 
         def put_off(full: OSError | None) -> None:
             if full is not None:
@@ -537,7 +545,7 @@ class Syncer:
 
         values = self.holdings.values
         when_there_is_room(
-            lambda: export(self.disk, folder, self.plan.layout, values, versions), stopping, LOOK_EVERY_S, put_off
+            lambda: export(self.disk, self._final, self.plan.layout, values, versions), stopping, LOOK_EVERY_S, put_off
         )
         self._ended.set()
 

@@ -558,6 +558,9 @@ class Lineages:
                 self.disk.remove(self.folder / str(number), Step.LINEAGE_PRUNE)
 
 
+FINAL = "final.json"
+
+
 def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentValues], versions: Sequence[int]) -> None:
     """Write ``model.safetensors`` and then ``final.json``, which describes it, into ``folder``.
 
@@ -570,8 +573,18 @@ def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentVa
         about = {FROZEN: layout.frozen} if layout.frozen else {}
         about |= {BUFFERS: json.dumps(layout.buffers)} if layout.buffers else {}
         disk.write_parts(folder / "model.safetensors", tensor_file(parameters, about or None), Step.EXPORT)
-        facts = {"versions": list(versions), "digests": [each.digest for each in values]}
-        disk.write_file(folder / "final.json", json.dumps(facts, indent=1).encode(), Step.EXPORT)
+        disk.write_file(folder / FINAL, _exported_facts(values, versions), Step.EXPORT)
+
+
+def exported(folder: Path, values: Sequence[FragmentValues], versions: Sequence[int]) -> bool:
+    """Return whether ``export`` has written these values into ``folder``."""
+    path = folder / FINAL
+    return path.is_file() and path.read_bytes() == _exported_facts(values, versions)
+
+
+def _exported_facts(values: Sequence[FragmentValues], versions: Sequence[int]) -> bytes:
+    facts = {"versions": list(versions), "digests": [each.digest for each in values]}
+    return json.dumps(facts, indent=1).encode()
 
 
 def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -95,6 +95,32 @@ def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate(syncer: Syn
         assert said(syncer.api.watch("a", 1)) == [0, 1]
 
 
+@pytest.mark.parametrize("when", ["lingers", "stops"])
+def test_what_fails_while_it_waits_for_its_sites_or_stops_is_raised(
+    syncer: Syncer, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    broken = MemoryError("it broke")
+    server = syncer._server
+    assert server is not None
+    close = server.stop
+
+    def dies() -> None:
+        raise broken
+
+    def closes(grace_s: float) -> None:
+        close(grace_s)
+        syncer.fail(broken)
+
+    syncer.api.watch("a", 1)
+    end(syncer)
+    if when == "lingers":
+        monkeypatch.setattr(syncer.core, "_turn", dies)
+    else:
+        monkeypatch.setattr(server, "stop", closes)
+    with pytest.raises(MemoryError, match="it broke"):
+        syncer.linger() if when == "lingers" else syncer.stop(0.1)
+
+
 def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(syncer: Syncer) -> None:
     feed = syncer.api.watch("a", 1)
     syncer.api.report(report(tokens_in_flight=100))

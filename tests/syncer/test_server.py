@@ -47,6 +47,7 @@ from tests.syncer.building import (
     eventually,
     join,
     new_syncer,
+    no_room,
     push,
     refused,
     report,
@@ -347,7 +348,9 @@ def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path)
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(tmp_path: Path) -> None:
+def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events, last_round = Events(), {"token_budget": 100, "final_wait_ns": 100_000_000}
     with serving(tmp_path, events, outer=last_round) as syncer:
         join(syncer)
@@ -371,6 +374,10 @@ def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(
     (folder / "model.safetensors").write_bytes(b"half")
     (folder / "final.json").unlink()
     events = Events()
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "export", no_room)
+        with serving(tmp_path, outer=last_round) as again:
+            assert again.wait(0.5) is None, "it is not said to be there before it is"
     with serving(tmp_path, events, outer=last_round) as again:
         assert again.wait(5.0) is Ending.FINISHED
         assert events.of("syncer_started")[0]["ending"] == "finished", "whoever counts from its start knows of the end"
