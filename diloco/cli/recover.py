@@ -349,6 +349,8 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
         if getattr(site, name) != getattr(card, name):
             raise ColdError(f"{given.from_site} is of another run: its {name} is {getattr(site, name)!r}")
     evidence = _evidence(past, given)
+    if evidence.contradictions:  # An image and a backup are not compared with it.
+        raise ConfigError(f"the evidence contradicts itself: {evidence.contradictions[0]}")
     if site.lineage < evidence.lineage:
         raise ColdError(
             f"{given.from_site} is of lineage {site.lineage}, and lineage {evidence.lineage} has begun since"
@@ -396,14 +398,11 @@ def _begin(
 
 
 def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
-    """Return the evidence in the run's own events and in the user's paths; ConfigError for a contradiction."""
+    """Return the evidence in the run's own events and in the user's paths."""
     from diloco.models.read import read_evidence
 
     own = [past.run_dir.events] if past.run_dir.events.is_file() else []
-    found = read_evidence([*own, *given.evidence], number_of(past.config))
-    if found.contradictions:
-        raise ConfigError(f"the evidence contradicts itself: {found.contradictions[0]}")
-    return found
+    return read_evidence([*own, *given.evidence], number_of(past.config))
 
 
 def _list(past: Past, given: argparse.Namespace) -> None:

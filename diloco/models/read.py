@@ -286,6 +286,16 @@ class Evidence:
                 return
         known.append((digest, who))
 
+    def take(self, other: Evidence) -> None:
+        """Record all that ``other`` has."""
+        for place, known in other.digests.items():
+            for told, who in known:
+                self.say(place, told, who)
+        self.merged |= other.merged
+        self.began |= other.began
+        self.lineage, self.epoch = max(self.lineage, other.lineage), max(self.epoch, other.epoch)
+        self.contradictions += other.contradictions
+
     def held(self, lineage: int, versions: Sequence[int]) -> Held | None:
         """Return the tokens and updates of each site contained in ``versions``; None where a version is unknown."""
         if lineage == 1:
@@ -330,23 +340,27 @@ def read_evidence(paths: Sequence[Path], syncer: int | None = None) -> Evidence:
 
 
 def _from_events(found: Evidence, path: Path) -> None:
+    own = Evidence()
     for event in read_events(path):
         what: dict[str, Any] = event
         try:
             if event["what"] == "published":
                 place = (int(what.get("lineage", 1)), int(what["fragment"]), int(what["version"]))
-                found.say(place, str(what["digest"]), str(path))
+                own.say(place, str(what["digest"]), str(path))
                 if "merged" in what:
-                    found.merged[place] = {site: (int(t), int(n)) for site, (t, n) in what["merged"].items()}
+                    own.merged[place] = {site: (int(t), int(n)) for site, (t, n) in what["merged"].items()}
             elif event["what"] == "restored":
                 lineage = int(what["lineage"])
                 held = {(str(site), int(at)): (int(t), int(n)) for site, at, t, n in what["held"]}
-                found.began[lineage] = ([int(version) for version in what["versions"]], held)
-                found.lineage = max(found.lineage, lineage)
+                own.began[lineage] = ([int(version) for version in what["versions"]], held)
+                own.lineage = max(own.lineage, lineage)
             elif event["what"] == "syncer_started":
-                found.epoch = max(found.epoch, int(what["epoch"]))
+                if not any(what.get("versions", [1])):  # It began again from nothing (run.resume=never).
+                    own = Evidence(lineage=own.lineage, epoch=own.epoch)
+                own.epoch = max(own.epoch, int(what["epoch"]))
         except (LookupError, TypeError, ValueError, AttributeError):
             continue  # A line of another release, or one that a full disk has cut short.
+    found.take(own)
 
 
 def _from_journal(found: Evidence, path: Path) -> None:

@@ -174,7 +174,8 @@ def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, cli: Cli) -
         shutil.rmtree(run / "syncer")
         if wanted == first:
             log = EventLog(run / "events.jsonl", "syncer")
-            log.emit("published", {"fragment": 0, "version": 10, "digest": "f" * 64, "run_tokens": 1000})
+            for told in "ef":  # A backup has what it has, whatever the events say.
+                log.emit("published", {"fragment": 0, "version": 10, "digest": told * 64, "run_tokens": 1000})
             log.close()
         said = cli.out("restore", str(run), "--from", source)
         assert f"backup {wanted}" in said
@@ -307,3 +308,8 @@ def test_a_site_alone_is_taken_but_none_of_an_earlier_lineage(run: Path, tmp_pat
     shutil.rmtree(run / "syncer")
     words = f"is of lineage 1, and lineage {told['lineage']} has begun since"
     cli.refuses(1, words, "restore", str(run), "--from-site", str(site))
+    log = EventLog(run / "events.jsonl", "syncer")
+    for told in "ef":
+        log.emit("published", {"fragment": 0, "version": 1, "digest": told * 64})
+    log.close()
+    cli.refuses(2, "the evidence contradicts itself: version 1", "restore", str(run), "--from-site", str(site))

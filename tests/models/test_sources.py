@@ -85,7 +85,9 @@ def published(version: int, digest: str, **more: object) -> dict[str, object]:
 def test_events_say_digests_tokens_and_numbers(tmp_path: Path) -> None:
     path = events(
         tmp_path / "events.jsonl",
-        {"what": "syncer_started", "epoch": 4},
+        published(1, "of a run", merged={"a": [9, 9]}),
+        published(3, "that was begun again", merged={"a": [9, 9]}),
+        {"what": "syncer_started", "epoch": 4, "versions": [0]},
         published(1, "one", merged={"a": [100, 1], "b": [50, 2]}),
         published(2, "two", merged={"a": [30, 1]}),
         {"what": "published", "fragment": "no number"},
