@@ -52,12 +52,12 @@ def journal(arguments: Sequence[str]) -> ExitCode:
 
 
 def _show(target: str) -> None:
-    from diloco.syncer.journal_files import read_file
+    from diloco.syncer.journal_files import index_of, read_file
 
     found = [Path(target)]
     if not found[0].is_file():
         folder = data_folder(target) / "journal"
-        found = sorted(folder.glob("journal-*.log"))
+        found = sorted((path for path in folder.glob("journal-*.log") if index_of(path)), key=index_of)
         if not found:
             raise ConfigError(f"{target!r} holds no journal: no journal-*.log in {folder}")
     for path in found:

@@ -36,6 +36,7 @@ Anything else is damage: ``JournalError`` with file and offset, and the syncer d
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ class JournalFiles:
 
     def segments(self) -> list[int]:
         """Return the numbers of the existing segments, rising."""
-        return sorted(int(path.stem.removeprefix("journal-")) for path in self.folder.glob("journal-*.log"))
+        return sorted(index for path in self.folder.glob("journal-*.log") if (index := index_of(path)))
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -347,9 +348,15 @@ class JournalFiles:
             self._file = None
 
 
+def index_of(path: Path) -> int:
+    """Return the number of the segment in ``path``; 0 where its name is no segment's, as of somebody's copy."""
+    found = re.fullmatch(r"journal-(\d{6,})\.log", path.name)
+    return int(found[1]) if found else 0
+
+
 def read_file(path: Path) -> SegmentRead:
     """Read one segment by itself; ``JournalError`` names file and offset of damage."""
-    index, data = int(path.stem.removeprefix("journal-")), path.read_bytes()
+    index, data = index_of(path), path.read_bytes()
     try:
         if not is_framed(data):
             records, end = read_records(data)

@@ -401,13 +401,13 @@ def verify(folder: Path) -> Verified:
     It may run beside a running syncer: what the syncer is writing at that moment counts as torn.
     """
     found = Verified()
-    if not any((folder / "journal").glob("journal-*.log")):
-        raise JournalError(f"{folder / 'journal'} holds no journal")
     data = DataFolder(folder, {}, ReadingDisk())
     journal, snapshots = data.journal, data.snapshots
+    numbers, segments = snapshots.numbers(), journal.segments()
+    if not segments:
+        raise JournalError(f"{journal.folder} holds no journal")
     for why in journal.noted.damage():
         raise JournalError(f"{journal.noted.path} is damaged: {why}")
-    numbers, segments = snapshots.numbers(), journal.segments()
     chains: dict[int, str] = {}
     wanted: dict[str, str] = {}
     for read in journal.walk(segments[0]):

@@ -47,6 +47,9 @@ def test_a_journal_is_shown_as_lines_whatever_names_it_a_torn_end_is_said_and_da
         ]
     path = folder / "journal-000002.log"
     whole = path.read_bytes()
+    copy = shutil.copy(path, folder / "journal-000002.bak.log")
+    assert cli.out("journal", "show", str(copy)).count("SyncerStarted") == 1
+    assert cli.out("journal", "show", str(tmp_path / "run")).count("SyncerStarted") == 2
     path.write_bytes(whole + whole[:20])
     said = cli.out("journal", "show", str(path))
     assert said.count("SyncerStarted") == 1

@@ -74,6 +74,8 @@ def old_segment(path: Path, *numbers: int) -> None:
 def test_what_was_appended_is_read_from_any_segment_on(tmp_path: Path) -> None:
     records, places = written(tmp_path, segments=3, each=4)
     journal = JournalFiles(tmp_path)
+    copy = shutil.copy(journal.path(2), tmp_path / "journal-000002.bak.log")  # Somebody's, and none of the journal's.
+    assert read_file(copy).records == records[4:8]
     assert journal.segments() == [1, 2, 3]
     for number, place in enumerate(places):
         assert journal.read(place.segment, place.chain) == records[4 * number :]
