@@ -206,12 +206,13 @@ class Standby:
         Raises ``LockedError`` when another process has the folder, ``StoreError`` when it cannot be continued.
         """
         self._taken.enter_context(locked(self.folder))
+        self._room = Room(self.folder, self.options.disk_reserve_mb * 1_000_000, lambda why: None)
         self.identity = remembered(self.folder, self.disk, self.name).name
         self.store = Store(self.folder, self.plan.card, self.disk, self.options.retention, self.emit)
         self._taken.callback(self.store.journal.close)
         if not self.store.is_new():
             self._replayer = self.store.recover(self._rules)
-        for work in (self._run, self._carry_out):
+        for work in (self._run, self._carry_out, self._look_after_folder):
             thread = threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -275,8 +276,16 @@ class Standby:
         except BaseException as error:
             self.fail(error)
 
+    def _look_after_folder(self) -> None:
+        """Raise ``StandbyError`` once the folder is not the locked one any more: what is acknowledged would be lost."""
+        while not self._stopping.wait(LOOK_EVERY_S):
+            if (lost := self._room.lost()) is not None:
+                raise StandbyError(lost)
+
     def fail(self, error: BaseException) -> None:
         """Record a fatal error, which ``StandingBy.wait`` then raises; any thread may call this."""
+        if (lost := self._room.lost()) is not None:  # It explains whichever file was missing first.
+            error = StandbyError(lost)
         self.failed = self.failed or error
         self.emit("failed", {"why": str(error) or repr(error)})
         self._stopping.set()
@@ -347,8 +356,7 @@ class Standby:
         self.store.let_go_of_the_past()
         self.emit("note", {"note": "disk_full", "why": f"disk full: {error.strerror}; the standby does not follow"})
         self.connected, self._trouble = False, f"disk full: {error.strerror}"
-        room = Room(self.folder, self.options.disk_reserve_mb * 1_000_000, lambda why: None)
-        while not self._stopping.wait(LOOK_EVERY_S) and (why := room.wanting(wanted)) is not None:
+        while not self._stopping.wait(LOOK_EVERY_S) and (why := self._room.wanting(wanted)) is not None:
             self._trouble = why
 
     def _follow(self) -> None:

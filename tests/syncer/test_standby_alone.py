@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import pytest
 
-from diloco.durable import Disk, LockedError, Step, locked
+from diloco.durable import LOCK, Disk, LockedError, Step, locked
 from diloco.syncer.restoring import Known, begin_lineage
 from diloco.syncer.standby import PAUSE_S, StandbyError, StandingBy
 from diloco.syncer.store import Store, verify
@@ -283,6 +283,23 @@ class FullAt(Disk):
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.syncer.standby.LOOK_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("words", ["was removed or emptied", "was replaced"])
+def test_one_whose_folder_is_gone_ends_in_words_and_acknowledges_nothing_more(tmp_path: Path, words: str) -> None:
+    toy = a_toy(tmp_path)
+    with serving(toy) as (syncer, address, _), following(toy, address) as (standby, _):
+        eventually(lambda: syncer.replicator.status()["following"] is True, BOUND_S, "it follows")
+        if words == "was replaced":
+            (tmp_path / "another").write_bytes(b"")
+            (tmp_path / "another").replace(standby.folder / LOCK)
+        else:
+            standby.folder.rename(tmp_path / "moved")
+        eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
+        assert isinstance(standby.failed, StandbyError)
+        assert f"{standby.folder} {words}" in str(standby.failed)
+        eventually(lambda: syncer.replicator.status()["following"] is False, BOUND_S, "the syncer waits for it")
 
 
 @pytest.mark.usefixtures("looks_often")
