@@ -160,7 +160,7 @@ class Follower:
             for number in reversed(self._store.snapshots.numbers()):
                 # The next start reports a damaged one; a standby needs an intact one.
                 with contextlib.suppress(SnapshotError):
-                    snapshot = self._store.snapshots.load(number)
+                    snapshot = self._store.snapshots.check(number)
                     if snapshot.journal_chain:
                         break
             else:
@@ -235,15 +235,25 @@ class Follower:
     # --- what is sent ------------------------------------------------------------------------------------------------
 
     def _file(self, path: Path, *, may_be_gone: bool = False) -> Iterator[FollowPart]:
-        """Yield a file of the folder. A missing sealed update (``may_be_gone``) is no longer in flight: skip it."""
+        """Yield a file of the folder, which no code changes, reading it twice: in memory is only the piece being sent.
+
+        A missing sealed update (``may_be_gone``) is no longer in flight: skip it.
+        """
         name = path.relative_to(self._store.folder).as_posix()
         try:
-            data = path.read_bytes()
+            file = path.open("rb")
         except FileNotFoundError:
             if may_be_gone:
                 return
             raise self._too_slow(name) from None
-        yield from _item(data, name)
+        with file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            yield Item(name, 0, 0, file.tell(), digest)
+            file.seek(0)
+            at = 0
+            while piece := file.read(CHUNK_BYTES):
+                yield Chunk.of(at, piece)
+                at += len(piece)
 
     def _too_slow(self, name: str) -> Refusal:
         """Refuse: ``name`` was deleted although pinned, as the disk is full or the pin held too many bytes."""
@@ -288,7 +298,7 @@ class Follower:
                 if unit.kind == FRAME:
                     yield from self._payloads(unit.body, self._at + sent)
                 if unit.kind != MARK:
-                    yield from _item(data[sent : unit.end], "", self._segment, self._at + sent)
+                    yield from _unit(data[sent : unit.end], self._segment, self._at + sent)
                 sent = unit.end
             self._at += sent
             if segment == self._segment:
@@ -323,7 +333,7 @@ class Follower:
                 yield from self._file(path, may_be_gone=True)
 
 
-def _item(data: bytes, name: str, segment: int = 0, offset: int = 0) -> Iterator[FollowPart]:
-    yield Item(name, segment, offset, len(data), hashlib.sha256(data).hexdigest())
+def _unit(data: bytes, segment: int, offset: int) -> Iterator[FollowPart]:
+    yield Item("", segment, offset, len(data), hashlib.sha256(data).hexdigest())
     for piece in cut([data], 0, len(data), lambda: CHUNK_BYTES):
         yield Chunk.of(*piece)

@@ -364,6 +364,16 @@ class Snapshots:
             chain = str(plain.get("journal_chain", ""))
             return Snapshot(plain["state"], fragments, int(plain["journal_segment"]), chain)
 
+    def check(self, number: int) -> Snapshot:
+        """Like ``load`` without the fragments, but verify their files too, each a piece at a time."""
+        found, folder = self.load(number, whole=False), self.path(number)
+        with _reading(folder):
+            for name, wanted in digests_in(folder / MANIFEST).items():
+                with (folder / name).open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
+                        raise SnapshotError(f"{folder / name} is damaged: it is not what was written")
+        return found
+
     def set_aside(self, number: int) -> None:
         """Rename a damaged snapshot, so that it stays for inspection (until the next one) but no longer counts."""
         for earlier in self.folder.glob("*.damaged"):

@@ -16,9 +16,10 @@ from diloco.sync.journal import Record
 from diloco.sync.leadership import Place
 from diloco.syncer.replicator import ReplicationOptions, Replicator
 from diloco.syncer.snapshots import RECOVERY_ONLY, Retention
-from diloco.wire.messages import Alive, FollowAck, Follows, FollowStart, Item, Refusal, Status
-from tests.syncer.building import Events, refused
+from diloco.wire.messages import Alive, Chunk, FollowAck, Follows, FollowStart, Item, Refusal, Status
+from tests.syncer.building import Events, files, refused
 from tests.syncer.desk import CARD, Desk, arrived
+from tests.syncer.test_store import harm
 
 Replicating = Callable[..., tuple[Replicator, Events]]
 EARLIER = "e" * 64
@@ -191,6 +192,29 @@ def test_what_a_slow_standby_is_being_sent_is_kept_until_it_has_it(replicating: 
     assert [segment for segment, _ in units_of(parts)] == [1, 1, 2, 2, 3, 3, 4]
     three_snapshots(replicator)
     assert (store.snapshots.numbers(), min(store.journal.segments())) == ([6, 7], 4), "what it has is not kept for it"
+
+
+def test_a_copy_is_of_the_newest_whole_snapshot_and_neither_checked_nor_sent_as_a_whole(
+    replicating: Replicating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.syncer.replicator.CHUNK_BYTES", 64)
+    monkeypatch.setattr("diloco.syncer.snapshots.unpack", lambda data: pytest.fail("a fragment is in memory"))
+    replicator, _ = replicating()
+    snapshots = replicator.store.snapshots
+    replicator.core.snapshot()
+    whole, newest = (snapshots.path(number) for number in snapshots.numbers()[-2:])
+    harm(newest / "fragment-1.safetensors", "flipped")
+    sent: dict[str, bytes] = {}
+    for part in replicator.follow(start()).parts():
+        if isinstance(part, Item) and not part.name:
+            break
+        if isinstance(part, Item):
+            name = part.name
+            sent[name] = b""
+        elif isinstance(part, Chunk):
+            assert len(part.data) <= 64
+            sent[name] += part.data
+    assert sent == {f"snapshots/{whole.name}/{name}": data for name, data in files(whole).items()}
 
 
 @pytest.mark.parametrize("sent", [1, 2, 20])
