@@ -141,6 +141,9 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     with closing(warm.taken):
         run_dir.move_to(folder)  # Before the new syncer publishes: the old folder is stale then.
         print(f"took over in {folder}")
+        if warm.mode and config.cluster.replication.mode == "off":  # It goes on as the syncer did that it followed.
+            config.cluster.replication.mode = warm.mode
+            given.settings.append(f"cluster.replication.mode={warm.mode}")
         return serve(config, run_dir, given, warm)
 
 
@@ -156,9 +159,9 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     families = partial(standby_metrics, config, standing.status)
     try:
         with (
-            starting("give the standby a folder of its own"),
+            starting("give the standby a folder of its own, by cluster.standby.name"),
             failing(StandbyError),
-            Stopping("the standby stops; the syncer says what it waits for") as stopping,
+            Stopping("the standby stops") as stopping,
             page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, families, log.emit) as page,
         ):
             stopping.ask()

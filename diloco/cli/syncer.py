@@ -207,6 +207,7 @@ def _serve(
     _greet(config, run_dir, address, given, command)
     if warm is None and (older := old_copy(before, syncer.status())):
         print(f"{_data(config, run_dir)}: {older}", file=sys.stderr, flush=True)
+        syncer.api.old_copy = older
     if not has_several(config):  # Of several, each holds a part; `diloco up` knows the whole.
         log.emit("layout", {"fragments": [fragment.numel for fragment in layout.fragments]})
     if page:

@@ -90,8 +90,8 @@ def missing_lines(who: str) -> Callable[[int, str], str]:
 
 def identity_lines(out: LineWriter | TextIO) -> Callable[[Event], None]:
     """Return a follower that writes to ``out`` changes of the access rules, closed connections, why no traces are sent,
-    and the warning that this syncer is an old one."""
-    heads = {"identity": "access rules", "crowded": "crowded", "traces": "traces"}
+    why a standby does not follow, and the warning that this syncer is an old one."""
+    heads = {"identity": "access rules", "crowded": "crowded", "traces": "traces", "not_following": "does not follow"}
     heads |= dict.fromkeys(("backup_behind", "site_ahead"), "BEHIND")
 
     def write(event: Event) -> None:

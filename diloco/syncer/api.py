@@ -178,6 +178,8 @@ class Api:
         self.tally = Tally()
         self.behind = ""
         """Why this process may be outdated: a site of another lineage has tried to join. Empty until then."""
+        self.old_copy = ""
+        """Which published version its data lack; the caller sets it, by the run's events."""
         self._protocols: dict[str, int] = {}
         """The protocol version of each site; the newest until it has rejoined this process, as every site does.
 
@@ -455,6 +457,8 @@ class Api:
         core, replicator = self.core, self.replicator
         if (mode := replicator.options.mode) != "sync":
             raise Refusal(Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {mode}")
+        if self.old_copy:  # A second run would begin. What only a site claims stops no operator.
+            raise Refusal(Status.FAILED_PRECONDITION, f"this syncer has {self.old_copy}")
         if replicator.detach():
             core.post(StandbyDetached(0))
         until = time.monotonic() + DETACH_S

@@ -365,7 +365,9 @@ class Syncer:
                 "replication": self.replicator.status(),
                 "lease": self.leadership.status() if self.leadership is not None else None,
                 "backup": self.backups.status() if self.backups is not None else None,
-                "behind": self.api.behind or (self.backups.behind if self.backups is not None else ""),
+                "behind": self.api.old_copy
+                or self.api.behind
+                or (self.backups.behind if self.backups is not None else ""),
                 "standstill": standstill(machine, self.core.now_ns()),
                 "staleness_max": machine.options.staleness_max,
                 **describe(machine, self.api.tally, self.core.now_ns()),

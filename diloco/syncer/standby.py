@@ -135,6 +135,7 @@ class Incoming:
 
 
 ANEW = "move {} away and run the same `diloco standby follow` again, which copies the whole run"
+REPLICATES = "start that syncer with cluster.replication.mode=sync, or async"
 BEHIND_MAX = 1024
 """Turns that are durable here and not replayed yet; at this many the standby takes nothing more: the syncer waits."""
 PAUSE_S = 0.5
@@ -159,6 +160,8 @@ class Warm:
     """The epoch to begin with if there is no lease to give one."""
     leadership: LeaseHolder | None = None
     """Set if the standby has taken the lease already."""
+    mode: str = ""
+    """The replication mode of the syncer that it followed; "" where it has not heard that since its own start."""
 
 
 @dataclass(eq=False, repr=False)
@@ -256,7 +259,8 @@ class Standby:
             )
         machine = self._replayer.machine
         epoch = promoted_epoch(machine.state.epoch, int(time.time()))
-        return Warm(self.store, machine, self._replayer.holdings, self._taken.pop_all(), epoch)
+        mode = "" if self._waits is None else "sync" if self._waits else "async"
+        return Warm(self.store, machine, self._replayer.holdings, self._taken.pop_all(), epoch, mode=mode)
 
     def close(self) -> None:
         """Stop following; release the folder, unless it was handed over."""
@@ -327,7 +331,9 @@ class Standby:
                         raise StandbyError(f"{error.text}; {ANEW.format(self.folder)}") from error
                     if error.final:  # Another standby follows.
                         raise StandbyError(error.text) from error
-                    if not self._at_earlier:
+                    if error.status is Status.UNIMPLEMENTED:
+                        self._lost(f"{self.client.address} replicates to no standby: {REPLICATES}")
+                    elif not self._at_earlier:
                         self._lost(error.text)
         finally:
             self._orders.put(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -69,7 +70,7 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         second = f"127.0.0.1:{free_port()}"
         own = [f"cluster.standby.primary={first}", f"cluster.syncer.listen={second}", "run.seconds=20"]
         page = f"127.0.0.1:{free_port()}"
-        watched = [*own, *replication, f"cluster.syncer.metrics={page}"]
+        watched = [*own, f"cluster.syncer.metrics={page}"]  # It learns how to replicate from the syncer.
         standby = place.start("standby", "standby", "follow", *TINY, "run.name=otter", *watched)
         alone = ["run.seconds=20", "site.index=0", "site.num_sites=1", "site.slowdown=4"]
         site = place.site("otter", f"{first},{second}", "site-a", *alone)
@@ -83,6 +84,8 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         with urlopen(f"http://{page}/metrics", timeout=START_S) as answer:
             assert b"\ndiloco_syncer_epoch 1." in answer.read()
         assert moved.read_text() == "standby"
+        code, said = place.run("status", second, "--json")
+        assert (code, json.loads(said)["replication"]["mode"]) == (0, "sync"), "the next standby can follow it"
         code, said = place.run("restore", "otter", "--from", "any")
         assert (code, "stop this run's syncer first" in said) == (1, True), said
         assert site.end() == 0, site.text()
@@ -96,6 +99,7 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         assert syncers == {first, second}
         begin = standby.text().index("`diloco syncer ") + 1
         command = shlex.split(standby.text()[begin : standby.text().index("` resumes it")])
+        assert command[-1] == "cluster.replication.mode=sync"
         code, said = place.run(*command[1:])
         assert (code, "run otter has finished; final version in runs/otter/standby/final" in said) == (0, True), said
 

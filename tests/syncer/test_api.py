@@ -412,6 +412,10 @@ def test_a_word_that_cannot_be_journalled_now_is_later(tmp_path: Path, monkeypat
     assert len(events.of("standby_detached")) == 1
     with serving(tmp_path, replication=sync) as again:
         assert join(again).incarnation, "it is remembered"
+        again.api.old_copy = "an old copy of the syncer's data: version 9 of fragment 0 was published"
+        assert again.status()["behind"] == again.api.old_copy
+        with pytest.raises(Refusal, match="an old copy"):  # Another run would begin.
+            again.api.detach()
 
 
 @pytest.mark.parametrize("mode", ["off", "async"])

@@ -111,6 +111,17 @@ def test_it_does_not_end_with_a_run_whose_syncer_has_not_said_that_it_stops(
         assert standby.state() is not None
 
 
+def test_a_syncer_that_replicates_to_nobody_is_said_to(tmp_path: Path) -> None:
+    toy = a_toy(tmp_path, mode="off")
+    with serving(toy) as (_, address, _log), following(toy, address) as (standby, log):
+        log.wait_for("note", 1, BOUND_S)
+        told = str(standby.status()["trouble"])
+        assert (
+            told
+            == f"{address} replicates to no standby: start that syncer with cluster.replication.mode=sync, or async"
+        )
+
+
 def test_a_syncer_of_an_earlier_release_is_followed_by_the_digest_that_it_knows_and_of_another_run_by_none(
     tmp_path: Path,
 ) -> None:
