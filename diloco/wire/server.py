@@ -10,6 +10,7 @@ health service, and the number of streams is bounded.
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -197,6 +198,17 @@ class RunningServer:
                 thread.join(timeout=5.0)
 
 
+def _unbound(address: str) -> str:
+    """Return why the system binds no socket to ``address``; "" where it does: then the TLS files do not fit."""
+    host, _, port = address.rpartition(":")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
 def _bind(server: Any, address: str, credentials: Any) -> str:
     try:
         if credentials is None:
@@ -204,5 +216,5 @@ def _bind(server: Any, address: str, credentials: Any) -> str:
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise ValueError(f"address is {address!r}: it cannot be bound, or the TLS files do not fit: {error}") from error
+        raise ValueError(f"address is {address!r}: it cannot be bound: {_unbound(address) or error}") from error
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
