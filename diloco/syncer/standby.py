@@ -342,7 +342,7 @@ class Standby:
     def _lost(self, why: str) -> None:
         if self.connected:
             self.emit("disconnected", {"why": why})
-        elif why != self._trouble:
+        elif why != self._trouble and not self._stopping.is_set():
             self.emit("note", {"note": "not_following", "why": why})
         self.connected, self._trouble = False, why
         self._let_go()
