@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import threading
 from collections.abc import Mapping
 from concurrent import futures
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 
 TEMPORARY = ".tmp-"
+NAMED = re.compile(r"step-\d+(-end)?")
+"""The names of checkpoints: steps in digits of one width, so that names sort as steps do."""
 MANIFEST = "manifest.json"
 
 
@@ -325,11 +328,10 @@ def publish(root: Path, name: str, keep: int, disk: Disk) -> None:
 
 
 def names(root: Path) -> list[str]:
-    """List the checkpoints below ``root``, oldest first, without temporary folders of a writer that died."""
+    """List the checkpoints below ``root``, oldest first: what else is there, such as a copy, is a user's own."""
     if not root.is_dir():
         return []
-    found = [entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-    return sorted(found)
+    return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and NAMED.fullmatch(entry.name))
 
 
 def load(path: Path, *, verify: bool = True) -> Checkpoint:

@@ -177,11 +177,11 @@ def test_what_version_zero_cannot_be_made_of_is_refused_by_its_headers(tmp_path:
     save_file(values, tmp_path / "file.safetensors")
     write_folder(tmp_path / "field", values, model.options, tokenizer_of(config), shard_bytes=100_000)
     write_folder(tmp_path / "parallel", values, model.options, tokenizer_of(config), dcp=True, shard_bytes=100_000)
-    for name in ("00000001", "00000002"):
+    for name in ("step-00000001", "step-00000002"):
         named = {f"{part}/{key}": value.clone() for key, value in values.items() for part in ("model", "adopted")}
         checkpoint.save(tmp_path / "checkpoints", name, named, {})
     (tmp_path / "text.safetensors").write_text("text")
-    there = ("file.safetensors", "field", "parallel", "checkpoints", "checkpoints/00000001")
+    there = ("file.safetensors", "field", "parallel", "checkpoints", "checkpoints/step-00000001")
     for source in there:
         config.run.init_from = str(tmp_path / source)
         build.check_version_zero(config)

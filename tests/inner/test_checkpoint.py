@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import threading
 from concurrent import futures
 from pathlib import Path
@@ -242,12 +243,15 @@ def test_a_write_that_dies_is_said_and_costs_one_checkpoint(tmp_path: Path, end:
     assert not list(parts.iterdir()), "nothing is left of it"
     assert [path.name for path in whole.iterdir()] == ["step-1"]
     assert made.words() == [1.0, 0.0, 0.0]
+    shutil.copytree(whole / "step-1", whole / "warmup-done")  # A user's own: not the newest one, and not deleted.
     disk.end = "nothing"
     made.submit("step-2", state(2.0))
     made.settle()
     save(whole, "step-2", some(2), {}, disk=disk)
     assert names(parts) == ["step-2"]
     assert names(whole) == ["step-1", "step-2"]
+    save(whole, "step-3", some(3), {}, keep=1)
+    assert sorted(path.name for path in whole.iterdir()) == ["step-3", "warmup-done"]
 
 
 def test_what_a_dead_attempt_left_is_removed_and_only_the_newest_are_kept(tmp_path: Path) -> None:
