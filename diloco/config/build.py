@@ -383,7 +383,7 @@ def corpus(config: RunConfig) -> CorpusManifest:
     """Return the tokenised text; the first call on a machine creates it."""
     options = options_of(DataOptions, config.data, "data")
     with preparing() as told:
-        return prepare_corpus(options, Path(config.data.cache), told)
+        return prepare_corpus(options, Path(config.data.cache), told, Path(config.run.dir))
 
 
 def site_share(config: RunConfig) -> tuple[int, int]:

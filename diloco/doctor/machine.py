@@ -275,10 +275,10 @@ def stores(config: RunConfig) -> list[Store]:
 def store(of: Store) -> list[Finding]:
     """Check that the folder is writable, its free space, and how long a durable write takes."""
     folder = of.folder.absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
     where = f"{of.owner}: {of.folder}"
     try:
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
         syncs_s, bulk = _written(folder)
     except OSError as error:
         says = f"{where} cannot be written: {error.strerror or error}"

@@ -108,8 +108,15 @@ class Corpus:
         return self.documents[:cut] if name == "validation" else self.documents[cut:]
 
 
-def source_files(kind: str, path: str, pattern: str) -> list[Path]:
-    """Return the files that a corpus of ``kind`` is read from, sorted; DataError if there are none."""
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def source_files(kind: str, path: str, pattern: str, runs: Path | None = None) -> list[Path]:
+    """Return the files that a corpus of ``kind`` is read from, sorted; DataError if there are none.
+
+    Files in ``runs``, a folder below ``path``, are no text: logs there grow while the corpus is made.
+    """
     if kind == "stdlib":
         found = []
         for folder, inner, names in os.walk(sysconfig.get_paths()["stdlib"]):
@@ -121,7 +128,13 @@ def source_files(kind: str, path: str, pattern: str) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise DataError(f"path is {path!r}: there is no such file or folder")
-    files = sorted(file for file in root.glob(pattern) if file.is_file() and not file.name.startswith("."))
+    try:
+        found = [file for file in root.glob(pattern) if file.is_file() and not _is_hidden(file.relative_to(root))]
+    except (ValueError, NotImplementedError) as error:
+        raise DataError(f"pattern is {pattern!r}: {error}") from error
+    if runs is not None and root.resolve() in (runs := runs.resolve()).parents:
+        found = [file for file in found if runs not in file.resolve().parents]
+    files = sorted(found)
     if not files:
         raise DataError(f"path is {path!r}: no file in it matches pattern={pattern!r}")
     return files
@@ -386,9 +399,12 @@ class DataOptions:
 
 
 def prepare_corpus(
-    options: DataOptions, cache_dir: Path, told: Progress = lambda split, done, total: None
+    options: DataOptions,
+    cache_dir: Path,
+    told: Progress = lambda split, done, total: None,
+    runs: Path | None = None,
 ) -> CorpusManifest:
-    """Make the corpus if it is not in ``cache_dir``, and return its manifest.
+    """Make the corpus if it is not in ``cache_dir``, and return its manifest; ``runs`` as for ``source_files``.
 
     A corpus in the cache is found by its options and the files' names, sizes and times; a data set on the hub by its
     options alone, without the network.  Several processes may call this at once: one works, and the others wait at most
@@ -398,14 +414,16 @@ def prepare_corpus(
     """
     tokenizer, path = make_tokenizer(options.tokenizer, options.end_of_file), Path(options.path).expanduser()
     if options.kind == "tokens" and (path / "manifest.json").is_file():
-        found = load_manifest(path)
+        found = load_manifest(path, "copy {0} again, or remove its manifest.json to read its *.bin files alone")
         if found.tokenizer_sha256 != tokenizer.digest:
             made = f"{path} was made by the tokenizer {found.tokenizer}"
             raise DataError(f"{made}, and data.tokenizer is {tokenizer.name}, with another digest")
+        if found.end_of_file != options.end_of_file:
+            raise DataError(f"end_of_file is {options.end_of_file}, and {path} was made with {found.end_of_file}")
         return found
     is_here = options.kind != "hf" or path.exists() or path.is_absolute() or options.path.startswith((".", "~"))
     pattern = options.pattern or PATTERNS.get(options.kind, "**/*")
-    files = source_files(options.kind, options.path, pattern) if is_here else []
+    files = source_files(options.kind, options.path, pattern, runs) if is_here else []
     how = _how(options, tokenizer, "" if is_here else options.path)
     key = hashlib.sha256(json.dumps(how).encode())
     for file in files:

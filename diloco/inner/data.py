@@ -116,13 +116,13 @@ class CorpusManifest:
         return json.dumps({"format": FORMAT, "identity": self.identity, **told}, indent=1) + "\n"
 
 
-def load_manifest(directory: Path) -> CorpusManifest:
-    """Read ``directory/manifest.json``; DataError names the file that is damaged and what to delete."""
-    path = directory / "manifest.json"
+def load_manifest(directory: Path, cure: str = "delete {0} to have it made again") -> CorpusManifest:
+    """Read ``directory/manifest.json``; DataError names the file that is damaged, and the ``cure`` of the folder."""
+    path, cure = directory / "manifest.json", cure.format(directory)
     try:
         told = json.loads(path.read_text())
         if told.pop("format") != FORMAT:
-            raise DataError(f"{path} has another format than {FORMAT}: delete {directory} to have it made again")
+            raise DataError(f"{path} has another format than {FORMAT}: {cure}")
         identity = told.pop("identity")
         for name in SPLITS:
             shards = tuple(Shard(**shard) for shard in told[name].pop("shards"))
@@ -130,14 +130,14 @@ def load_manifest(directory: Path) -> CorpusManifest:
         manifest = CorpusManifest(directory=directory, **told)
         wrong = "its identity does not match" if manifest.identity != identity else ""
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is damaged ({error}): delete {directory} to have it made again") from error
+        raise DataError(f"{path} is damaged ({error}): {cure}") from error
     for shard in (*manifest.train.shards, *manifest.validation.shards):
         file, size = manifest.folder / shard.file, manifest.token_dtype.itemsize * shard.tokens
         found = file.stat().st_size if file.is_file() else -1
         if found != size:
             wrong = wrong or f"{shard.file} has {found} bytes and the manifest says {size}"
     if wrong:
-        raise DataError(f"{path} is damaged ({wrong}): delete {directory} to have it made again")
+        raise DataError(f"{path} is damaged ({wrong}): {cure}")
     return manifest
 
 
@@ -187,9 +187,12 @@ class _Windows:
         self._tokens = [np.memmap(manifest.folder / shard.file, dtype=kind, mode="r") for shard in shards]
         self._ends = np.cumsum([(shard.tokens - 1) // length for shard in shards])
         self.count = int(self._ends[-1]) if shards else 0
-        require(
-            self.count >= 1, "sequence_length", length, f"at most the {manifest.split(split).tokens} tokens of {split}"
-        )
+        if not self.count:
+            most = max((shard.tokens for shard in shards), default=0)
+            raise DataError(
+                f"sequence_length is {length}: a sequence needs one token more than that in a row, and the {split} "
+                f"text has {most}; give more text, or a smaller inner.sequence_length"
+            )
 
     def read(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, int64 [len(indices), length] each; targets are shifted by one token."""

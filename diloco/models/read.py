@@ -68,12 +68,14 @@ def take(source: str, settings: Sequence[str] = (), file: Path | None = None, ve
     if kind is Kind.FOLDER:
         if version is not None:
             raise ConfigError(f"--version is {version}: {source} is a folder with one model and no versions")
+        if file is not None:
+            raise ConfigError(f"--config is {file}: {source} has its own settings; give data.* and the like one by one")
         return _of_folder(source, settings)
     if kind is Kind.TRAINED:
         return _of_checkpoint(path, settings, file, version)
     if kind is Kind.DATA:
         past = past_of(source)
-        return _of_run(past.run_dir, configs.read(past.run_dir.config, settings), version, past.data)
+        return _of_run(past.run_dir, configs.read(file or past.run_dir.config, settings), version, past.data)
     run_dir = RunDir(path)
     if path.parent.name == SYNCERS:  # Of one of several syncers; the run's folder has the whole model.
         run_dir = RunDir(path.parent.parent)

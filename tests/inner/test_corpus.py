@@ -100,9 +100,20 @@ def test_the_standard_library_is_read_without_its_tests(monkeypatch: pytest.Monk
 def test_a_folder_that_is_not_there_or_holds_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere.*there is no such"):
         source_files("text", str(tmp_path / "nowhere"), "**/*")
+    write(tmp_path / ".git", head=b"not a text")
     (tmp_path / ".hidden.md").touch()
-    with pytest.raises(DataError, match=r"no file in it matches pattern='\*\.md'"):
-        source_files("text", str(tmp_path), "*.md")
+    for pattern, words in (("*.md", "no file in it matches"), ("**/*", "no file in it"), ("**.md", "can only be")):
+        with pytest.raises(DataError, match=words):
+            source_files("text", str(tmp_path), pattern)
+    with pytest.raises(DataError, match=r"pattern is '/\*': Non-relative"):
+        source_files("text", str(tmp_path), "/*")
+
+
+def test_what_runs_write_below_the_text_is_none_of_it(tmp_path: Path) -> None:
+    write(tmp_path, **{f"x{number}": f"document {number}".encode() for number in range(40)})
+    first = prepare_corpus(options(tmp_path), tmp_path / "runs/.data", runs=tmp_path / "runs")
+    write(tmp_path / "runs/otter", events=b"a line")
+    assert prepare_corpus(options(tmp_path), tmp_path / "runs/.data", runs=tmp_path / "runs") == first
 
 
 # --- Prepared once ----------------------------------------------------------------------------------------------------
@@ -538,6 +549,11 @@ def test_the_identity_is_that_of_the_tokens_and_of_no_place(tmp_path: Path, mani
     assert prepare_corpus(options(copy, "tokens"), cache).identity == manifest.identity, "as we have prepared it"
     with pytest.raises(DataError, match=r"was made by the tokenizer bytes, and data\.tokenizer is bpe1024"):
         prepare_corpus(options(copy, "tokens", tokenizer="bpe1024"), cache)
+    with pytest.raises(DataError, match=r"end_of_file is False, and .* was made with True"):
+        prepare_corpus(options(copy, "tokens", end_of_file=False), cache)
+    (copy / "manifest.json").write_text('{"of": "another program"}')
+    with pytest.raises(DataError, match=r"copy .* again, or remove its manifest\.json"):
+        prepare_corpus(options(copy, "tokens"), cache)
 
 
 def test_what_cannot_be_read_is_said_by_file_and_setting(tmp_path: Path, manifest: CorpusManifest) -> None:

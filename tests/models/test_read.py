@@ -148,6 +148,8 @@ def test_a_folder_of_the_field_is_taken_with_its_model(past: Past, tmp_path: Pat
     assert all(torch.equal(again.parameters[name], value) for name, value in taken.parameters.items())
     with pytest.raises(ConfigError, match="is a folder with one model"):
         take(str(folder), version=1)
+    with pytest.raises(ConfigError, match=r"--config is mine\.yaml: .* has its own settings"):
+        take(str(folder), file=Path("mine.yaml"))
 
 
 def test_a_run_whose_settings_are_missing_is_said(tmp_path: Path) -> None:
