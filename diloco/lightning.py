@@ -13,9 +13,6 @@ else:
 
 __all__ = ["DiLoCoCallback"]
 
-AVERAGING = frozenset({"WeightAveraging", "StochasticWeightAveraging"})
-"""By name, since Lightning 2.5.0 has only one of them."""
-
 
 class DiLoCoCallback(SiteCallback, Callback):
     """Makes a ``Trainer`` a site of the run that a syncer serves::
@@ -40,15 +37,19 @@ class DiLoCoCallback(SiteCallback, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join: the model holds the run's version when training begins.
 
-        ValueError where a callback before this one writes an average into the model before the site leaves: the site
-        would send that as its last update.
+        ValueError where another callback writes an average into the model before the site leaves: the site would send
+        that as its last update.
         """
-        for each in trainer.callbacks[: trainer.callbacks.index(self)]:
-            if AVERAGING & {kind.__name__ for kind in type(each).__mro__}:
-                raise ValueError(
-                    f"callbacks has {type(each).__name__} before DiLoCoCallback: list it after, since it ends with its "
-                    "average in the model, which the site would send as its last update"
-                )
+        for place, each in enumerate(trainer.callbacks):
+            kinds = {kind.__name__ for kind in type(each).__mro__}  # By name: not every release has both.
+            if "StochasticWeightAveraging" in kinds:
+                cure = "use WeightAveraging, after DiLoCoCallback"
+            elif "WeightAveraging" in kinds and place < trainer.callbacks.index(self):
+                cure = "list it after DiLoCoCallback"
+            else:
+                continue
+            text = f"callbacks has {type(each).__name__}, whose average the site would send as its last update: {cure}"
+            raise ValueError(text)
         self.join(pl_module, trainer.optimizers, self._restored or {}, hooks=True)
         self._restored = None
 

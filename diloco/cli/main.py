@@ -138,8 +138,8 @@ def command() -> NoReturn:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):  # A terminal that has no Greek letter gets a question mark.
             stream.reconfigure(errors="replace")
-        if OUTLIVES & {*sys.argv[1:2]}:
-            setattr(sys, name, Lasting(stream))
+            if OUTLIVES & {*sys.argv[1:2]}:
+                setattr(sys, name, Lasting(stream))
     leave_no_core()
     end_process(main())
 

@@ -168,11 +168,13 @@ def serving(target: str, settings: Sequence[str]) -> list[str]:
     VerbError, exit 3: another run's syncer is at the address that a killed one has left in the run's folder.
     """
     addresses = [leading(each, settings)[0] for each in syncer_addresses(target)]
+    from diloco.wire.messages import MalformedMessage
+
     run, found = None, {}
     with suppress(ConfigError):  # ``target`` is no folder, or one without a configuration.
         run = configs.read(existing_run(target).config).run.name
         for address in addresses:
-            with suppress(VerbError):  # One that does not answer, or not to this caller, tells a command so too.
+            with suppress(VerbError, MalformedMessage):  # One that does not answer a command either.
                 found[address] = status_of(address, settings)
     for address, status in found.items():
         if (other := status.get("run_id", run)) != run:
@@ -412,7 +414,7 @@ def dashboard(arguments: Sequence[str]) -> ExitCode:
             raise ConfigError("give one run folder, or the HOST:PORT of its syncers")
         run_dir = existing_run(targets[0] if targets else LATEST)
     addresses: list[str] = []
-    with suppress(VerbError):  # A run that has finished has no syncer, and its page is made of its folder.
+    with suppress(*([VerbError] if run_dir else [])):  # Of a finished run, without a syncer, the folder makes the page.
         addresses = [each for target in targets or [LATEST] for each in serving(target, settings)]
     with ExitStack() as stack:
         security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()

@@ -18,6 +18,7 @@ from diloco.config.run_dir import RunDir, name_run, run_dir_of
 from diloco.durable import LockedError, write_file
 from diloco.observe.console import syncer_log
 from diloco.observe.eventlog import recent_events
+from diloco.observe.history import versions_in
 from diloco.observe.text import whole
 from diloco.open_files import raise_limit
 from diloco.runs.process import Child, Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas, verb
@@ -205,7 +206,8 @@ def _serve(
     write_file(run_dir.address, address.encode())
     stack.callback(run_dir.address.unlink, missing_ok=True)
     _greet(config, run_dir, address, given, command)
-    if warm is None and (older := old_copy(before, syncer.status())):
+    begins_again = config.run.resume == "never"
+    if warm is None and not begins_again and (older := old_copy(before, syncer.status())):
         print(f"{_data(config, run_dir)}: {older}", file=sys.stderr, flush=True)
         syncer.api.old_copy = older
     if not has_several(config):  # Of several, each holds a part; `diloco up` knows the whole.
@@ -270,11 +272,12 @@ def old_copy(events: Sequence[Event], status: Mapping[str, Any]) -> str:
     A version is durable before it is published, so data that lack one are an old copy.
     """
     versions = [int(each["version"]) for each in status["fragments"]]
-    told = [
-        (whole(e, "lineage") or 1, whole(e, "version"), whole(e, "fragment"))
-        for e in events
-        if e["what"] == "published"
-    ]
+    told = []
+    for each in events:
+        if each["what"] == "published":
+            told.append((whole(each, "lineage") or 1, whole(each, "version"), whole(each, "fragment")))
+        elif each["what"] == "syncer_started" and set(versions_in(each).values()) == {0}:
+            told.clear()  # The run was begun again, by run.resume=never.
     lacks = [each for each in told if each[2] < len(versions) and each[:2] > (status["lineage"], versions[each[2]])]
     if not lacks:
         return ""

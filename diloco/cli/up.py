@@ -24,7 +24,7 @@ from diloco.config.errors import (
     require,
     whole_steps,
 )
-from diloco.config.placing import BETWEEN, is_syncer, port_after, syncer_dirs
+from diloco.config.placing import BETWEEN, is_syncer, port_after, syncer_configs, syncer_dir, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.config.schema import SiteSection
 from diloco.durable import LockedError, locked
@@ -163,6 +163,10 @@ def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
 
     ``run.resume`` becomes "auto", whatever value ``up`` got: a restarted child resumes there.
     """
+    from diloco.config import build_syncer
+
+    for part in syncer_configs(config):
+        build_syncer.check_backup(part, syncer_dir(part), syncer_dir(part).syncer)
     run_dir.summary.unlink(missing_ok=True)
     config.run.resume = "auto"
     if run_dir.config.is_file():

@@ -201,7 +201,7 @@ def settle(config: RunConfig) -> RunConfig:
         value = getattr(run, name)
         require(value is None or value > 0, f"run.{name}", value, "more than 0")
     require(run.name is None or is_name(run.name), "run.name", run.name, A_NAME)
-    require(run.name != LATEST, "run.name", run.name, "the name of the run that this link is to, or another name")
+    require(run.name != LATEST, "run.name", run.name, "another name, since that is the link to the newest run")
     vocab_size = tokenizer_of(config).vocab_size
     _fill_in_model(config)
     config.model.vocab_size = config.model.vocab_size or vocab_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import secrets
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -188,7 +188,7 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
         on_host[name] = gathered.to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
     there = Path(path)
     there.parent.mkdir(parents=True, exist_ok=True)
-    beside = there.with_name(f"{there.name}.{os.getpid()}.new")
+    beside = there.with_name(f"{there.name}.{secrets.token_hex(4)}.new")
     about = {FROZEN: frozen_digest(digests)} if digests else {}
     about |= {BUFFERS: json.dumps(sorted(buffers))} if buffers else {}
     save_file(on_host, beside, about or None)

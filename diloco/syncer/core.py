@@ -158,11 +158,14 @@ class Room:
 
         No other file can have the lock file's inode number while this process holds it open.
         """
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
             if os.path.samestat(os.stat(self._folder / LOCK), self._lock_file):
                 return None
-            return f"{self._folder} was replaced: it is not the folder that this process serves from"
-        return f"{self._folder} was removed or emptied while this process served from it"
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{self._folder} was removed or emptied while this process served from it"
+        except OSError as error:
+            return f"{self._folder} can no longer be looked at: {error.strerror}"
+        return f"{self._folder} was replaced: it is not the folder that this process serves from"
 
     def free_bytes(self) -> int | None:
         """Return the free space on the folder's disk; None where it cannot be read."""

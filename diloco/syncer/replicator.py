@@ -55,7 +55,7 @@ class ReplicationOptions:
 
 
 class Replicator:
-    """Serves standbys; ``follow`` is a ``wire.handlers.Follow``.
+    """Serves standbys; it is a ``wire.handlers.Follow``.
 
     The decision loop calls ``replicated`` for each turn (``Core``); any thread may call the other methods.
     """
@@ -65,6 +65,8 @@ class Replicator:
         self.store = store
         self.leadership = leadership
         self.changed = threading.Condition()
+        self._begins = ""
+        """The standby whose copy is being checked."""
 
     def begin(self, core: Core, *, detached: bool) -> None:
         """Connect the loop that waits for the standby, before its first turn; ``detached``: the run has no standby."""
@@ -127,17 +129,26 @@ class Replicator:
 
     # --- a standby's side --------------------------------------------------------------------------------------------
 
-    def follow(self, start: FollowStart) -> Follower:
-        """Serve a standby from the end of its journal; refuse it while another follows that is not away."""
+    def admit(self, start: FollowStart) -> None:
+        """Refuse a standby of another run, and one of another name while one begins, copies or follows."""
         card = self.store.card
         if (name := card.difference(asdict(start))) is not None:
             theirs, ours = getattr(start, name)[:12], getattr(card, name)[:12]
             raise Refusal(Status.FAILED_PRECONDITION, f"{name} is {theirs} at the standby and {ours} here: another run")
         with self.changed:
-            other, away_ns = self.machine.standby, self.machine.away_ns(time.monotonic_ns())
-        if away_ns is None and other != start.standby:  # The same one again is a restart from its folder.
+            copying = isinstance(follower := self.machine.follower, Follower) and follower.copying
+            follows = copying or self.machine.away_ns(time.monotonic_ns()) is None
+            other = self._begins or (self.machine.standby if follows else "")
+        if other and other != start.standby:  # The same one again is a restart from its folder.
             raise Refusal(Status.ALREADY_EXISTS, f"standby {other} follows already: stop that first")
-        follower = Follower(self, start)
+
+    def follow(self, start: FollowStart) -> Follower:
+        """Serve an admitted standby from the end of its journal."""
+        self._begins = start.standby
+        try:
+            follower = Follower(self, start)
+        finally:
+            self._begins = ""
         with self.changed:
             self.machine.followed(follower, follower.name, follower.place, time.monotonic_ns())
         self.store.emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
@@ -153,7 +164,7 @@ class Follower:
         self._store = replicator.store
         self._closed = False
         self._wrong: str | None = None
-        self._anew = self._copying = start.segment == 0
+        self._anew = self.copying = start.segment == 0
         self.place: Place = (0, 0)
         """Where the standby's journal ends as it begins."""
         if self._anew:
@@ -187,7 +198,7 @@ class Follower:
                 yield from self._file(path)
             for path in sorted((self._store.folder / OUTBOX).glob("*.update")):
                 yield from self._file(path, may_be_gone=True)
-            self._copying = False
+            self.copying = False
         while not self._closed:
             yield from self._new_units()
             with replicator.changed:
@@ -201,7 +212,7 @@ class Follower:
 
     def pin(self) -> tuple[int, int]:
         """Return what is still to be sent: a snapshot (0: none), and the journal from a segment on."""
-        return int(self._snapshot.name) if self._copying else 0, self._segment
+        return int(self._snapshot.name) if self.copying else 0, self._segment
 
     def acknowledged(self, ack: FollowAck) -> None:
         """Note that the standby has everything up to there. A claim beyond the journal's end ends the stream."""

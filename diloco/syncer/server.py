@@ -191,7 +191,7 @@ class Syncer:
         if ended is not None and exported(self._final, values, [each.version for each in values]):
             self.ending = ended
             self._ended.set()
-        follow = self.replicator.follow if self.options.replication.mode != "off" else None
+        follow = self.replicator if self.options.replication.mode != "off" else None
         self._server = RunningServer(self.api, self.network, self.security, self.emit_note, follow)
         self._server.start(ready=False)
         self._in_thread("room", self.room.run)

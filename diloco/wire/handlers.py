@@ -214,9 +214,14 @@ class Followed(Protocol):
         """Release it after the standby has gone.  Always called, last; perhaps twice."""
 
 
-Follow = Callable[[FollowStart], Followed]
-"""What the syncer's shell does for standbys: serve one from ``start`` on.  FAILED_PRECONDITION where its journal is not
-a prefix of the syncer's."""
+class Follow(Protocol):
+    """Serves standbys."""
+
+    def admit(self, start: FollowStart) -> None:
+        """Raise ``Refusal`` where this standby may not follow now."""
+
+    def follow(self, start: FollowStart) -> Followed:
+        """Serve it from ``start`` on; FAILED_PRECONDITION where its journal is not a prefix of the syncer's."""
 
 
 LOOK_S = 0.25
@@ -736,8 +741,8 @@ def follow_handler(serve: Follow, door: Door) -> Any:
         raw = door.first(call)
         start = _first_of("standby", "start", FollowStart, convert.unpack_follow, raw, CONTROL_BYTES_MAX)
         door.check_run(start.run_id)
-        # First served, or refused beside another: only then does the stream before end.
-        with closing(serve(start)) as followed, one.enter(("standby",), 0, call.context.cancel):
+        serve.admit(start)  # Refused beside another, it does not end that one's stream.
+        with one.enter(("standby",), 0, call.context.cancel), closing(serve.follow(start)) as followed:
             threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True).start()
             for part in followed.parts():
                 if door.stopping.is_set():

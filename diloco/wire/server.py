@@ -199,13 +199,15 @@ class RunningServer:
 
 
 def _unbound(address: str) -> str:
-    """Return why the system binds no socket to ``address``; "" where it does: then the TLS files do not fit."""
+    """Return why the system binds no socket to ``address``; "" where it does, or is not asked."""
+    if address.startswith("unix:"):
+        return ""
     host, _, port = address.rpartition(":")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host.strip("[]"), int(port)), family=family).close()
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        return error.strerror or str(error)
     return ""
 
 
@@ -216,5 +218,6 @@ def _bind(server: Any, address: str, credentials: Any) -> str:
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise ValueError(f"address is {address!r}: it cannot be bound: {_unbound(address) or error}") from error
+        why = _unbound(address) or f"the TLS files may not fit: {error}"
+        raise ValueError(f"address is {address!r}: it cannot be bound: {why}") from error
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

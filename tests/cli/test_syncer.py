@@ -18,6 +18,7 @@ from diloco.config.compose import compose, read, shared_digest, write
 from diloco.config.errors import ExitCode
 from diloco.config.run_dir import RunDir
 from diloco.durable import locked, write_file
+from diloco.observe.eventlog import read_events
 from diloco.runs.process import Child, child_environment, verb
 from tests.cli.conftest import Cli
 from tests.loopback.cluster import free_port
@@ -111,6 +112,8 @@ def test_it_drains_although_its_reader_died_of_the_same_interrupt_and_stays_afte
             syncer.wait(0.3)
         syncer.send_signal(signal.SIGINT)
         assert syncer.wait(60) == ExitCode.DRAINED
+        (final,) = [event for event in read_events(here / "runs/otter/events.jsonl") if event["what"] == "final"]
+        assert final["ending"] == "drained", "it was not handed over"
     finally:
         syncer.kill()
 
@@ -222,3 +225,5 @@ def test_a_start_on_an_old_copy_says_so_and_what_to_type() -> None:
     events[-1]["lineage"] = 50
     assert "--above 50" in old_copy(events, {"lineage": 1, "fragments": [{"version": 9}, {"version": 9}]})
     assert old_copy(events, {"lineage": 60, "fragments": [{"version": 1}, {"version": 1}]}) == ""
+    events.append({"at": 2.0, "who": "syncer", "what": "syncer_started", "versions": [0, 0]})
+    assert old_copy(events, {"lineage": 1, "fragments": [{"version": 0}, {"version": 0}]}) == "", "it was begun again"

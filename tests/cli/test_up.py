@@ -106,6 +106,8 @@ def test_a_named_run_says_what_it_takes_anew_and_goes_on_with_more_room_for_site
 def test_what_does_not_go_on_gives_way_to_a_new_run_and_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be resumed"):
         chosen(config_in(tmp_path, "run.resume=must"))
+    with pytest.raises(ConfigError, match=r"cluster\.syncer\.backup is '.*runs': another folder"):
+        chosen(config_in(tmp_path, f"cluster.syncer.backup={tmp_path}/runs"))
     with pytest.raises(ConfigError, match="there is no run otter"):
         chosen(config_in(tmp_path, "run.resume=must", "run.name=otter"))
     first = begun(tmp_path)

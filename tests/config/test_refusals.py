@@ -36,7 +36,7 @@ FILE = "cluster.lease.kind=file cluster.lease.path=/l.json"
         ("run.tokens=-1", "run.tokens is -1: more than 0"),
         ("run.resume=maybe", "run.resume is 'maybe': one of auto, never, must"),
         ("run.name=a/b", "run.name is 'a/b'"),
-        ("run.name=latest", "run.name is 'latest': the name of the run that this link is to, or another name"),
+        ("run.name=latest", "run.name is 'latest': another name, since that is the link to the newest run"),
         ("data.tokenizer=words", "data.tokenizer is 'words': one of bytes, bpe1024"),
         ("model.vocab_size=100", "model.vocab_size is 100: bpe1024 has 1024"),
         ("model.heads=3", "model.heads is 3: a divisor of dim=16"),

@@ -87,6 +87,6 @@ def test_a_callback_that_writes_an_average_before_the_site_leaves_is_refused(tmp
     for average in (StochasticWeightAveraging(0.01, swa_epoch_start=1), EMAWeightAveraging()):
         trainer, module, loader, callback = made(Served(None, "127.0.0.1:1"), tmp_path, small_model())
         trainer.callbacks.insert(0, average)
-        with pytest.raises(ValueError, match=f"^callbacks has {type(average).__name__} before DiLoCoCallback: list it"):
+        with pytest.raises(ValueError, match=f"^callbacks has {type(average).__name__}, whose average the site would"):
             trainer.fit(module, loader)
         assert callback.outer is None

@@ -257,6 +257,19 @@ def test_a_standby_of_another_run_or_with_another_journal_is_refused(replicating
         ({"segment": 7, "chain": "c" * 64}, "give it an empty folder"),
     ):
         with refused(Status.FAILED_PRECONDITION, words):
+            replicator.admit(start(**changes))
             replicator.follow(start(**changes))
     replicator.follow(start(shared_digest=EARLIER))
     assert len(log.of("standby_follows")) == 1, "one of an earlier release follows by its digest"
+
+
+def test_a_standby_that_copies_counts_as_one_that_follows(replicating: Replicating) -> None:
+    """It says nothing before it has the whole copy, which may take longer than a silence may."""
+    replicator, _ = replicating()
+    follower = replicator.follow(start())
+    replicator.machine.timeout_ns = 0
+    replicator.admit(start())
+    with refused(Status.ALREADY_EXISTS, "standby s follows already: stop that first"):
+        replicator.admit(start(standby="t"))
+    follower.close()
+    replicator.admit(start(standby="t"))

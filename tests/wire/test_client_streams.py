@@ -60,6 +60,9 @@ class Served:
         self.closed = threading.Event()
         self.starts: list[FollowStart] = []
 
+    def admit(self, start: FollowStart) -> None:
+        pass
+
     def follow(self, start: FollowStart) -> Served:
         self.starts.append(start)
         if start.standby == "stranger":
@@ -90,7 +93,7 @@ def asked(standby: str = "s", run_id: str = RUN) -> FollowStart:
 
 def test_parts_come_and_acknowledgements_go_until_either_end_leaves_and_a_refusal_comes_in_words(start: Start) -> None:
     served = Served()
-    with follower(start(follow=served.follow)).follow(asked()) as stream:
+    with follower(start(follow=served)).follow(asked()) as stream:
         assert next(stream) == Follows(False, 1, HEX, 1)
         stream.ack(FollowAck(1, 77))
         rest: list[FollowPart] = []
@@ -100,7 +103,7 @@ def test_parts_come_and_acknowledgements_go_until_either_end_leaves_and_a_refusa
     assert served.acks == [FollowAck(1, 77)]
     assert served.starts == [asked()]
     served = Served()
-    client, elsewhere = follower(start(follow=served.follow)), follower(start())
+    client, elsewhere = follower(start(follow=served)), follower(start())
     with client.follow(asked()) as stream:
         next(stream)
     assert served.closed.wait(WAIT_S)
@@ -115,7 +118,7 @@ def test_parts_come_and_acknowledgements_go_until_either_end_leaves_and_a_refusa
 
 def test_only_a_standby_or_an_admin_may_follow(start: Start, tmp_path: Path) -> None:
     served = Served()
-    wired = start(follow=served.follow, tokens_file=written(tmp_path / "tokens"))
+    wired = start(follow=served, tokens_file=written(tmp_path / "tokens"))
     for token, status in (("", "UNAUTHENTICATED"), (A, "PERMISSION_DENIED"), (OBSERVER, "PERMISSION_DENIED")):
         with follower(wired, token).follow(asked()) as stream, pytest.raises(Refused) as refused:
             next(stream)
