@@ -349,7 +349,7 @@ class JournalFiles:
 
 
 def index_of(path: Path) -> int:
-    """Return the number of the segment in ``path``; 0 where its name is no segment's, as of somebody's copy."""
+    """Return the number of the segment in ``path``; 0 where its name is no segment's, such as a copy's."""
     found = re.fullmatch(r"journal-(\d{6,})\.log", path.name)
     return int(found[1]) if found else 0
 
