@@ -167,9 +167,9 @@ def serving(target: str, settings: Sequence[str]) -> list[str]:
 
     VerbError, exit 3: another run's syncer is at the address that a killed one has left in the run's folder.
     """
-    addresses = [leading(each, settings)[0] for each in syncer_addresses(target)]
     from diloco.wire.messages import MalformedMessage
 
+    addresses = [leading(each, settings)[0] for each in syncer_addresses(target)]
     run, found = None, {}
     with suppress(ConfigError):  # ``target`` is no folder, or one without a configuration.
         run = configs.read(existing_run(target).config).run.name

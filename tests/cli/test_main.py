@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from diloco.cli import recover
 from diloco.cli.main import main
 from diloco.config import syncer_settings
 from diloco.config.compose import compose
+from diloco.config.errors import ExitCode
 from tests.cli.conftest import Cli
 from tests.loopback.cluster import closed_port
 from tests.runs.processes import TINY
@@ -47,6 +49,13 @@ def test_help_and_a_question_to_a_syncer_load_no_torch() -> None:
     subprocess.run([sys.executable, "-c", HELPED], check=True, timeout=60)
     asked = "import sys, diloco.wire.client; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", asked], check=True, timeout=60)
+
+
+def test_a_closed_stream_changes_no_exit_code() -> None:
+    program = [sys.executable, "-m", "diloco", "syncer", "outer.quorum=9", "outer.sites_max=4"]
+    for closed in (">&-", "2>&-"):
+        ended = subprocess.run(f"{shlex.join(program)} {closed}", shell=True, capture_output=True, timeout=60)
+        assert ended.returncode == ExitCode.USAGE, closed
 
 
 def test_the_tab_key_finds_verbs_and_settings(cli: Cli) -> None:

@@ -129,6 +129,10 @@ def test_a_disk_that_takes_nothing_is_full_small_or_slow_is_told_of_with_what_to
             assert found().startswith(f"fail  store       site a: {tmp_path} cannot be written: {words}")
         assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch:
+        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # A folder above is another user's.
+        patch.setattr(Path, "is_dir", Mock(side_effect=denied))
+        assert "Permission denied -> let user" in found()
+    with monkeypatch.context() as patch:
         fields = list(os.statvfs(tmp_path))
         fields[4] = 1  # f_bavail
         patch.setattr(machine.os, "statvfs", lambda path: os.statvfs_result(fields))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -297,14 +297,24 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("looks_often")
-@pytest.mark.parametrize("words", ["was removed or emptied", "was replaced"])
-def test_one_whose_folder_is_gone_ends_in_words_and_acknowledges_nothing_more(tmp_path: Path, words: str) -> None:
-    toy = a_toy(tmp_path)
+@pytest.mark.parametrize("words", ["was removed or emptied", "was replaced", "can no longer be looked at: Stale file"])
+def test_one_whose_folder_is_gone_ends_in_words_and_acknowledges_nothing_more(
+    tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, plain = a_toy(tmp_path), os.stat
+
+    def stale(path: Any, **given: Any) -> os.stat_result:
+        if path == standby.folder / LOCK:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return plain(path, **given)
+
     with serving(toy) as (syncer, address, _), following(toy, address) as (standby, _):
         eventually(lambda: syncer.replicator.status()["following"] is True, BOUND_S, "it follows")
         if words == "was replaced":
             (tmp_path / "another").write_bytes(b"")
             (tmp_path / "another").replace(standby.folder / LOCK)
+        elif "Stale" in words:
+            monkeypatch.setattr("diloco.syncer.core.os.stat", stale)
         else:
             standby.folder.rename(tmp_path / "moved")
         eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
