@@ -122,9 +122,10 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     run_dir = syncer_dir(config)
     config = goes_on(config, run_dir.config, given)
 
-    from diloco.config import build_syncer, regional
+    from diloco.config import build_syncer, connecting, regional
 
     build_syncer.check(config)
+    connecting.check_listen(config)
     processes = config.cluster.syncer.processes
     require(processes == 1, "cluster.syncer.processes", processes, "1: a standby follows one syncer")
     check_trackers(config.run.track)

@@ -72,13 +72,11 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 def _check_settings(config: RunConfig, run_dir: RunDir) -> None:
     from diloco.config import build, build_syncer, connecting
-    from diloco.wire.options import check_bind
 
     build_syncer.check(config)
     build_syncer.check_backup(config, run_dir, _data(config, run_dir))
     check_trackers(config.run.track)
-    with section("cluster.syncer", address="listen"):
-        check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
+    connecting.check_listen(config)
     if not _data(config, run_dir).is_dir():
         build.check_version_zero(config)
 

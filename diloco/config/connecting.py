@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config.errors import ConfigError, options_of, section
 from diloco.wan.link import LinkOptions
-from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions, check_own_files
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions, check_bind, check_own_files
 
 if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
@@ -35,6 +35,12 @@ def client_options(config: RunConfig) -> ClientOptions:
 def syncer_security(config: RunConfig) -> SecurityOptions:
     """Return the options that decide which callers the syncer admits."""
     return options_of(SecurityOptions, config.cluster.syncer, "cluster.syncer")
+
+
+def check_listen(config: RunConfig) -> None:
+    """Raise ConfigError where a syncer or a standby cannot listen on its address, or must not without protection."""
+    with section("cluster.syncer", address="listen"):
+        check_bind(config.cluster.syncer.listen, syncer_security(config))
 
 
 def site_security(config: RunConfig) -> SecurityOptions:

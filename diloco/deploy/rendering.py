@@ -14,11 +14,11 @@ import yaml  # type: ignore[import-untyped]
 
 from diloco.config import build, build_syncer, connecting
 from diloco.config import compose as configs
-from diloco.config.errors import A_NAME, ConfigError, require, section
+from diloco.config.errors import A_NAME, ConfigError, require
 from diloco.config.placing import BETWEEN, syncer_configs, syncer_dir, syncer_name, towards
 from diloco.config.schema import RunConfig
 from diloco.syncer.options import memory_bytes_max
-from diloco.wire.options import check_bind, is_loopback
+from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -186,8 +186,7 @@ def _check(config: RunConfig) -> None:
     require(remote, "site.syncer", config.site.syncer, wanted)
     towards(config)
     if has_syncer(config):
-        with section("cluster.syncer", address="listen"):
-            check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
+        connecting.check_listen(config)
     launch = config.launch
     for name, form in TEXTS.items():
         value = getattr(launch, name)

@@ -22,7 +22,7 @@ LIGER = "inner.kernels=liger site.device=cpu"
 KEPT = "inner.memory_checkpoint_every_steps=5"
 NOBODY = "site.syncer=127.0.0.1:1 site.join_timeout_s=0.1"
 
-BEGIN = ("train", "standby", "lab", "eval RUN")
+BEGIN = ("train", "lab", "eval RUN")
 """These verbs have made a folder for the run, or have read its text, before they can know."""
 
 
