@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from functools import cache
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from diloco.inner import require
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,6 +38,11 @@ END = "<|end_of_file|>"
 """Text of the end-of-file token in ``field_form``, where each id needs a text."""
 VOCAB_SIZE_MAX = 1 << 24
 FILE_BYTES_MAX = 256 << 20
+PIECE_CHARACTERS = 1_000_000
+"""Characters encoded at once, where a longer text can be cut; the library needs about 140 times their size."""
+CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
+CUTS_MAX = 20
+WINDOW_CHARACTERS = 1000
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -58,8 +65,29 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[NDArray[np.unsignedinteger[Any]]]:
         """Return the ids of each text, uint16 or uint32 [tokens] (``token_dtype``), without the end of the file."""
+        if all(len(text) <= PIECE_CHARACTERS for text in texts):
+            return self._encode(texts)
+        return [np.concatenate([self._encode([piece])[0] for piece in self._pieces(text)]) for text in texts]
+
+    def _encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger[Any]]]:
         encodings = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=token_dtype(self.vocab_size)) for encoding in encodings]
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Yield ``text`` in pieces whose ids are those of the whole; the rest at once where no cut is found."""
+        at = 0
+        while len(text) - at > PIECE_CHARACTERS:
+            cuts = (found.start() for found in CUT.finditer(text, at + PIECE_CHARACTERS))
+            cut = next((each for each in islice(cuts, CUTS_MAX) if self._parts_at(text, each)), len(text))
+            yield text[at:cut]
+            at = cut
+        yield text[at:]
+
+    def _parts_at(self, text: str, cut: int) -> bool:
+        """Return whether the text around ``cut`` has the same ids as its two parts together."""
+        before, after = text[max(cut - WINDOW_CHARACTERS, 0) : cut], text[cut : cut + WINDOW_CHARACTERS]
+        together, *parts = self._encode([before + after, before, after])
+        return bool(np.array_equal(together, np.concatenate(parts)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``; ends of files are dropped, bytes that are not UTF-8 become U+FFFD."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,6 +71,38 @@ def test_the_fields_form_gives_the_same_ids(name: str, tmp_path: Path) -> None:
         assert theirs.decode([*other.tolist(), ours.end_of_file or 0]) == text
     again = theirs.field_form().encode(TEXTS[1], add_special_tokens=False)
     assert again.ids == ours.encode_batch([TEXTS[1]])[0].tolist()
+
+
+def with_beginnings_marked(folder: Path) -> str:
+    """A tokenizer that has no place to cut: each text that it is given begins with a mark."""
+    vocab = {letter: number for number, letter in enumerate("\u2581 ab\n.")}
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    own.normalizer = tokenizers.normalizers.Prepend("\u2581")
+    own.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("cut", ["\n", " "])
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_long_text_is_encoded_by_pieces_into_the_same_ids(
+    cut: str, marked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_tokenizer(with_beginnings_marked(tmp_path) if marked else "bpe1024", not marked)
+    texts = [cut.join(["ab.", "a b", "  a\n\n b", "b.a"] * 40), "a" * 500, "a"]
+    whole = [ids.tolist() for ids in made.encode_batch(texts)]
+    encoded: list[int] = []
+
+    def noted(batch: list[str], **_: object) -> list[tokenizers.Encoding]:
+        encoded.extend(map(len, batch))
+        return own.encode_batch_fast(batch, add_special_tokens=False)
+
+    own = made._own
+    made._own = SimpleNamespace(encode_batch_fast=noted)  # type: ignore[assignment]
+    monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(tokenizer, "WINDOW_CHARACTERS", 20)
+    assert [ids.tolist() for ids in made.encode_batch(texts)] == whole
+    longest = max(encoded[: encoded.index(500)])
+    assert longest == len(texts[0]) if marked else longest < 130, encoded
 
 
 @pytest.mark.parametrize(
