@@ -213,8 +213,13 @@ def generate(
 
 
 def draw(logits: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
-    """Draw the next token from ``logits`` [vocab], in fp64 on the CPU, so that a seed always gives the same text."""
+    """Draw the next token from ``logits`` [vocab], in fp64 on the CPU, so that a seed always gives the same text.
+
+    ValueError where they are not finite.
+    """
     values = logits.detach().to("cpu", torch.float64)
+    if not values.isfinite().all():
+        raise ValueError("the model's logits are not finite: its training diverged, or its file is damaged")
     if options.temperature == 0:
         return int(values.argmax())
     values = values / options.temperature

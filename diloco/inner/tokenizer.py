@@ -174,7 +174,7 @@ def _end_of(path: Path, own: tokenizers.Tokenizer) -> int:
         if found is None:
             ids = _json_beside(path, name).get("eos_token_id")
             found = ids[0] if isinstance(ids, list) and ids else ids
-    if type(found) is not int or own.id_to_token(found) is None:
+    if type(found) is not int or found < 0 or own.id_to_token(found) is None:
         raise ValueError(
             f"end_of_file is True: no file beside {path} names the token that ends a text (eos_token in "
             "tokenizer_config.json, or eos_token_id in config.json)"

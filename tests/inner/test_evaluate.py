@@ -115,6 +115,15 @@ def test_a_prompt_that_cannot_be_is_refused() -> None:
         list(generate(small(), [1, 50], SamplingOptions()))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_whose_training_diverged_gives_no_text(temperature: float) -> None:
+    model = small()
+    with torch.no_grad():
+        next(model.parameters())[3] = torch.nan
+    with pytest.raises(ValueError, match="logits are not finite"):
+        list(generate(model, [3], SamplingOptions(temperature=temperature)))
+
+
 # --- Likelihoods of one text behind another, beside the formula written out -------------------------------------------
 
 
