@@ -128,11 +128,11 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
             after_step=clock.after_step,
             extra_state=lambda: ({}, {"seconds": clock.seconds()}),
         )
-        drained = stopping.asked and not clock.reached()
-        if evaluator is not None:
-            last = evaluator.score(model, whole=True, together=together)
+        drained = bool(group.broadcast_small([int(stopping.asked and not clock.reached())])[0])
+        if evaluator is not None:  # The whole text at the end alone: a drained run must stop soon.
+            last = evaluator.score(model, whole=not drained, together=together)
         if evaluator is not None and group.is_first:
-            emit("eval", {"tokens": trainer.tokens, "whole": True, **asdict(last)})
+            emit("eval", {"tokens": trainer.tokens, "whole": not drained, **asdict(last)})
             told = _summary(config, trainer, clock, first, last, time.monotonic() - began)
             told["status"] = "drained" if drained else "ok"
             write_file(run_dir.summary, json.dumps(told, indent=1).encode())

@@ -89,6 +89,8 @@ def test_training_that_was_asked_to_stop_is_drained(place: Place, capfd: pytest.
     asking.join()
     assert earlier == [False]
     assert json.loads(summary.read_text())["status"] == "drained"
+    events = map(json.loads, Path("runs/asked/events.jsonl").read_text().splitlines())
+    assert [event["whole"] for event in events if event["what"] == "eval"] == [False], "the whole text takes long"
     capfd.readouterr()
     assert main(["runs"]) == main(["logs", "asked"]) == 0
     out = capfd.readouterr().out
