@@ -293,7 +293,8 @@ class FullAt(Disk):
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.syncer.standby.LOOK_EVERY_S", 0.05)
+    for module in ("core", "standby"):
+        monkeypatch.setattr(f"diloco.syncer.{module}.LOOK_EVERY_S", 0.05)
 
 
 @pytest.mark.usefixtures("looks_often")
