@@ -405,9 +405,9 @@ class Backups:
     def status(self) -> dict[str, object]:
         """Status for ``diloco status``; ``age_s`` is the age of this process's last good backup, None before it;
         ``without_s`` are the seconds since then, or since the process began."""
-        good_s, now_s = self._good_s, time.monotonic()
-        age_s = None if good_s is None else round(now_s - good_s, 1)
-        without_s = round(now_s - (self._began_s if good_s is None else good_s), 1)
+        good_s = self._good_s
+        without_s = round(time.monotonic() - (self._began_s if good_s is None else good_s), 1)
+        age_s = None if good_s is None else without_s
         facts = {"url": self._options.url, "age_s": age_s, "last": self._last, "failing": self._failing}
         return {**facts, "without_s": without_s}
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from diloco.codec.merging import Payload
     from diloco.outer.optimizer import OuterRule
     from diloco.sync.effects import UpdateRef
-    from diloco.sync.events import Ending
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.spool import Mapped, Spool
@@ -178,15 +177,14 @@ def taken(command: TakeVersion, values: FragmentValues, spool: Spool, down_codec
     return OuterResult(made, payload, digest_of(payload, like), 0.0, time.perf_counter() - began)
 
 
-def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
-    """Return the start event's contents, and the ending of a run that is over."""
+def start_facts(machine: OuterSync) -> dict[str, object]:
+    """Return the start event's contents, with the ``ending`` of a run that is over."""
     state = machine.state
     versions = [fragment.version for fragment in state.fragments]
-    ended = state.ending if state.phase is Phase.ENDED else None
-    over: dict[str, object] = {"ending": ended.value} if ended is not None else {}
+    over = {"ending": state.ending.value} if state.phase is Phase.ENDED and state.ending is not None else {}
     # Summed over all fragments, as in ``merged_into``: consumers of the events count on from this.
     merged = {name: sum(line.tokens_merged for line in site.lines) for name, site in sorted(state.sites.items())}
-    return {"epoch": state.epoch, "versions": versions, "tokens_merged": merged, **over}, ended
+    return {"epoch": state.epoch, "versions": versions, "tokens_merged": merged, **over}
 
 
 def outer_step_facts(

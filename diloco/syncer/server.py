@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,13 +184,12 @@ class Syncer:
         self._taken.callback(self.core.stop)
         if self.region is not None:
             self._taken.callback(self.region.above.close)
-        facts, ended = self._first_answer()
+        facts = self._first_answer()
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
-        facts |= {"recovered": records, "kernels": kernel_library.description()}
-        self.emit("syncer_started", {**facts, "memory_bytes_max": self.memory_bytes_max})
-        values = self.holdings.values
-        if ended is not None and exported(self._final, values, [each.version for each in values]):
-            self.ending = ended
+        more = {"recovered": records, "kernels": kernel_library.description()}
+        self.emit("syncer_started", {**facts, **more, "memory_bytes_max": self.memory_bytes_max})
+        if "ending" in facts and exported(self._final, self.holdings.values):
+            self.ending = Ending(str(facts["ending"]))
             self._ended.set()
         follow = self.replicator if self.options.replication.mode != "off" else None
         self._server = RunningServer(self.api, self.network, self.security, self.emit_note, follow)
@@ -269,7 +269,7 @@ class Syncer:
         self._taken.callback(lambda: leadership.stop(release=self.failed is None))
         return leadership.epoch
 
-    def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
+    def _first_answer(self) -> dict[str, object]:
         """Return ``start_facts`` once the start is journalled; ``DiskFullError`` or ``LeaseError`` if it never is."""
         until = time.monotonic() + START_WAIT_S
         while True:
@@ -464,7 +464,7 @@ class Syncer:
                 self.emit("final", {"ending": effect.ending.value, "versions": list(effect.versions)})
                 if effect.ending is Ending.FINISHED:
                     # A large model takes long to write, and sites still need answers meanwhile.
-                    self._in_thread("export", lambda stopping: self._export(effect.versions, stopping))
+                    self._in_thread("export", self._export)
                 else:
                     self._ended.set()
             case DropSite():
@@ -538,17 +538,15 @@ class Syncer:
                     self.emit("standstill", found)
                 said = told
 
-    def _export(self, versions: Sequence[int], stopping: threading.Event) -> None:
+    def _export(self, stopping: threading.Event) -> None:
         """Write the final model to ``final/``. The values of the last version no longer change."""
 
         def put_off(full: OSError | None) -> None:
             if full is not None:
                 self.emit_note("export_put_off", f"disk full: {full.strerror}")
 
-        values = self.holdings.values
-        when_there_is_room(
-            lambda: export(self.disk, self._final, self.plan.layout, values, versions), stopping, LOOK_EVERY_S, put_off
-        )
+        write = partial(export, self.disk, self._final, self.plan.layout, self.holdings.values)
+        when_there_is_room(write, stopping, LOOK_EVERY_S, put_off)
         self._ended.set()
 
 

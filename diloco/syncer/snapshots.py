@@ -571,7 +571,7 @@ class Lineages:
 FINAL = "final.json"
 
 
-def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentValues], versions: Sequence[int]) -> None:
+def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentValues]) -> None:
     """Write ``model.safetensors`` and then ``final.json``, which describes it, into ``folder``.
 
     Raises ``DiskFullError`` when there is no space; the caller may then try again.
@@ -583,17 +583,17 @@ def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentVa
         about = {FROZEN: layout.frozen} if layout.frozen else {}
         about |= {BUFFERS: json.dumps(layout.buffers)} if layout.buffers else {}
         disk.write_parts(folder / "model.safetensors", tensor_file(parameters, about or None), Step.EXPORT)
-        disk.write_file(folder / FINAL, _exported_facts(values, versions), Step.EXPORT)
+        disk.write_file(folder / FINAL, _exported_facts(values), Step.EXPORT)
 
 
-def exported(folder: Path, values: Sequence[FragmentValues], versions: Sequence[int]) -> bool:
+def exported(folder: Path, values: Sequence[FragmentValues]) -> bool:
     """Return whether ``export`` has written these values into ``folder``."""
     path = folder / FINAL
-    return path.is_file() and path.read_bytes() == _exported_facts(values, versions)
+    return path.is_file() and path.read_bytes() == _exported_facts(values)
 
 
-def _exported_facts(values: Sequence[FragmentValues], versions: Sequence[int]) -> bytes:
-    facts = {"versions": list(versions), "digests": [each.digest for each in values]}
+def _exported_facts(values: Sequence[FragmentValues]) -> bytes:
+    facts = {"versions": [each.version for each in values], "digests": [each.digest for each in values]}
     return json.dumps(facts, indent=1).encode()
 
 

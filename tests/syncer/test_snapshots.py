@@ -189,7 +189,7 @@ def test_no_room_is_said_as_such_and_any_other_failure_is_one(tmp_path: Path, er
     disk, values = Disk(), list(snapshot(3).fragments)
     disk.write_parts = fails  # type: ignore[method-assign]
     with pytest.raises(OSError, match=str(error.args[1])) as raised:
-        export(disk, tmp_path / "final", LAYOUT, values, [3, 3])
+        export(disk, tmp_path / "final", LAYOUT, values)
     assert isinstance(raised.value, DiskFullError) is full
 
 
