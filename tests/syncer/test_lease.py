@@ -1,24 +1,18 @@
-"""Who may take a lease, in words where not; the guard of one that is held; and the lease in a file."""
+"""Who may take a lease, in words where not; and the guard of one that is held."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 import shutil
-import threading
 from dataclasses import asdict, replace
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
+from diloco.durable import PLAIN_DISK
 from diloco.sync.leadership import Claim, Leadership, LeaseLostError, Standing, next_standing, refusal
 from diloco.sync.state import FragmentState, OuterState
-from diloco.syncer import lease as lease_module
 from diloco.syncer import server as server_module
 from diloco.syncer.lease import (
     REMEMBERED,
@@ -31,9 +25,8 @@ from diloco.syncer.lease import (
     standing_of,
 )
 from diloco.syncer.store import Store
-from tests.forked import forkserver
 from tests.syncer.building import Events, new_syncer
-from tests.syncer.leases import FIRST, take_often, taken
+from tests.syncer.leases import FIRST
 
 TTL_S = 10.0
 STANDING = Standing(epoch=5, lineage=2, holder="first", heir="second")
@@ -315,185 +308,3 @@ def test_a_start_whose_lease_is_not_renewed_in_time_says_so(tmp_path: Path, monk
     syncer.lease = FileLease(tmp_path / "lease", "run", 60.0)
     with pytest.raises(LeaseError, match="the lease of epoch 1 was not renewed in time"):
         syncer.start()
-
-
-# --- In a file -------------------------------------------------------------------------------------------------------
-
-HEIR = Claim("second", 0, 1, by_itself=True)
-
-
-def test_an_heir_takes_over_when_the_count_has_stood_still_for_the_holders_own_time(path: Path) -> None:
-    holder, clock = FileLease(path, "run", TTL_S), SimpleNamespace(now_s=100.0)
-    held = taken(holder)
-    assert held.mark("second")
-    heir = FileLease(path, "run", 1.0, clock_s=lambda: clock.now_s)
-    assert heir.acquire(HEIR) is None
-    clock.now_s += TTL_S - 0.1
-    assert heir.acquire(HEIR) is None, "the holder's time counts, not the taker's shorter one"
-    assert held.renew()
-    clock.now_s += 0.2
-    assert heir.acquire(HEIR) is None, "it was renewed"
-    looked = heir.read
-
-    def look_and_be_late() -> object:
-        content = looked()
-        assert held.renew()
-        heir.read = looked  # type: ignore[method-assign]
-        return content
-
-    heir.read = look_and_be_late  # type: ignore[assignment, method-assign]
-    clock.now_s += TTL_S
-    assert heir.acquire(HEIR) is None, "it was renewed between the look and the lock"
-    assert heir.acquire(HEIR) is None
-    clock.now_s += TTL_S
-    second = taken(heir, HEIR)
-    assert second.epoch == held.epoch + 1
-    assert (held.renew(), held.mark("anybody")) == (False, False)
-    held.release()
-    assert heir.read()[0] == Standing(second.epoch, 1, "second"), "what is not held is not given back"
-    again = taken(FileLease(path, "run", TTL_S), replace(HEIR, epoch=7, by_itself=False))
-    assert again.epoch == 8, "the same folder takes it again at once"
-    assert not second.renew(), "what had it under the same name before is fenced as any other"
-    again.release()
-    assert taken(FileLease(path, "run", TTL_S), Claim("third", 0, 2)).epoch == 9, "given back, it is free at once"
-    with pytest.raises(LeaseRefusedError, match="is the lease of run 'run'"):
-        FileLease(path, "other", TTL_S).acquire(FIRST)
-
-
-def changed(data: bytes, **fields: object) -> bytes:
-    plain = json.loads(data)
-    plain["lease"]["standing"].update(fields)
-    return json.dumps(plain).encode()
-
-
-def test_a_damaged_or_removed_lease_is_an_error_in_words_for_everybody(path: Path) -> None:
-    lease = FileLease(path, "run", TTL_S)
-    held = taken(lease)
-    whole = path.read_bytes()
-    for damaged in (
-        b"",
-        whole[:-20],
-        b"[" * 4000,
-        whole * 20,
-        b'{"format": 1}',
-        whole.replace(b'"format": 1', b'"format": 2'),
-        changed(whole, epoch=4),
-        changed(whole, released=True),
-    ):
-        path.write_bytes(damaged)
-        for claim in (FIRST, HEIR, Claim("third", 9, 9)):
-            with pytest.raises(LeaseError, match=r"lease\.json is not a valid lease"):
-                FileLease(path, "run", TTL_S).acquire(claim)
-        for change_it in (held.renew, lambda: held.mark("second"), held.release):
-            with pytest.raises(LeaseError, match="no process takes it"):
-                change_it()
-        assert path.read_bytes() == damaged
-    path.unlink()
-    with pytest.raises(LeaseError, match="was removed"):
-        held.renew()
-    with pytest.raises(LeaseRefusedError, match="there is no lease at"):
-        FileLease(path, "run", TTL_S).acquire(Claim("first", 1, 1))
-    with pytest.raises(LeaseError, match="No such file"):
-        FileLease(path.parent / "gone" / "lease.json", "run", TTL_S).acquire(FIRST)
-
-
-class Frozen(Disk):
-    """Stops at a passage of the next write, until it is let go on."""
-
-    def __init__(self) -> None:
-        self.passage = 0
-        self.there, self.go_on = threading.Event(), threading.Event()
-
-    def reached(self, step: Step) -> None:
-        self.passage -= 1
-        if self.passage == 0:
-            self.there.set()
-            assert self.go_on.wait(60.0)
-
-
-@pytest.mark.parametrize("passage", [1, 3, 7])
-def test_a_holder_that_is_frozen_while_it_writes_keeps_no_heir_from_the_lease(path: Path, passage: int) -> None:
-    disk, clock = Frozen(), SimpleNamespace(now_s=100.0)
-    holder = taken(FileLease(path, "run", TTL_S, disk))
-    assert holder.mark("second")
-    heir = FileLease(path, "run", TTL_S, clock_s=lambda: clock.now_s)
-    assert heir.acquire(HEIR) is None
-    disk.passage = passage
-    renewed: list[bool] = []
-    frozen = threading.Thread(target=lambda: renewed.append(holder.renew()), daemon=True)
-    frozen.start()
-    assert disk.there.wait(60.0)
-    assert heir.acquire(HEIR) is None
-    clock.now_s += TTL_S
-    second = taken(heir, HEIR)
-    disk.go_on.set()
-    frozen.join(60.0)
-    assert renewed == [passage == 7], "what was not yet renamed is not written over the heir's"
-    assert heir.read()[0] == Standing(second.epoch, 1, "second", "", released=False)
-    assert not holder.renew()
-    assert sorted(each.name for each in path.parent.iterdir()) == ["lease.json", "lease.json.lock"]
-
-
-def test_a_lock_is_waited_for_a_bounded_time_and_a_file_system_without_locks_refused(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = taken(FileLease(path, "run", 0.4))
-    with path.with_name("lease.json.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(LeaseError, match="locked by another process"):
-            held.renew()
-    assert held.renew()
-
-    def unknown(file: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    other = path.with_name("other.json")
-    for lock, words in ((lambda file: None, "without locks"), (unknown, "No locks available")):
-        monkeypatch.setattr(lease_module, "lock", lock)
-        with pytest.raises(LeaseError, match=words):
-            FileLease(other, "run", TTL_S).acquire(FIRST)
-    assert not other.exists()
-
-
-EPOCHS = 20
-
-
-def write_down(path: Path, name: str, together: Barrier) -> None:
-    together.wait(60.0)
-    lease = FileLease(path, "run", 100 * TTL_S)  # It is given back each time; nobody stops waiting for the file.
-    path.with_name(name).write_text(" ".join(map(str, take_often(lease, name, EPOCHS))))
-
-
-def test_of_many_that_try_at_once_exactly_one_has_each_epoch(path: Path) -> None:
-    context = forkserver()
-    names = [f"taker-{n}" for n in range(4)]
-    together = context.Barrier(len(names))
-    takers = [context.Process(target=write_down, args=(path, name, together)) for name in names]
-    for taker in takers:
-        taker.start()
-    for taker in takers:
-        taker.join(60.0)
-        assert taker.exitcode == 0
-    won = [[int(epoch) for epoch in path.with_name(name).read_text().split()] for name in names]
-    epochs = sorted(epoch for each in won for epoch in each)
-    assert epochs == list(range(1, len(epochs) + 1)), "each epoch was given once, and none was left out"
-    assert sum(map(bool, won)) > 1
-    assert len(epochs) >= EPOCHS
-
-
-def take_and_die(path: Path, passage: int) -> None:
-    FileLease(path, "run", TTL_S, KillingDisk(Step.LEASE_WRITE, passage)).acquire(Claim("first", 1, 1))
-
-
-@pytest.mark.parametrize("passage", [1, 5, 6, 8])
-def test_a_death_while_it_is_written_leaves_the_old_lease_or_the_new_one(path: Path, passage: int) -> None:
-    lease = FileLease(path, "run", TTL_S)
-    before = taken(lease)
-    process = forkserver().Process(target=take_and_die, args=(path, passage))
-    process.start()
-    process.join(60.0)
-    assert process.exitcode == -9
-    renamed = passage > 5
-    assert lease.read()[0] == Standing(before.epoch + renamed, 1, "first")
-    assert before.renew() is not renamed
-    assert taken(FileLease(path, "run", TTL_S), Claim("first", 1, 1)).epoch == before.epoch + 1 + renamed
