@@ -112,10 +112,13 @@ def new_syncer(
 
 
 @contextmanager
-def serving(folder: Path, events: Events | None = None, **settings: Any) -> Iterator[Syncer]:
+def serving(folder: Path, events: Events | None = None, sites: str = "", **settings: Any) -> Iterator[Syncer]:
+    """A syncer that runs, with these ``sites``, each a letter."""
     syncer = new_syncer(folder, (events or Events()).emit, **settings)
     syncer.start()
     try:
+        for site in sites:
+            join(syncer, site)
         yield syncer
     finally:
         syncer.stop(0.1)

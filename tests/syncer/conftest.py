@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.syncer.server import Syncer
-from tests.syncer.building import QUIET, join, serving
+from tests.syncer.building import QUIET, Events, serving
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,12 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def syncer(tmp_path: Path) -> Iterator[Syncer]:
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def syncer(tmp_path: Path, events: Events) -> Iterator[Syncer]:
     """One that waits for two sites, and has one."""
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
+    with serving(tmp_path, events, sites="a", **QUIET) as syncer:
         yield syncer

@@ -11,20 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.effects import OuterEffect, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import OuterOptions
-from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import DECLARED
 from diloco.syncer.core import changes_nothing
 from diloco.syncer.outer_step import OuterResult, run_outer_step
-from diloco.syncer.replaying import Replayer, Rules
-from diloco.syncer.snapshots import RECOVERY_ONLY, FragmentValues, Retention
-from diloco.syncer.store import RunCard, Store
+from diloco.syncer.replaying import Rules
+from diloco.syncer.snapshots import RECOVERY_ONLY, Retention
+from diloco.syncer.store import RunCard, Store, begun
 from diloco.wire.messages import PushHeader
 from tests.syncer.building import LAYOUT, NO_WAIT, RUN, version_zero
 
@@ -56,20 +54,13 @@ class Desk:
         self.notes: list[str] = []
         self.rules = Rules(outer, RULE, codec)
         self.store = Store(folder, CARD, disk, retention, lambda what, facts: self.notes.append(str(facts["why"])))
-        self.recovered: Replayer | None = None
-        if self.store.is_new():
-            self.machine = OuterSync(outer)
-            self.values = [FragmentValues(0, v, v.clone(), NOTHING, digest(v)) for v in version_zero()]
-            for fragment, first in zip(self.machine.state.fragments, self.values, strict=True):
-                fragment.digest = first.digest
-            self.store.begin(self.machine, self.values)
-        else:
-            try:
-                self.recovered = self.store.recover(self.rules)
-            except BaseException:
-                self.store.journal.close()
-                raise
-            self.machine, self.values = self.recovered.machine, self.recovered.holdings.values
+        self.is_new = self.store.is_new()
+        try:
+            found = begun(self.store, self.rules, version_zero()) if self.is_new else self.store.recover(self.rules)
+        except BaseException:
+            self.store.journal.close()
+            raise
+        self.machine, self.values = found.machine, found.values
         self.now_ns = self.machine.state.now_ns
         self.under_way: dict[int, StartOuterStep] = {}
         self.computed: dict[int, OuterResult] = {}

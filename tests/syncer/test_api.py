@@ -15,7 +15,7 @@ import torch
 from diloco.codec import merging
 from diloco.codec.base import Buffers, DecodeError, digest
 from diloco.codec.registry import make_codec
-from diloco.outer.fragments import plan_layout
+from diloco.outer.fragments import Layout, plan_layout
 from diloco.sync import fates
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason, UnitsTold
 from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST
@@ -70,24 +70,23 @@ def probe_ask(**changes: Any) -> ProbeAsk:
 # --- join ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_join_brings_how_everything_stands(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        reply = join(syncer)
-        assert (reply.epoch, reply.incarnation, reply.lineage, reply.ending) == (1, 1, 1, None)
-        assert [(each.version, each.digest) for each in reply.standings] == [
-            (0, values.digest) for values in syncer.holdings.values
-        ]
-        push(syncer, *update())
-        again = join(syncer)  # The same process asks again: the same incarnation, and what was accepted meanwhile.
-        assert (again.incarnation, again.standings[0].watermark) == (1, 1)
-        assert again.standings[0].undecided == ((1, 100),)
-        asked = syncer.api.join(join_ask(process="89abcdef"))
-        assert (asked.ticket, asked.incarnation, asked.standings) == (2, 0, ()), "another process has to confirm"
-        assert syncer.api.join(join_ask(process="89abcdef", ticket=2)).incarnation == 2
+def test_a_join_brings_how_everything_stands(syncer: Syncer) -> None:
+    reply = join(syncer)  # The same process asks again: the same incarnation.
+    assert (reply.epoch, reply.incarnation, reply.lineage, reply.ending) == (1, 1, 1, None)
+    assert [(each.version, each.digest) for each in reply.standings] == [
+        (0, values.digest) for values in syncer.holdings.values
+    ]
+    push(syncer, *update())
+    again = join(syncer)
+    assert (again.incarnation, again.standings[0].watermark) == (1, 1), "with what was accepted meanwhile"
+    assert again.standings[0].undecided == ((1, 100),)
+    asked = syncer.api.join(join_ask(process="89abcdef"))
+    assert (asked.ticket, asked.incarnation, asked.standings) == (2, 0, ()), "another process has to confirm"
+    assert syncer.api.join(join_ask(process="89abcdef", ticket=2)).incarnation == 2
 
 
-OTHER_SHAPE = plan_layout((("a", (6, 4)), ("b", (11,)), ("c", (7,))), 2)
-OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
+def of(layout: Layout) -> dict[str, Any]:
+    return {"layout_fingerprint": layout.fingerprint, "layout_json": layout.to_json().encode()}
 
 
 @pytest.mark.parametrize(
@@ -98,17 +97,17 @@ OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
             "lineage is 4 at the site and 1 at the syncer: the run was restored, and this syncer is from before that; "
             "stop the syncer; unless .*: diloco restore RUN_DIR --from-site SITE_DIR --above 4, or --from BACKUP",
         ),
-        ({"layout": OTHER_SHAPE}, r"parameter b has shape \(11,\) here and \(10,\) there \(here: at the site"),
-        ({"layout": OTHER_CUT}, "fragment"),
+        (
+            of(plan_layout((("a", (6, 4)), ("b", (11,)), ("c", (7,))), 2)),
+            r"parameter b has shape \(11,\) here and \(10,\) there \(here: at the site",
+        ),
+        (of(plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)), "fragment"),
         ({"layout_fingerprint": "0" * 64, "layout_json": b""}, "layout fingerprint is 000000000000 at the site"),
     ],
 )
 def test_a_mismatch_is_refused_and_a_probe_told_of_it_by_its_field(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    if "layout" in changes:
-        layout = changes["layout"]
-        changes = {"layout_fingerprint": layout.fingerprint, "layout_json": layout.to_json().encode()}
     with serving(tmp_path) as syncer:
         before = files(tmp_path), memory(syncer)
         with pytest.raises(Refusal, match=words) as raised:
@@ -120,11 +119,11 @@ def test_a_mismatch_is_refused_and_a_probe_told_of_it_by_its_field(
         assert ("site a: lineage is 4" in str(syncer.status()["behind"])) == ("lineage" in changes)
 
 
-def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_as_it_is(
+    tmp_path: Path, events: Events
+) -> None:
     """As while the standby is away: the site trains on."""
-    events = Events()
-    with serving(tmp_path, events) as syncer:
-        join(syncer)
+    with serving(tmp_path, events, sites="a") as syncer:
         syncer.core.replicated = lambda end: "the standby is away"
         with pytest.raises(CoreHeld, match="the standby is away"):
             join(syncer, "b")
@@ -174,8 +173,7 @@ def test_a_live_process_of_another_folder_is_not_replaced(tmp_path: Path) -> Non
 
 
 def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
-    with serving(tmp_path, outer={"sites_max": 2}) as syncer:
-        join(syncer, "a")
+    with serving(tmp_path, sites="a", outer={"sites_max": 2}) as syncer:
         join(syncer, "b", "00000001")
         join(syncer, "b", "00000002")
         with refused(Status.ALREADY_EXISTS, "newer process speaks for site b: is it start", Reason.SUPERSEDED):
@@ -202,8 +200,7 @@ def test_invariant_15_what_cannot_be_is_counted_by_its_field_before_a_byte_of_it
 
 def test_an_update_may_say_the_present_lineage_or_none_and_be_shorter_than_a_packed_one_s_bound(tmp_path: Path) -> None:
     """An earlier release says no lineage.  What the machine refuses, as in any other one, leaves no trace."""
-    with serving(tmp_path, up_codecs=["fp32", "int8+zstd"], **QUIET) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", up_codecs=["fp32", "int8+zstd"], **QUIET) as syncer:
         header, payload = update()
         before = files(tmp_path), memory(syncer)
         for changes, outcome, reason in (
@@ -223,8 +220,7 @@ def test_an_update_may_say_the_present_lineage_or_none_and_be_shorter_than_a_pac
 
 
 def test_a_watch_and_a_pull_begin_with_how_everything_stands_at_one_instant(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a") as syncer:
         push(syncer, *update())
         eventually(lambda: syncer.holdings.values[0].version == 1, "it is published")
         feed = syncer.api.watch("a", 1)
@@ -279,13 +275,10 @@ def test_an_evicted_site_is_told_so_on_every_way_and_reads_no_more_under_whateve
     syncer.api.pull(PullAsk(RUN, "a", 0, -1), site)
 
 
-def test_a_refusal_names_the_update_and_the_reason(tmp_path: Path) -> None:
-    events = Events()
-    with serving(tmp_path, events, outer={"quorum": 2, "quorum_min": 2}) as syncer:
-        join(syncer)
-        push(syncer, *update())
-        syncer.api.refuse("a", 0, 1)
-        (refusal,) = events.wait_for("refused")
+def test_a_refusal_names_the_update_and_the_reason(syncer: Syncer, events: Events) -> None:
+    push(syncer, *update())
+    syncer.api.refuse("a", 0, 1)
+    (refusal,) = events.wait_for("refused")
     assert refusal == {"what": "refused", "site": "a", "fragment": 0, "sequence": 1, "reason": "withdrawn"}
 
 
@@ -303,16 +296,13 @@ def test_strangers_leave_nothing_in_memory(syncer: Syncer) -> None:
     assert memory(syncer) == before
 
 
-def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Path) -> None:
-    events = Events()
-    with serving(tmp_path, events, **QUIET) as syncer:
-        join(syncer)
-        for step in range(1, 5):
-            assert syncer.api.report(report(step=step)).known
-        assert [event["step"] for event in events.of("reported")] == [1], "not each of them"
-        for _ in range(3):
-            syncer.api.leave("a", 1)
-        assert [event["step"] for event in events.of("reported")] == [1, 4], "its last words, and no more of them"
+def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(syncer: Syncer, events: Events) -> None:
+    for step in range(1, 5):
+        assert syncer.api.report(report(step=step)).known
+    assert [event["step"] for event in events.of("reported")] == [1], "not each of them"
+    for _ in range(3):
+        syncer.api.leave("a", 1)
+    assert [event["step"] for event in events.of("reported")] == [1, 4], "its last words, and no more of them"
 
 
 def test_leaving_is_answered_and_an_old_incarnation_cannot(syncer: Syncer) -> None:
@@ -324,10 +314,8 @@ def test_leaving_is_answered_and_an_old_incarnation_cannot(syncer: Syncer) -> No
     assert syncer.core.ask(lambda machine: machine.attendance.live) == set()
 
 
-def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:
-    events = Events()
-    with serving(tmp_path, events) as syncer:
-        join(syncer)
+def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path, events: Events) -> None:
+    with serving(tmp_path, events, sites="a") as syncer:
         right = [short_digest(values.digest) for values in syncer.holdings.values]
         said = lambda *digests, **also: syncer.api.report(report("a", digests=digests, **also)).retake  # noqa: E731
         assert said(0, right[1]) == ()
@@ -363,12 +351,9 @@ def units(syncer: Syncer, site: str = "a", known: int = 0, upto: int = 4) -> Uni
 def test_a_heartbeat_brings_units_and_the_same_one_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decided, right = list[object](), fates.asked
     monkeypatch.setattr(fates, "asked", lambda turn, event: (decided.append(event), right(turn, event))[1])
-    with serving(tmp_path / "leases none") as syncer:
-        join(syncer, "a")
+    with serving(tmp_path / "leases none", sites="a") as syncer:
         assert (units(syncer), syncer.api.status()["units"]) == (None, None)
-    with serving(tmp_path / "run", **LEASING) as syncer:
-        join(syncer, "a")
-        join(syncer, "b")
+    with serving(tmp_path / "run", sites="ab", **LEASING) as syncer:
         for _ in range(2):
             assert units(syncer) == UnitsTold(0, ((0, 4),))
         assert len(decided) == 1
@@ -394,10 +379,12 @@ def test_another_text_is_refused_in_words_that_name_both(tmp_path: Path) -> None
 # --- A run that goes on without a standby says so in its journal, whoever let it -------------------------------------
 
 
-def test_a_word_that_cannot_be_journalled_now_is_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_cannot_be_journalled_now_is_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Events
+) -> None:
     """Nothing had waited for a standby any more, and no record said why."""
     monkeypatch.setattr(api_module, "DETACH_S", 0.1)
-    events, sync = Events(), ReplicationOptions(mode="sync", timeout_s=1.0, alive_s=0.1)
+    sync = ReplicationOptions(mode="sync", timeout_s=1.0, alive_s=0.1)
     with serving(tmp_path, events, replication=sync) as syncer:
         replicated = syncer.core.replicated
         monkeypatch.setattr(syncer.core, "replicated", lambda turn: "something else is wanting")
@@ -426,25 +413,15 @@ def test_a_site_keeps_an_update_until_it_is_decided_where_a_standby_may_lack_it(
         assert settings.keep_until_decided == (mode == "async")
 
 
-class Nobody:
-    """A syncer that cannot be reached."""
-
-    def follow(self, start: object) -> object:
-        raise Unreachable("it is gone")
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("mode", "why"), [("off", []), ("sync", ["from now on one disk holds what is acknowledged"])])
 def test_a_take_over_without_an_operator_is_told_where_one_may_follow(
-    tmp_path: Path, mode: str, why: list[str]
+    tmp_path: Path, mode: str, why: list[str], events: Events
 ) -> None:
-    with serving(tmp_path) as first:
-        join(first)
-    events = Events()
+    with serving(tmp_path, sites="a"):
+        pass
     promoted = new_syncer(tmp_path, events.emit, replication=ReplicationOptions(mode=mode, timeout_s=1.0, alive_s=0.1))
-    standby = Standby("two", promoted.options, promoted.plan, Nobody(), Events().emit)  # type: ignore[arg-type]
+    nobody = Mock(**{"follow.side_effect": Unreachable("it is gone")})
+    standby = Standby("two", promoted.options, promoted.plan, nobody, Events().emit)
     standby.start()
     lease = Mock(epoch=2, **{"wanting.return_value": None, "heir_is.return_value": None})
     promoted.start(replace(standby.promote(), leadership=lease))

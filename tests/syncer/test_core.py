@@ -627,10 +627,11 @@ def test_the_thread_sees_it_heal_and_says_when_it_cannot_look(folder: Path, monk
 
 
 @pytest.mark.parametrize("lose", ["removed", "emptied", "replaced"])
-def test_a_syncer_that_lost_its_folder_takes_nothing_in_and_ends_in_words(tmp_path: Path, lose: str) -> None:
+def test_a_syncer_that_lost_its_folder_takes_nothing_in_and_ends_in_words(
+    tmp_path: Path, lose: str, events: Events
+) -> None:
     """It had gone on for the rest of the run, and had answered every update with a defect."""
     folder, words = tmp_path / "syncer", "was removed or emptied while this process served from it"
-    events = Events()
     syncer = new_syncer(folder, events.emit)
     syncer.start()
     folder.rename(folder.with_name("away"))

@@ -43,7 +43,6 @@ from tests.syncer.building import (
     dice,
     eventually,
     files,
-    join,
     new_syncer,
     push,
     refused,
@@ -124,11 +123,9 @@ def full(*_: object) -> None:
 
 @pytest.mark.parametrize("where", [(Snapshots, "write"), (JournalFiles, "rotate")])
 def test_a_snapshot_without_room_is_said_once_and_comes_with_a_later_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], events: Events
 ) -> None:
-    events = Events()
-    with serving(tmp_path, events, snapshot_every=1) as syncer:
-        join(syncer)
+    with serving(tmp_path, events, sites="a", snapshot_every=1) as syncer:
         before = syncer.store.snapshots.numbers()
         with monkeypatch.context() as patch:
             patch.setattr(*where, full)

@@ -15,7 +15,7 @@ import pytest
 from diloco.sync.events import Ending, FateTold, Outcome
 from diloco.syncer.publish import Feed
 from diloco.syncer.server import Syncer
-from tests.syncer.building import eventually, join, push, report, serving, update
+from tests.syncer.building import eventually, push, report, serving, update
 
 LAST_ROUND = {"token_budget": 100, "final_wait_ns": 50_000_000}
 
@@ -23,8 +23,7 @@ LAST_ROUND = {"token_budget": 100, "final_wait_ns": 50_000_000}
 @pytest.fixture
 def syncer(tmp_path: Path) -> Iterator[Syncer]:
     """In its run's last round, with one site."""
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", linger_s=20.0, outer=LAST_ROUND) as syncer:
         yield syncer
 
 
@@ -75,8 +74,7 @@ def test_lingering_lasts_while_a_version_is_sent_but_not_for_ever(
 
 
 def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=2.0, outer={"final_wait_ns": 50_000_000}) as syncer:
-        join(syncer, "a")
+    with serving(tmp_path, sites="a", linger_s=2.0, outer={"final_wait_ns": 50_000_000}) as syncer:
         syncer.drain()
         syncer.wait(20.0)
         assert took_s(syncer) > 1.9
@@ -144,8 +142,7 @@ def test_a_site_that_says_that_nothing_is_in_flight_has_heard_what_its_stream_st
 
 def test_who_goes_on_after_a_death_in_the_last_round_waits_for_its_sites(tmp_path: Path) -> None:
     """Nobody knows which of its fates that process had told; one that has stopped in order had told them all."""
-    with serving(tmp_path / "one", outer=LAST_ROUND) as syncer:
-        join(syncer)
+    with serving(tmp_path / "one", sites="a", outer=LAST_ROUND) as syncer:
         end(syncer)
         shutil.copytree(tmp_path / "one", tmp_path / "two")  # As it is when the process dies now.
     with serving(tmp_path / "two", linger_s=20.0, outer=LAST_ROUND) as syncer:
@@ -158,8 +155,7 @@ def test_who_goes_on_after_a_death_in_the_last_round_waits_for_its_sites(tmp_pat
 
 
 def test_a_run_that_goes_on_after_a_death_waits_for_nobody_who_left_it(tmp_path: Path) -> None:
-    with serving(tmp_path / "one") as syncer:
-        join(syncer)
+    with serving(tmp_path / "one", sites="a") as syncer:
         syncer.api.leave("a", 1)
         shutil.copytree(tmp_path / "one", tmp_path / "two")
     with serving(tmp_path / "two", linger_s=20.0, outer={"final_wait_ns": 50_000_000}) as syncer:

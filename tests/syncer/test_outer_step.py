@@ -39,7 +39,7 @@ from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.spool import Spool
 from diloco.syncer.status import Tally
 from tests.sync.driving import only, running
-from tests.syncer.building import LAYOUT, Events, dice, eventually, join, push, serving, update
+from tests.syncer.building import LAYOUT, Events, dice, eventually, push, serving, update
 
 NESTEROV = OuterRule(OuterOptimizerOptions())
 SGD = OuterRule(OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0))
@@ -276,10 +276,9 @@ def test_a_round_costs_what_its_own_updates_took_and_what_is_never_merged_is_for
     assert stepped("a", "b", "c")["receive_s"] == 2.0
 
 
-def test_the_stages_of_a_round_are_in_events_and_status(tmp_path: Path) -> None:
-    events, began_s = Events(), time.perf_counter()
-    with serving(tmp_path, events) as syncer:
-        join(syncer)
+def test_the_stages_of_a_round_are_in_events_and_status(tmp_path: Path, events: Events) -> None:
+    began_s = time.perf_counter()
+    with serving(tmp_path, events, sites="a") as syncer:
         push(syncer, *update())
         (told,) = events.wait_for("published")
         (made,) = events.of("outer_step")

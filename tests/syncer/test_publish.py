@@ -24,7 +24,7 @@ from diloco.wire.messages import (
     Status,
     short_digest,
 )
-from tests.syncer.building import ANYONE, RUN, dice, eventually, join, join_ask, push, refused, report, serving, update
+from tests.syncer.building import ANYONE, RUN, dice, eventually, join_ask, push, refused, report, serving, update
 
 
 def published(version: int) -> Published:
@@ -183,8 +183,7 @@ def test_what_a_site_of_protocol_2_holds_is_compared_with_what_was_published(tmp
 
 
 def test_a_site_that_has_not_joined_this_process_yet_is_taken_for_one_of_this_protocol(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a") as syncer:
         header, payload = update()
         push(syncer, header, payload)
         eventually(lambda: syncer.holdings.values[0].version == 1, "the first version")

@@ -66,8 +66,7 @@ def spooled_open(folder: Path) -> int:
 
 
 def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", **QUIET) as syncer:
         assert push(syncer, HEADER, PAYLOAD) == PushResult(Outcome.ACCEPTED, 0, epoch=1)
         (name,) = spooled(tmp_path)
         assert (tmp_path / "spool" / name).read_bytes() == PAYLOAD
@@ -80,8 +79,7 @@ def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
 
 
 def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is_counted(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", **QUIET) as syncer:
         for end in (10, 11, 60):
             session = reception(syncer, HEADER)
             session.write(session.offset, memoryview(PAYLOAD)[session.offset : end])
@@ -98,13 +96,11 @@ def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is
         assert syncer.api.tally.sites()["a"].counts["payload_bytes_up"] == len(PAYLOAD) - 60
 
 
-def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_path: Path) -> None:
+def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_path: Path, events: Events) -> None:
     small, encoded = update(encoding="int8")
     broken = bytes([0xFF, 0xFF]) + encoded[2:]  # The first scale becomes a NaN.
     others = digest(dice("other", 0))
-    events = Events()
-    with serving(tmp_path, events, up_codecs=["fp32", "int8"], **QUIET) as syncer:
-        join(syncer)
+    with serving(tmp_path, events, sites="a", up_codecs=["fp32", "int8"], **QUIET) as syncer:
         before, state = files(tmp_path), memory(syncer)
         with refused(Status.DATA_LOSS, "digest of the payload is not the declared one; send it again"):
             push(syncer, HEADER, PAYLOAD[:-1] + b"!")
@@ -134,8 +130,7 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
 def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> None:
     """The machine may change its mind between the first look and the commit."""
     first, (header, payload) = update(sequence=1), update(sequence=2)
-    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "updates_in_flight_max": 1}) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", outer={"quorum": 2, "quorum_min": 2, "updates_in_flight_max": 1}) as syncer:
         assert push(syncer, *first).outcome is Outcome.ACCEPTED
         assert finish(reception(syncer, header), header, payload) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
         again = reception(syncer, header)
@@ -144,8 +139,7 @@ def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> N
 
 
 def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a") as syncer:
         twin = reception(syncer, HEADER)
         twin.write(0, memoryview(PAYLOAD))
         assert finish(reception(syncer, HEADER), HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
@@ -283,8 +277,7 @@ def test_an_update_like_no_other_is_refused_and_counted_or_held_and_shown(tmp_pa
         assert held["ratio"] > 1e4
         assert "norm" in held["why"]
     verify(tmp_path)  # The journal names no payload of the one that was refused.
-    with serving(tmp_path, health={"policy": "admit"}) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", health={"policy": "admit"}) as syncer:
         assert push(syncer, *update("a", 6, **large)).reason is Reason.OUTLIER, "judged once, also after a crash"
         status = syncer.api.status()
         assert (status["payloads_decoded"], status["sites"]["a"]["updates_refused"]) == (0, {"outlier": 1})

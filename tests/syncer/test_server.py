@@ -96,10 +96,8 @@ def failing(folder: Path, **settings: Any) -> Iterator[Syncer]:
 # --- start -----------------------------------------------------------------------------------------------------------
 
 
-def test_no_more_versions_are_made_than_there_is_room_for(tmp_path: Path) -> None:
-    events = Events()
-    with serving(tmp_path, events) as syncer:
-        join(syncer)
+def test_no_more_versions_are_made_than_there_is_room_for(tmp_path: Path, events: Events) -> None:
+    with serving(tmp_path, events, sites="a") as syncer:
         for _ in range(VERSIONS_MAX):  # As if so many waited to be written down.
             assert syncer._versions.acquire(blocking=False)
         push(syncer, *update())
@@ -167,8 +165,7 @@ def test_a_start_that_fails_gives_everything_back(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match="cannot be bound"):
                 new_syncer(tmp_path / "run", Events().emit, address=other._server.address).start()
-    with serving(tmp_path / "run") as syncer:
-        join(syncer)
+    with serving(tmp_path / "run", sites="a") as syncer:
         merged(syncer, 1)
 
 
@@ -179,8 +176,7 @@ def test_a_snapshot_that_is_due_in_the_middle_of_a_turn_holds_values_and_memory_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two versions done in one turn of the loop: the machine knows both before the first one is published."""
-    with serving(tmp_path, snapshot_every=1) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", snapshot_every=1) as syncer:
         done: list[OuterStepDone] = []
         post, release = syncer.core.post, threading.Event()
 
@@ -244,14 +240,15 @@ def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path
             syncer.wait(20.0)
 
 
-def test_a_snapshot_is_written_every_so_many_outer_steps_when_one_is_asked_for_and_by_a_stop(tmp_path: Path) -> None:
-    snapshots, events = Snapshots(tmp_path / "snapshots"), Events()
+def test_a_snapshot_is_written_every_so_many_outer_steps_when_one_is_asked_for_and_by_a_stop(
+    tmp_path: Path, events: Events
+) -> None:
+    snapshots = Snapshots(tmp_path / "snapshots")
 
     def kept() -> list[int]:
         return [snapshots.load(number).fragments[0].version for number in snapshots.numbers()]
 
-    with serving(tmp_path, events, snapshot_every=2) as syncer:
-        join(syncer)
+    with serving(tmp_path, events, sites="a", snapshot_every=2) as syncer:
         merged(syncer, 2)
         events.wait_for("snapshot")
         assert kept() == [0, 2]
@@ -267,8 +264,7 @@ def test_a_snapshot_is_written_every_so_many_outer_steps_when_one_is_asked_for_a
 
 def test_rounds_without_a_finite_result_do_not_end_the_run(tmp_path: Path) -> None:
     """Each gives up the memory of its version, of which there is a bounded number."""
-    with serving(tmp_path, optimizer={"kind": "sgd", "momentum": 0.0, "lr": 1e38}) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", optimizer={"kind": "sgd", "momentum": 0.0, "lr": 1e38}) as syncer:
 
         def given_up() -> int:
             lines = syncer.core.ask(lambda machine: machine.state.sites["a"].lines)
@@ -300,9 +296,9 @@ def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch
 
 
 def test_a_snapshot_that_is_asked_for_while_another_is_written_comes_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Events
 ) -> None:
-    events, gate = Events(), threading.Event()
+    gate = threading.Event()
     with serving(tmp_path, events) as syncer, ThreadPoolExecutor(1) as operators:
         write = syncer.store.snapshots.write
         monkeypatch.setattr(syncer.store.snapshots, "write", lambda *given: (gate.wait(10.0), write(*given))[1])
@@ -349,11 +345,10 @@ def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path)
 
 
 def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Events
 ) -> None:
-    events, last_round = Events(), {"token_budget": 100, "final_wait_ns": 100_000_000}
-    with serving(tmp_path, events, outer=last_round) as syncer:
-        join(syncer)
+    last_round = {"token_budget": 100, "final_wait_ns": 100000000}
+    with serving(tmp_path, events, sites="a", outer=last_round) as syncer:
         for fragment in (0, 1):
             push(syncer, *update(fragment=fragment, final=True))
         assert syncer.wait(20.0) is Ending.FINISHED
@@ -385,8 +380,7 @@ def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(
 
 
 def test_a_drained_run_goes_on_with_the_next_process(tmp_path: Path) -> None:
-    with serving(tmp_path, outer={"final_wait_ns": 50_000_000}) as syncer:
-        join(syncer)
+    with serving(tmp_path, sites="a", outer={"final_wait_ns": 50_000_000}) as syncer:
         merged(syncer, 1)
         syncer.drain()
         assert syncer.wait(20.0) is Ending.DRAINED
@@ -405,8 +399,7 @@ def test_a_run_that_ends_has_a_last_backup_unless_the_archive_fails_for_too_long
     vault = Vault(str(tmp_path / "vault"))
     if archive == "fails":
         (tmp_path / "vault").write_text("a file, where a folder is to be")
-    with serving(tmp_path / "run", backup=BackupOptions(url=vault.url)) as syncer:
-        join(syncer)
+    with serving(tmp_path / "run", sites="a", backup=BackupOptions(url=vault.url)) as syncer:
         merged(syncer, 2)
         if archive == "never answers":
             monkeypatch.setattr(backups, "LAST_S", 0.1)
@@ -429,12 +422,10 @@ def test_a_run_that_ends_has_a_last_backup_unless_the_archive_fails_for_too_long
 
 
 def test_that_no_version_is_made_although_updates_wait_is_said_once_and_in_the_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Events
 ) -> None:
     monkeypatch.setattr("diloco.syncer.server.LOOK_EVERY_S", 0.02)
-    events = Events()
-    with serving(tmp_path, events, outer={"quorum": 3, "site_timeout_ns": 300_000_000}) as syncer:
-        join(syncer)
+    with serving(tmp_path, events, sites="a", outer={"quorum": 3, "site_timeout_ns": 300_000_000}) as syncer:
         push(syncer, *update())
         (said,) = events.wait_for("standstill")
         assert said["seconds"] >= 0.3
@@ -487,10 +478,10 @@ def fill(ballast: Path) -> None:
 
 
 def test_a_full_disk_stops_acknowledgements_and_not_the_process_ends_a_start_in_words_and_heals(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, events: Events
 ) -> None:
     monkeypatch.setattr(server, "START_WAIT_S", 0.5)
-    events, ballast, folder = Events(), small_disk / "ballast", small_disk / "run"
+    ballast, folder = small_disk / "ballast", small_disk / "run"
     said = "disk full: No space left on device"
     with serving(folder, events, disk_reserve_mb=0, snapshot_every=1000) as syncer:
         address = syncer._server.address
@@ -537,10 +528,8 @@ def test_a_full_disk_stops_acknowledgements_and_not_the_process_ends_a_start_in_
         assert again.core.ask(lambda machine: set(machine.state.sites)) == known
 
 
-def test_below_the_reserve_nothing_is_taken_in_before_its_first_byte(tmp_path: Path) -> None:
-    events = Events()
-    with serving(tmp_path, events) as syncer:
-        join(syncer)
+def test_below_the_reserve_nothing_is_taken_in_before_its_first_byte(tmp_path: Path, events: Events) -> None:
+    with serving(tmp_path, events, sites="a") as syncer:
         syncer.room._reserve_bytes = 1 << 60
         with refused(Status.UNAVAILABLE, "MB in reserve are wanted"):
             push(syncer, *update())
@@ -552,9 +541,7 @@ def test_below_the_reserve_nothing_is_taken_in_before_its_first_byte(tmp_path: P
 
 
 def test_the_status_is_complete_before_and_after_a_site_has_reported_and_left(tmp_path: Path) -> None:
-    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "token_budget": 1000}) as syncer:
-        join(syncer, "a")
-        join(syncer, "b")
+    with serving(tmp_path, sites="ab", outer={"quorum": 2, "quorum_min": 2, "token_budget": 1000}) as syncer:
         push(syncer, *update("a"))
         figures = {"train_ns": 200, "stall_ns": 50, "tokens_processed": 900, "tokens_in_flight": 700}
         syncer.api.report(report("b", step=12, loss=None, versions=(), link=LINK, **figures))

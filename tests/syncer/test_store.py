@@ -104,7 +104,7 @@ def taken_over(desk: Desk, why: object) -> list[str]:
     """What a process says that takes the folder over, and finds the same in it."""
     again = Desk(desk.store.folder)
     assert_same(again, desk, why)
-    assert again.recovered is not None
+    assert not again.is_new
     again.close()
     return again.notes
 
@@ -260,7 +260,7 @@ def test_a_process_that_died_before_version_0_was_kept_left_a_new_folder(tmp_pat
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"half")
     with telling(tmp_path, 1) as story:
-        assert story.desk.recovered is None
+        assert story.desk.is_new
         assert list(tmp_path.rglob(".*.tmp")) == []
         story.tell(8)
     assert taken_over(story.desk, "begun at the second attempt") == []
