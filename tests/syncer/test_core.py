@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from diloco.durable import PLAIN_DISK, DiskFullError, locked
-from diloco.sync.effects import AnswerJoin, AnswerPush, OuterEffect, StartOuterStep
+from diloco.sync.effects import AnswerJoin, AnswerPush, OuterEffect
 from diloco.sync.events import (
     JoinRequested,
     Outcome,
     OuterEvent,
-    OuterStepDone,
     Reason,
     SyncerStarted,
 )
@@ -47,7 +47,7 @@ from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.sync.test_syncer import play
-from tests.syncer.building import QUIET, RUN, Events, eventually, files, join, new_syncer, serves, serving
+from tests.syncer.building import QUIET, RUN, Events, eventually, files, join, new_syncer, no_room, serves, serving
 from tests.syncer.desk import arrived
 
 MS = 1_000_000
@@ -83,15 +83,15 @@ class Journal:
 class Desk:
     """A core over a machine of one fragment, with everything that it did in ``disk.log``."""
 
-    def __init__(self, **options: Any) -> None:
-        """``options`` are the machine's and the core's."""
+    def __init__(self, machine: OuterSync | None = None, **options: Any) -> None:
+        """``options`` are the core's, and those of a new ``machine``."""
         self.disk = Journal()
         self.failures: list[BaseException] = []
         self.effects: list[OuterEffect] = []
         loop = {name: options.pop(name) for name in {*options} & {*Core.__init__.__kwdefaults__}}
-        machine = OuterSync(OuterOptions(**{"grace": "fixed", "grace_ns": 0, **options}))
+        machine = machine or OuterSync(OuterOptions(**{"grace": "fixed", "grace_ns": 0, **options}))
         self.core = Core(machine, self.disk, self._carry_out, on_failure=self.failures.append, **loop)  # type: ignore[arg-type]
-        self.core.post(SyncerStarted(1))
+        self.core.post(SyncerStarted(machine.state.epoch + 1))
 
     def _carry_out(self, effect: OuterEffect) -> None:
         self.disk.log.append(type(effect).__name__)
@@ -190,27 +190,12 @@ def test_a_failed_fsync_ends_the_loop_and_nobody_is_acknowledged(desk: Desk) -> 
         desk.core.ask(lambda machine: None, early=True)
 
 
-def test_an_event_that_cannot_be_or_work_that_fails_ends_the_loop_and_is_told() -> None:
-    def work(machine: OuterSync) -> None:
-        raise OSError(28, "No space left on device")
-
-    for error in (OSError, AssertionError):
-        with running() as desk:
-            if error is OSError:
-                with pytest.raises(OSError, match="No space left"):
-                    desk.core.do(work)
-            else:
-                desk.core.post(OuterStepDone(0, 1, "x", "y"))  # No step is under way.
-            eventually(lambda: not desk.core.thread.is_alive(), "the loop ends")
-            (failure,) = desk.failures
-            assert isinstance(failure, error)
-
-
-def test_concurrent_calls_get_their_own_answers() -> None:
-    with running(sites_max=64) as desk, ThreadPoolExecutor(40) as pool:
-        names = [f"s{number}" for number in range(40)]
-        assert [answer.site for answer in pool.map(desk.join, names)] == names
-        assert desk.disk.log.count("flush") <= desk.disk.log.count("append"), "one fsync for a turn"
+def test_work_that_fails_ends_the_loop_and_is_told(desk: Desk) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        desk.core.do(no_room)
+    eventually(lambda: not desk.core.thread.is_alive(), "the loop ends")
+    (failure,) = desk.failures
+    assert isinstance(failure, OSError)
 
 
 def test_a_question_that_raises_reaches_the_asker_and_nobody_else() -> None:
@@ -283,7 +268,8 @@ def test_a_silent_site_whose_sign_of_life_is_decided_late_has_a_lease_from_then_
     now_ns, timeout_ns = [0], 1000 * MS
     with running(clock_ns=lambda: now_ns[0], site_timeout_ns=timeout_ns) as desk:
         desk.join()
-    core = Core(desk.core.machine, Journal(), lambda effect: None, clock_ns=lambda: now_ns[0])  # type: ignore[arg-type]
+    core = Desk(desk.core.machine, clock_ns=lambda: now_ns[0]).core
+    core._inbox.get_nowait()  # The start.
     for _ in range(2):  # The second silence is found before the sign of life that ends the first one is decided.
         now_ns[0] += timeout_ns
         (silent,) = core.leases.expired(core.now_ns())
@@ -327,7 +313,7 @@ def test_leases_begin_anew_with_a_new_process_and_time_goes_on() -> None:
         plain = desk.core.ask(lambda machine: machine.snapshot())
     machine = OuterSync.restore(OuterOptions(site_timeout_ns=500 * MS), plain)
     then_ns = machine.state.now_ns
-    core = Core(machine, Journal(), lambda effect: None, clock_ns=lambda: 5)  # type: ignore[arg-type]
+    core = Desk(machine, clock_ns=lambda: 5).core
     assert core.now_ns() == then_ns
     assert core.leases.next_deadline_ns() == then_ns + 500 * MS
     core.worker.shutdown()
@@ -389,24 +375,16 @@ def test_a_start_is_decided_before_what_came_due_while_nobody_was_there() -> Non
         desk.join("a")
         desk.join("b")
         assert desk.push("a", 1).outcome is Outcome.ACCEPTED
-    journal, effects, failures = Journal(), list[OuterEffect](), list[BaseException]()
-    core = Core(
-        desk.core.machine,
-        journal,  # type: ignore[arg-type]
-        effects.append,
-        on_failure=failures.append,
-        clock_ns=lambda: clock_ns[0],
-    )
+    anew = Desk(desk.core.machine, clock_ns=lambda: clock_ns[0])
     clock_ns[0] = 5000
-    core.post(SyncerStarted(2))
-    core.start()
+    anew.core.start()
     try:
-        eventually(lambda: any(isinstance(effect, StartOuterStep) for effect in effects), "the round is closed")
+        eventually(lambda: "StartOuterStep" in anew.disk.log, "the round is closed")
     finally:
-        core.stop()
-    assert failures == []
-    assert isinstance(journal.events[0], SyncerStarted)
-    assert sum(isinstance(effect, StartOuterStep) for effect in effects) == 1
+        anew.core.stop()
+    assert anew.failures == []
+    assert anew.journalled()[0] == "SyncerStarted"
+    assert anew.disk.log.count("StartOuterStep") == 1
 
 
 # --- Where something is wanting --------------------------------------------------------------------------------------
@@ -624,6 +602,14 @@ def test_the_thread_sees_it_heal_and_says_when_it_cannot_look(folder: Path, monk
             eventually(lambda seen=seen: len(told) == seen, "the change is seen")
         free["bytes"] = 0
         assert "Input/output error" in str(looking.exception(10.0))
+
+
+def test_a_folder_that_cannot_be_looked_at_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(folder, 0, lambda want: None)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.stat", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        why = room.lost()
+    assert why == f"{folder} can no longer be looked at: Stale file handle"
 
 
 @pytest.mark.parametrize("lose", ["removed", "emptied", "replaced"])

@@ -104,15 +104,6 @@ def test_a_pull_goes_on_with_the_version_that_it_began_or_is_told_that_it_cannot
             pull(holdings, have, want)
 
 
-def test_a_gap_between_recalled_and_taken_links_is_never_a_chain() -> None:
-    _, values = history("int8", 1)
-    third = moved(values[1], "int8")
-    holdings = Holdings([third.values], "int8", 32)
-    holdings.take(0, moved(third.values, "int8"))
-    assert not pull(holdings, 2).header.whole
-    assert pull(holdings, 1).header.whole
-
-
 @pytest.mark.parametrize(("codec", "most"), [("fp32", 0), ("bf16", 4), ("int8", 7), ("int4", 14)])
 def test_no_more_is_kept_than_twice_the_fragment_and_no_old_values(codec: str, most: int) -> None:
     """Links hold bytes only: with their values, 32 versions of a fragment would take 96 times its memory."""

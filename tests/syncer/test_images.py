@@ -186,20 +186,6 @@ def point(number: int, steps: int, size: int = 10) -> Point:
     return Point(number, steps, number, size, 1)
 
 
-def test_the_newest_two_stay_without_retention_and_whatever_they_take() -> None:
-    points = [point(number, 16 * number) for number in range(1, 8)]
-    for count in range(1, 8):
-        assert choose(points[:count], Retention(), lambda segments: 0) == (points[:count][-2:], False)
-    large = [point(1, 10, 1 << 40), point(2, 20, 1 << 40)]
-    assert choose(large, Retention(5, 1), lambda segments: 0)[0] == large
-
-
-def test_older_ones_stay_that_are_half_of_the_retention_apart() -> None:
-    points = [point(number, 5 * number) for number in range(1, 12)]
-    kept, _ = choose(points, Retention(20, 1 << 40), lambda segments: 0)
-    assert [each.steps for each in kept] == [35, 45, 50, 55]
-
-
 @pytest.mark.parametrize("every", [1, 16, 300])
 @pytest.mark.parametrize("steps", [1, 64, 256])
 def test_few_snapshots_do_for_a_replay_of_any_step_within_retention(every: int, steps: int) -> None:

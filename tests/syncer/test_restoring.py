@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,13 +17,12 @@ from diloco.sync.fates import columns_of
 from diloco.sync.rounds import Selection
 from diloco.sync.state import Line, Part, Upstream
 from diloco.syncer.backups import Vault, back_up
-from diloco.syncer.replaying import Rules, held_of
+from diloco.syncer.replaying import held_of
 from diloco.syncer.restoring import (
     Kept,
     KeptError,
     Known,
     Restore,
-    Restored,
     RestoreError,
 )
 from diloco.syncer.snapshots import FragmentValues, Image, same_values
@@ -181,41 +179,30 @@ def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -
     assert_goes_on(folder, tuple(desk.values), wanted).close()
 
 
-def from_a_site(
-    folder: Path, rules: Rules = RULES, known: Known = KNOWN, **more: Any
-) -> tuple[tuple[FragmentValues, ...], Restored]:
-    """A run in the folder ``run`` of what a site had of a lost one."""
+def test_values_of_a_site_become_a_run_that_leases_no_unit_again_that_the_site_knows_of(tmp_path: Path) -> None:
     values = tuple(
         FragmentValues(each.version, each.published, each.published.clone(), NOTHING, each.digest)
-        for each in stopped(folder / "lost").values
+        for each in stopped(tmp_path / "lost").values
     )
     lines = {"a": [Line(watermark=9, tokens_merged=300, updates_merged=3), Line(watermark=8)]}
-    (folder / "run").mkdir()
-    return values, Restore(folder / "run", CARD, rules, "from site a", known).values(values, lines, **more)
-
-
-def test_values_of_a_site_become_a_run(tmp_path: Path) -> None:
+    rules = replace(RULES, outer=replace(RULES.outer, unit_sequences=8))
     known = Known(CLOCK_S, lineage=CLOCK_S + 5, epoch=41)
-    values, restored = from_a_site(tmp_path, known=known, site_above="region-a")
+    for above, upstream in (("region-a", Upstream([Part(), Part()], "region-a")), ("", None)):
+        folder = tmp_path / f"run {above}"
+        folder.mkdir()
+        restored = Restore(folder, CARD, rules, "from site a", known).values(values, lines, 70, above)
+        machine = Kept(folder).replay(rules).machine
+        assert machine.state.upstream == upstream, "a region is the site that it was"
     assert restored.lineage == CLOCK_S + 6, "above what is known, whatever the clock says"
     assert restored.versions == tuple(each.version + 1 for each in values)
-    again = Desk(tmp_path / "run")
-    assert again.machine.state.epoch == 41
-    assert again.machine.state.upstream == Upstream([Part(), Part()], "region-a"), "a region is the site that it was"
-    line = again.machine.state.sites["a"].lines[0]
+    assert machine.state.epoch == 41
+    line = machine.state.sites["a"].lines[0]
     assert (line.watermark, line.tokens_merged) == (9, 300)
-    again.close()
-
-
-def test_a_run_from_a_site_goes_on_and_leases_no_unit_again_that_the_site_knows_of(tmp_path: Path) -> None:
-    rules = replace(RULES, outer=replace(RULES.outer, unit_sequences=8))
-    values, restored = from_a_site(tmp_path, rules, units_begun=70)
-    machine = Kept(tmp_path / "run").replay(rules).machine
     assert columns_of(machine) == Columns(70, 0, 70, 0, 0, 0, 0), "what was merged is not known"
     machine.handle(JoinRequested(1, "a", "p", ticket=None), machine.state.now_ns)
     (told,) = machine.handle(UnitsAsked(2, "a", machine.state.sites["a"].incarnation, 0, 0, 3, 0, 0), 0)
     assert told.pieces == ((70, 3),)
-    assert_goes_on(tmp_path / "run", values, list(restored.versions)).close()
+    assert_goes_on(folder, values, list(restored.versions)).close()
 
 
 @LEFT_OPEN

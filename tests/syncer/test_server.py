@@ -590,13 +590,11 @@ def test_an_option_that_cannot_work_is_refused_with_its_value() -> None:
     for kind, field, value, words in (
         (of_a_syncer, "up_codecs", ["int5"], "'int5'"),
         (of_a_syncer, "down_codec", "int5", "'int5'"),
-        (of_a_syncer, "snapshot_every", 0, "0"),
         (of_a_syncer, "downlinks_kept", 0, "0"),
         (of_a_syncer, "downlinks_kept", 1025, "1025"),
         (of_a_syncer, "heartbeat_s", 0.0, r"0\.0"),
         (of_a_syncer, "linger_s", -1.0, r"-1\.0"),
         (of_a_syncer, "threads", -1, "-1"),
-        (ReplicationOptions, "mode", "both", "mode is 'both': one of off, sync, async"),
         (ReplicationOptions, "timeout_s", 0.5, "timeout_s is 0.5: longer than"),
         (BackupOptions, "every_s", 0.0, "backup_every_s is 0.0"),
         (BackupOptions, "keep", 0, "backup_keep is 0"),

@@ -15,7 +15,7 @@ import pytest
 
 from diloco.outer.optimizer import OuterRule
 from diloco.sync.events import JoinRequested, SiteEvicted
-from diloco.sync.journal import JournalError, Record, digest_effects
+from diloco.sync.journal import JournalError
 from diloco.sync.options import OuterOptions
 from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.restoring import Kept, Known, begin_lineage
@@ -23,8 +23,8 @@ from diloco.syncer.snapshots import Retention, SnapshotError, same_values
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store, StoreError, payloads_in, verify
 from tests.sooner import sooner
-from tests.syncer.building import NO_WAIT, files, stored, update
-from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk, arrived
+from tests.syncer.building import NO_WAIT, files, update
+from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
 
 SITES = ("a", "b", "c")
 
@@ -300,24 +300,6 @@ def test_no_payload_goes_while_a_snapshot_that_is_kept_may_need_it(tmp_path: Pat
                 writer()  # ... and written and pruned while the run has gone on.
             if number % 7 == 0:
                 assert_copied(story.desk, (seed, number), harmed=True)
-
-
-def test_a_record_without_a_payload_takes_no_payload_along(tmp_path: Path) -> None:
-    """Seen: its empty name was dropped with the other decided ones, and that is the folder of all of them."""
-    with telling(tmp_path, 3) as story:
-        story.tell(6)
-        desk, refused = story.desk, arrived(payload="", finite=False)
-        effects = desk.machine.handle(refused, desk.now_ns)
-        desk.store.journal.append([Record(desk.now_ns, refused, digest_effects(effects))])
-        desk.store.journal.flush()
-        story.restart()
-        for _ in range(3):
-            story.tell()
-            story.desk.snapshot()
-        waiting = payloads_in(story.desk.machine.snapshot())
-    assert waiting, "something is undecided"
-    for reference, digest in waiting.items():
-        stored(story.desk.store.spool, reference, digest)
 
 
 def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(tmp_path: Path) -> None:
