@@ -134,7 +134,7 @@ def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_a
         found: Any = syncer.status()["sites"]
         assert found["a"]["step"] == 80
         assert found["a"]["heard_seconds_ago"] < 60
-        assert "stranger" not in syncer.api.tally.sites(), "only what is in the run takes memory"
+        assert "stranger" not in syncer.api.tally.sites()
         assert len(events.of("reported")) == 1
         syncer.core.replicated = lambda end: None
 
@@ -232,6 +232,7 @@ def test_a_watch_and_a_pull_begin_with_how_everything_stands_at_one_instant(tmp_
         assert header.digest == syncer.holdings.values[0].digest
         for stranger in ("", "nobody"):
             assert syncer.api.pull(PullAsk(RUN, stranger, 0, -1), ANYONE).header.fates == ()
+        assert list(syncer.api.tally.sites()) == ["a"], "only what is in the run takes memory"
         with refused(Status.NOT_FOUND, "fragment is 2: the run has no such fragment"):
             syncer.api.pull(PullAsk(RUN, "a", 2, -1), ANYONE)
         syncer.api.pull(PullAsk(RUN, "a", 0, -1, 1, offset=50), ANYONE)
@@ -280,20 +281,6 @@ def test_a_refusal_names_the_update_and_the_reason(syncer: Syncer, events: Event
     syncer.api.refuse("a", 0, 1)
     (refusal,) = events.wait_for("refused")
     assert refusal == {"what": "refused", "site": "a", "fragment": 0, "sequence": 1, "reason": "withdrawn"}
-
-
-def test_strangers_leave_nothing_in_memory(syncer: Syncer) -> None:
-    before = memory(syncer)
-    for number in range(50):
-        assert not syncer.api.report(report(f"stranger-{number}")).known
-        syncer.api.pull(PullAsk(RUN, f"stranger-{number}", 0, -1), ANYONE)
-        syncer.api.open_push(update(f"stranger-{number}")[0])
-    assert not syncer.api.report(report(incarnation=4)).known
-    assert syncer.api.report(report()).known
-    tally = syncer.api.tally.sites()
-    assert list(tally) == ["a"]
-    assert tally["a"].counts.total() == 0
-    assert memory(syncer) == before
 
 
 def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(syncer: Syncer, events: Events) -> None:

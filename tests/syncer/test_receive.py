@@ -65,19 +65,6 @@ def spooled_open(folder: Path) -> int:
     return sum(os.readlink(each).startswith(str(folder / "spool")) for each in handles if each.is_symlink())
 
 
-def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
-    with serving(tmp_path, sites="a", **QUIET) as syncer:
-        assert push(syncer, HEADER, PAYLOAD) == PushResult(Outcome.ACCEPTED, 0, epoch=1)
-        (name,) = spooled(tmp_path)
-        assert (tmp_path / "spool" / name).read_bytes() == PAYLOAD
-        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
-        other, other_payload = update(values=dice("other", 0))
-        assert push(syncer, other, other_payload) == PushResult(Outcome.REFUSED, 0, Reason.CONFLICT, epoch=1)
-        assert spooled(tmp_path) == [name]
-    with serving(tmp_path, **QUIET) as syncer:  # And it is known to the next process.
-        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
-
-
 def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is_counted(tmp_path: Path) -> None:
     with serving(tmp_path, sites="a", **QUIET) as syncer:
         for end in (10, 11, 60):
@@ -94,6 +81,11 @@ def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is
         assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
         assert spooled_open(tmp_path) == 0
         assert syncer.api.tally.sites()["a"].counts["payload_bytes_up"] == len(PAYLOAD) - 60
+        header, payload = update(values=dice("other", 0))
+        assert finish(reception(syncer, header), header, payload).reason is Reason.CONFLICT
+        assert len(spooled(tmp_path)) == 1
+    with serving(tmp_path, **QUIET) as syncer:  # And it is known to the next process.
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
 
 
 def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_path: Path, events: Events) -> None:
