@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 
 from diloco.codec.registry import make_codec
+from diloco.durable import Disk, Step
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.events import Reason
@@ -79,6 +80,22 @@ class Events:
             )
             assert arrived, f"not {count} {what} in {bound_s} s: {self.all[-6:]}"
             return [event for event in self.all if event["what"] == what]
+
+
+class Crash(Exception):
+    """The process would have ended here."""
+
+
+class CrashingDisk(Disk):
+    """Ends in the operation of this number, of those of ``step`` if one is given."""
+
+    def __init__(self, number: int, step: Step | None = None) -> None:
+        self.left, self.step = number, step
+
+    def reached(self, step: Step) -> None:
+        self.left -= self.step in (None, step)
+        if self.left == 0:
+            raise Crash(step.value)
 
 
 def new_syncer(

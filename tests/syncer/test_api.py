@@ -73,6 +73,7 @@ def probe_ask(**changes: Any) -> ProbeAsk:
 def test_a_join_brings_how_everything_stands(syncer: Syncer) -> None:
     reply = join(syncer)  # The same process asks again: the same incarnation.
     assert (reply.epoch, reply.incarnation, reply.lineage, reply.ending) == (1, 1, 1, None)
+    assert (reply.settings.heartbeat_ns, reply.settings.keep_until_decided) == (200_000_000, False)
     assert [(each.version, each.digest) for each in reply.standings] == [
         (0, values.digest) for values in syncer.holdings.values
     ]
@@ -390,14 +391,6 @@ def test_a_word_that_cannot_be_journalled_now_is_later(
         assert again.status()["behind"] == again.api.old_copy
         with pytest.raises(Refusal, match="an old copy"):  # Another run would begin.
             again.api.detach()
-
-
-@pytest.mark.parametrize("mode", ["off", "async"])
-def test_a_site_keeps_an_update_until_it_is_decided_where_a_standby_may_lack_it(tmp_path: Path, mode: str) -> None:
-    with serving(tmp_path, replication=ReplicationOptions(mode=mode)) as syncer:
-        settings = join(syncer).settings
-        assert settings.heartbeat_ns == 200_000_000
-        assert settings.keep_until_decided == (mode == "async")
 
 
 @pytest.mark.parametrize(("mode", "why"), [("off", []), ("sync", ["from now on one disk holds what is acknowledged"])])

@@ -13,7 +13,7 @@ from diloco.codec.base import Hasher, digest_of
 from diloco.durable import Disk, Step
 from diloco.syncer.backups import NAME, BackupError, BackupFacts, BackupOptions, Backups, Vault, back_up
 from diloco.syncer.store import payloads_in
-from tests.syncer.building import RUN, Events, eventually, files
+from tests.syncer.building import RUN, Crash, CrashingDisk, Events, eventually, files
 from tests.syncer.desk import Desk
 from tests.syncer.test_kept import run, versions
 from tests.syncer.test_store import Story, assert_same, harm
@@ -296,13 +296,8 @@ def test_what_is_put_there_comes_back_and_in_a_folder_every_name_is_durable(tmp_
 
 
 def test_in_a_folder_a_marker_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
-    class Dying(Disk):
-        def sync_file(self, path: Path, step: Step) -> None:
-            if step is Step.BACKUP_WHOLE:
-                raise KeyboardInterrupt
-
-    vault = Vault(str(tmp_path / "vault"), Dying())
-    with pytest.raises(KeyboardInterrupt):
+    vault = Vault(str(tmp_path / "vault"), CrashingDisk(3, Step.BACKUP_WHOLE))
+    with pytest.raises(Crash):
         vault.put("run", "first", content(tmp_path), FACTS)
     assert (list(vault.backups("run")), vault.leftovers("run")) == ([], ["first"])
 

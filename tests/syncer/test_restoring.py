@@ -27,7 +27,7 @@ from diloco.syncer.restoring import (
 )
 from diloco.syncer.snapshots import FragmentValues, Image, same_values
 from diloco.syncer.store import StoreError, payloads_in
-from tests.syncer.building import RUN, files, update
+from tests.syncer.building import RUN, Crash, CrashingDisk, files, update
 from tests.syncer.desk import CARD, Desk
 from tests.syncer.test_kept import RULES, run, versions
 from tests.syncer.test_store import Story
@@ -36,22 +36,6 @@ CLOCK_S = 1_800_000_000
 KNOWN = Known(CLOCK_S)
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 """A process that ends closes nothing."""
-
-
-class Crash(Exception):
-    """The process would have ended here."""
-
-
-class CrashingDisk(Disk):
-    """Ends in the operation of this number; ``cleanly`` before it does anything."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def reached(self, step: Step) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise Crash(step.value)
 
 
 def stopped(folder: Path, seed: int = 6) -> Desk:
@@ -218,14 +202,8 @@ def test_what_cannot_be_restored_is_refused_and_the_run_stays_as_it_is(tmp_path:
     with pytest.raises(RestoreError, match="holds no run"):
         Restore(tmp_path / "none", CARD, RULES, "why", KNOWN).in_place(image)
     assert files(lost) == before
-
-    class TidyingDisk(Disk):
-        def reached(self, step: Step) -> None:
-            if step is Step.RESTORE_END:
-                raise Crash(step.value)
-
     with pytest.raises(Crash):
-        Restore(tmp_path / "run", CARD, RULES, "lost", KNOWN, TidyingDisk()).backup(fetch)
+        Restore(tmp_path / "run", CARD, RULES, "lost", KNOWN, CrashingDisk(1, Step.RESTORE_END)).backup(fetch)
     with pytest.raises(RestoreError, match="is restored, and only the clean-up after it was interrupted: start"):
         Restore(tmp_path / "run", CARD, RULES, "lost", KNOWN).backup(fetch)
     again = Desk(tmp_path / "run")
