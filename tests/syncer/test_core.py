@@ -10,7 +10,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -540,24 +539,18 @@ MB = 1_000_000
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A data folder that this process has taken, and looks at often."""
-    monkeypatch.setattr(core_module, "LOOK_EVERY_S", 0.01)
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A data folder that this process has taken."""
     with locked(tmp_path / "syncer"):
         yield tmp_path / "syncer"
-
-
-def with_free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    free = {"bytes": 100 * MB}
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
-    return free
 
 
 def test_the_reserve_is_kept_free_and_each_change_of_what_is_wanting_told_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fills up while a standby is away: nobody had heard of that when the standby was back."""
-    free, told = with_free(monkeypatch), list[Want | None]()
+    disk, told = SimpleNamespace(free=100 * MB), list[Want | None]()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     room = Room(folder, 64 * MB, told.append)
     room.look()
     assert room.wanting(36 * MB) is None
@@ -576,32 +569,14 @@ def test_the_reserve_is_kept_free_and_each_change_of_what_is_wanting_told_once(
         (lost, "not renewed", 63, [lost]),
         (None, None, 100, [None]),
     ):
-        free["bytes"] = free_mb * MB
+        disk.free = free_mb * MB
         for _ in range(3):
             room.held(Want(kind, str(text)) if kind else None)
         assert room.wanting() == text
         assert told == [each and Want(each, str(text)) for each in said]
         told.clear()
-    free["bytes"] = 0
+    disk.free = 0
     assert Room(folder, 0, told.append).wanting(1 << 40) is None, "without a reserve the disk is not asked"
-
-
-def test_the_thread_sees_it_heal_and_says_when_it_cannot_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had ended without a word, and a full disk was never seen again."""
-    free, told = with_free(monkeypatch), list[Want | None]()
-
-    def tell(want: Want | None) -> None:
-        if len(told) == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        told.append(want)
-
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(Room(folder, 64 * MB, tell).run, threading.Event())
-        for seen, free_mb in enumerate((0, 100), 1):
-            free["bytes"] = free_mb * MB
-            eventually(lambda seen=seen: len(told) == seen, "the change is seen")
-        free["bytes"] = 0
-        assert "Input/output error" in str(looking.exception(10.0))
 
 
 def test_a_folder_that_cannot_be_looked_at_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

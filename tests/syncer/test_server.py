@@ -446,7 +446,7 @@ def test_a_start_with_less_room_serves_the_sites_that_are_there(tmp_path: Path) 
         (changed,) = events.of("settings_changed")
         assert changed["why"] == "outer.sites_max is 1 and was 3"
         assert push(syncer, *update("c")).outcome is Outcome.ACCEPTED
-        with refused(Status.RESOURCE_EXHAUSTED, "until a site leaves or .* starts again with a large", Reason.FULL):
+        with refused(Status.RESOURCE_EXHAUSTED, "no room for site d: .* a site leaves or .* starts again", Reason.FULL):
             join(syncer, "d")
 
 

@@ -120,9 +120,6 @@ def bring(found: Incoming) -> bytes:
     [
         (NAME, NAME),
         ("snapshots/00000007/state.json", "snapshots/.incoming-00000007/state.json"),
-        ("lineages/1795000000/manifest.json", "lineages/1795000000/manifest.json"),
-        ("spool/.above/0-1-d.update", "spool/.above/0-1-d.update"),
-        ("above/outbox/0-7.update", "above/outbox/0-7.update"),
     ],
 )
 def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path, name: str, path: str) -> None:
