@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, get_args, get_origin, get_type_hints
 
 from diloco.config import compose as configs
-from diloco.config.errors import ConfigError
+from diloco.config.errors import ConfigError, refusing
 from diloco.config.keys import WANTED, hint
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
@@ -180,13 +180,15 @@ def read(name: str, above: tuple[Path, ...] = ()) -> Laboratory:
     rows = {key: known[key] for key in taken}
     for key, value in plain.pop("rows").items():
         where = f"{path}: rows.{key}"
-        rows[str(key)] = _new(Row, _values(Row, value or {}, where), where)
+        own = _values(Row, value or {}, where)
+        with refusing(ValueError, begin=f"{where}: "):
+            rows[str(key)] = Row(**own)
     shared = {} if base is None else {each.name: getattr(base, each.name) for each in fields(base)}
     own = _values(Laboratory, plain, str(path))
     settings = (*shared.pop("settings", ()), *own.pop("settings", ()))
-    lab: Laboratory = _new(
-        Laboratory, {**shared, "title": path.stem, **own, "name": path.stem, "rows": rows, "settings": settings}, path
-    )
+    given = {**shared, "title": path.stem, **own, "name": path.stem, "rows": rows, "settings": settings}
+    with refusing(ValueError, begin=f"{path}: "):
+        lab = Laboratory(**given)
     for key in filter(None, (lab.reference, *(row.against for row in rows.values()))):
         if key not in rows:
             raise ConfigError(f"{path}: reference or against is {key!r}, which is no row")
@@ -226,13 +228,6 @@ def _under_patterns(rules: object, patterns: object, path: Path) -> dict[str, di
     }
 
 
-def _new(kind: Any, values: Mapping[str, object], where: object) -> Any:
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
 def _values(kind: Any, plain: object, where: str) -> dict[str, Any]:
     """Return the values of ``plain`` for the fields of ``kind``, each checked against its field's type."""
     if not isinstance(plain, dict):
@@ -267,11 +262,9 @@ def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Seq
             settled = replace(row, speeds=row.speeds or lab.speeds)
             if row.phases and len(row.phases) != len(settled.speeds):
                 raise ConfigError(f"row {name}: phases are {row.phases}: one for each of {len(settled.speeds)} sites")
-            try:
+            with refusing(ConfigError, begin=f"row {name}: "):
                 config = configs.compose([*OWN, *lab.settings, *row.settings, *more, f"run.seed={seed}"])
                 warm = configs.compose([*OWN, *lab.settings, *more, f"run.seed={seed}"])
-            except ConfigError as error:
-                raise ConfigError(f"row {name}: {error}") from error
             if not config.run.tokens:
                 raise ConfigError(f"row {name}: run.tokens is {config.run.tokens}: a laboratory compares equal tokens")
             found.append(Cell(name, seed, settled, config, warm, lab.warm_steps, lab.points))

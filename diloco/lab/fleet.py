@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.registry import make_codec
 from diloco.config import build, build_syncer, connecting, regional
 from diloco.config import compose as configs
-from diloco.config.errors import ConfigError, require
+from diloco.config.errors import ConfigError, refusing, require
 from diloco.config.schema import UpstreamSection
 from diloco.config.syncer_settings import OF_THE_MODEL
 from diloco.runs.scenario import Step, late_sites, scenario_of
@@ -176,7 +176,7 @@ def above_of(config: RunConfig, settings: Sequence[str], count: int | None = Non
     It has the regions' model, text and fragments, and their run length unless ``settings`` give one; all else comes
     from ``settings``.
     """
-    try:
+    with refusing(ConfigError, begin="--above: "):
         above = configs.compose(settings)
         said = {text.partition("=")[0]: text for text in settings}
         for key, text in said.items():
@@ -194,8 +194,6 @@ def above_of(config: RunConfig, settings: Sequence[str], count: int | None = Non
             raise ConfigError(f"{why}: not built for regions")
         above = above if count is None else with_sites(above, count, "--regions")
         build_syncer.check(above)
-    except ConfigError as error:
-        raise ConfigError(f"--above: {error}") from error
     return above
 
 
@@ -216,10 +214,8 @@ def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
     elif not (outer.run_ns or outer.token_budget):
         raise ConfigError("run.seconds and run.tokens are null: nothing ends this run; give its length with --hours")
     numels = [fragment.numel for fragment in build.layout_of(config).fragments]
-    try:
+    with refusing(ValueError, begin="codec: "):
         up, down = make_codec(config.codec.up), make_codec(config.codec.down)
-    except ValueError as error:
-        raise ConfigError(f"codec: {error}") from error
     return FleetPlan(
         sites=(),
         outer=outer,
