@@ -7,6 +7,7 @@ import importlib
 import itertools
 import pkgutil
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,15 @@ class World:
         ask = JoinAsk(PROTOCOL, RUN, 1, self.site, self.process, layout.fingerprint, text, shared)
         return replace(ask, **changes)
 
+    def enter(self, call: Callable[[bytes], bytes]) -> None:
+        """Join by ``call``, with the reply's ticket where another process holds the site, and learn the run's state."""
+        reply = convert.unpack_join_reply(call(convert.pack_join(self.join())))
+        while reply.ticket:
+            reply = convert.unpack_join_reply(call(convert.pack_join(self.join(ticket=reply.ticket))))
+        self.incarnation = reply.incarnation
+        self.versions = [standing.version for standing in reply.standings]
+        self.watermarks = [standing.watermark for standing in reply.standings]
+
     def update(self, chance: random.Random, encoding: str = "fp32", **changes: Any) -> tuple[PushHeader, bytes]:
         """Return the next update of one of the fragments, valid except for ``changes``."""
         fragment = changes.get("fragment", chance.randrange(len(self.versions)))
@@ -102,12 +112,18 @@ def pushed(header: PushHeader, payload: bytes, at: int = 0) -> list[bytes]:
     return [pack_push(part) for part in (header, *parts, PushCommit(header.payload_bytes, header.digest))]
 
 
-def raw_header(header: PushHeader, **changes: Any) -> bytes:
-    """Return a header packed without its checks, as no client of ours would send it."""
-    message = sync_pb2.PushRequest()
-    message.ParseFromString(pack_push(header))
+def parsed(path: str, raw: bytes) -> tuple[Any, Any]:
+    """Return a request to ``path`` as protobuf's own message, and the part of it that has the fields."""
+    message: Any = GetMessageClass(methods()[path])()
+    message.ParseFromString(raw)
+    return message, message.header if path.endswith("Push") else message
+
+
+def changed(path: str, raw: bytes, **changes: Any) -> bytes:
+    """Return a request with other fields, packed without checks, as no client of ours would send it."""
+    message, inside = parsed(path, raw)
     for name, value in changes.items():
-        setattr(message.header, name, value)
+        setattr(inside, name, value)
     return bytes(message.SerializeToString())
 
 
@@ -156,16 +172,6 @@ def good(world: World, chance: random.Random) -> dict[str, tuple[object, bytes]]
 def asked_by(path: str, world: World) -> str:
     """Return the caller that may call this method."""
     return "admin" if path.startswith(ADMIN) else world.site
-
-
-def with_fields(world: World, chance: random.Random, path: str, **changes: Any) -> bytes:
-    """Return a request for ``path`` that is valid except for ``changes``, packed without checks."""
-    message: Any = GetMessageClass(methods()[path])()
-    message.ParseFromString(good(world, chance)[path][1])
-    inside = message.header if path.endswith("Push") else message
-    for name, value in changes.items():
-        setattr(inside, name, value)
-    return bytes(message.SerializeToString())
 
 
 # --- How an attacker reaches the syncer ------------------------------------------------------------------------------

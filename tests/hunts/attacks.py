@@ -43,12 +43,12 @@ from tests.hunts.asking import (
     Call,
     World,
     asked_by,
+    changed,
     good,
     methods,
     other_methods,
+    parsed,
     pushed,
-    raw_header,
-    with_fields,
 )
 from tests.hunts.inputs import lying_frame
 from tests.hunts.mutating import NUMBERS, TEXTS, drawn, edited, spoiled
@@ -76,9 +76,7 @@ def out_of_bounds(world: World, chance: random.Random) -> Call | None:
     """Give one field a value that violates its stated bounds."""
     path, (ask, raw) = chance.choice([(p, a) for p, a in good(world, chance).items() if is_dataclass(a[0])])
     name, rule = chance.choice(sorted(bounds_of(type(ask)).items()))
-    message: Any = GetMessageClass(methods()[path])()
-    message.ParseFromString(raw)
-    inside = message.header if path.endswith("Push") else message
+    message, inside = parsed(path, raw)
     for value in chance.sample([*NUMBERS, *TEXTS, -5, float("nan")], len(NUMBERS) + len(TEXTS) + 2):
         try:
             setattr(inside, name, value)
@@ -93,7 +91,7 @@ def out_of_bounds(world: World, chance: random.Random) -> Call | None:
 
 def another_run(world: World, chance: random.Random) -> Call:
     path = SYNC + chance.choice(("Push", "Watch", "Pull", "Leave", "Report"))
-    return Call(s.NOT_FOUND, path, [with_fields(world, chance, path, run_id="other")], world.site)
+    return Call(s.NOT_FOUND, path, [changed(path, good(world, chance)[path][1], run_id="other")], world.site)
 
 
 def another_site(world: World, chance: random.Random) -> Call:
@@ -102,7 +100,7 @@ def another_site(world: World, chance: random.Random) -> Call:
     if path.endswith("Push") and chance.random() < 0.5:
         header, payload = world.update(chance, site_id=world.other)
         return Call(s.NOT_ALLOWED, path, pushed(header, payload), world.site)
-    return Call(s.NOT_ALLOWED, path, [with_fields(world, chance, path, site_id=world.other)], world.site)
+    return Call(s.NOT_ALLOWED, path, [changed(path, good(world, chance)[path][1], site_id=world.other)], world.site)
 
 
 def no_operator(world: World, chance: random.Random) -> Call:
@@ -140,7 +138,7 @@ def not_there(world: World, chance: random.Random) -> Call:
     header, _ = world.update(chance)
     pull = PullAsk(RUN, world.site, 0, -1)
     choices: list[tuple[str, bytes]] = [
-        (f"{SYNC}Push", raw_header(header, fragment=chance.choice((2, 5, 4095)))),
+        (f"{SYNC}Push", changed(f"{SYNC}Push", pack_push(header), fragment=chance.choice((2, 5, 4095)))),
         (f"{SYNC}Pull", pack_pull(PullAsk(RUN, world.site, chance.choice((2, 4095)), -1))),
         (f"{SYNC}Pull", pack_pull(PullAsk(RUN, world.site, 0, -1, 1 << 40))),
         (f"{SYNC}Pull", pack_pull(PullAsk(RUN, world.site, pull.fragment, -1, 0, 1 << 30))),
@@ -164,7 +162,7 @@ def wrongly_declared(world: World, chance: random.Random) -> Call:
             {"steps": 0},
         )
     )
-    messages = [raw_header(header, **changes), *pushed(header, payload)[1:]]
+    messages = [changed(f"{SYNC}Push", pack_push(header), **changes), *pushed(header, payload)[1:]]
     return Call(s.DECLARED, f"{SYNC}Push", messages, world.site)
 
 

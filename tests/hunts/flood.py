@@ -17,14 +17,14 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from benchmarks.record import percentile
-from diloco.wire.convert import pack_join, pack_member, unpack_join_reply
+from diloco.wire.convert import pack_member
 from diloco.wire.messages import PROCESS_DIGITS, MemberAsk
 from tests.forked import forkserver
 from tests.hunts.asking import ADMIN, SYNC, World, good, pushed
@@ -73,18 +73,14 @@ class Flood:
         answer: Iterator[bytes] = call(iter(messages), timeout=WAIT_S, metadata=self.metadata)
         return answer
 
-    def joins(self, process: str = "0123456789abcdef") -> None:
-        ask = self.world.join(process=process)
-        reply = unpack_join_reply(next(self.ask("Join", pack_join(ask))))
-        while reply.ticket:  # Our other threads hold the same site: joining with the ticket replaces them.
-            reply = unpack_join_reply(next(self.ask("Join", pack_join(replace(ask, ticket=reply.ticket)))))
-        self.world.incarnation = reply.incarnation
-        self.world.watermarks = [reply.standings[0].watermark]
-        self.world.versions = [reply.standings[0].version]
+    def joins(self) -> None:
+        """Join; our other threads hold the same site."""
+        self.world.enter(lambda raw: next(self.ask("Join", raw)))
 
     def starts(self) -> None:
         """Join as a new process each time, which takes over: it names no folder."""
-        self.joins(secrets.token_hex(PROCESS_DIGITS // 2))
+        self.world.process = secrets.token_hex(PROCESS_DIGITS // 2)
+        self.joins()
 
     def member(self) -> None:
         """Join as a new process if another of our threads has taken the site since."""

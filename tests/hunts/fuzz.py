@@ -21,8 +21,7 @@ from typing import Any
 import grpc
 
 from diloco.sync.events import Outcome
-from diloco.wire import convert
-from diloco.wire.messages import JoinReply
+from diloco.wire.convert import pack_join
 from tests.hunts import statuses
 from tests.hunts.asking import ADMIN, FOR_STRANGERS, SYNC, Access, Call, World, due, pushed
 from tests.hunts.attacks import spoiled_at_random, strict
@@ -67,7 +66,7 @@ class Worker:
         """Join as a newer process than an earlier one, make ``pushes`` good pushes, and learn the run's state."""
         world = self.world
         if not world.incarnation:
-            self._must(Call("", f"{SYNC}Join", [convert.pack_join(world.join(process="0ddba110ddba11"))], world.site))
+            self._join(pack_join(world.join(process="0ddba110ddba11")))
         self.stand()
         for _ in range(pushes):
             header, payload = world.update(chance)
@@ -78,36 +77,23 @@ class Worker:
                 raise AssertionError(f"a good update was answered {answer}: {details}")
             self.stand()
 
-    def _join(self) -> JoinReply:
-        """Join; where another process holds the site, join again with the reply's ticket, which replaces it."""
-        world, ticket = self.world, 0
-        while True:
-            ask = convert.pack_join(world.join(ticket=ticket))
-            reply = convert.unpack_join_reply(self._must(Call("", f"{SYNC}Join", [ask], world.site)))
-            if reply.ticket == 0:
-                return reply
-            ticket = reply.ticket
-
     def stand(self) -> None:
         """Join again to learn the run's state; as a new process where a mutated Join has replaced ours."""
         world = self.world
         try:
-            reply = self._join()
+            world.enter(self._join)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
                 raise
             world.process = f"{int(world.process, 16) + 1:016x}"
-            reply = self._join()
-        world.incarnation = reply.incarnation
-        world.versions = [standing.version for standing in reply.standings]
-        world.watermarks = [standing.watermark for standing in reply.standings]
+            world.enter(self._join)
 
-    def _must(self, call: Call) -> bytes:
-        until_s = time.monotonic() + QUIET_S
+    def _join(self, ask: bytes) -> bytes:
+        until_s, site = time.monotonic() + QUIET_S, self.world.site
+        call: Any = self.access.channel(site).unary_unary(f"{SYNC}Join")
         while True:
-            options: dict[str, Any] = {"metadata": self.access.metadata(call.who), "timeout": QUIET_S}
             try:
-                return bytes(self.access.channel(call.who).unary_unary(call.path)(call.messages[0], **options))
+                return bytes(call(ask, metadata=self.access.metadata(site), timeout=QUIET_S))
             except grpc.RpcError as error:
                 if time.monotonic() > until_s or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
