@@ -22,10 +22,13 @@ def a_pair(**changes: Any) -> ReplicationPlan:
 
 
 class Small:
-    """Sites ``a``, ``b``... at one step per 100 ms, two fragments, an update of each every four steps."""
+    """Sites ``a``, ``b``... at one step per 100 ms, two fragments, an update of each every four steps; after so many
+    ``seconds``."""
 
     def __init__(
         self,
+        seconds: float = 0,
+        *,
         sites: int = 2,
         learner: dict[str, Any] | None = None,
         replication: ReplicationPlan | None = None,
@@ -53,6 +56,7 @@ class Small:
         for name in "abcde"[:sites]:
             self.cluster.add_site(name, [site], Weather(10 * MILLISECOND_NS), [Random(name)])
             self.cluster.start_site(name)
+        self.run(seconds)
 
     def run(self, seconds: float) -> None:
         heap = self.cluster.heap

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from diloco.sim.outer_disk import CrashPoint, journal_name
-from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, OuterProcess
+from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import Direction
 from diloco.sync.events import DrainRequested
@@ -19,8 +19,7 @@ from tests.sooner import sooner
 @pytest.mark.parametrize("power", sooner([False, True], True), ids=["killed", "power cut"])
 @pytest.mark.parametrize("point", CrashPoint)
 def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint, power: bool) -> None:
-    small = Small(site_timeout_ns=1_500_000_000)  # So reports are frequent and a dead syncer is soon noticed.
-    small.run(1.5)
+    small = Small(1.5, site_timeout_ns=1_500_000_000)  # So reports are frequent and a dead syncer is soon noticed.
     before = small.versions()
     small.syncers.doom(small.syncers.seats[0], point, power=power)
     if point.value.startswith("snapshot"):
@@ -32,8 +31,7 @@ def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint, power: bool)
 
 
 def test_payloads_go_with_the_snapshots_that_need_them() -> None:
-    small = Small()
-    small.run(8)
+    small = Small(8)
     for _ in range(3):
         small.outer.snapshot()
     undecided = sum(len(line.undecided) for site in small.outer.machine.state.sites.values() for line in site.lines)
@@ -43,8 +41,7 @@ def test_payloads_go_with_the_snapshots_that_need_them() -> None:
 def test_rot_is_found_or_harmless() -> None:
     found = 0
     for seed in range(8):
-        small = Small(1)
-        small.run(2)
+        small = Small(2, sites=1)
         assert small.syncers.disk.storage.rot(Random(seed))
         small.syncers.kill(small.syncers.seats[0])
         small.run(2)
@@ -54,8 +51,7 @@ def test_rot_is_found_or_harmless() -> None:
 
 
 def test_the_sites_of_a_drained_run_have_ended_and_may_come_back() -> None:
-    small = Small()
-    small.run(3)
+    small = Small(3)
     small.outer.ask(lambda: small.outer.order(DrainRequested))
     small.run(10)
     assert not any(site.running() for site in small.cluster.sites.values())
@@ -68,8 +64,7 @@ def test_the_sites_of_a_drained_run_have_ended_and_may_come_back() -> None:
 
 
 def test_machine_time_stands_still_while_no_process_lives() -> None:
-    small = Small()
-    small.run(2)
+    small = Small(2)
     before = small.outer.now_ns()
     small.syncers.seats[0].restart_ns = 50 * 1_000_000_000
     small.syncers.kill(small.syncers.seats[0])
@@ -80,17 +75,12 @@ def test_machine_time_stands_still_while_no_process_lives() -> None:
 # --- A process that leads, and what waits for its standby -------------------------------------------------------------
 
 
-def leading(seconds: float = 3, **pair: object) -> tuple[Small, OuterProcess]:
-    small = Small(replication=a_pair(**pair))
-    small.run(seconds)
-    return small, small.outer
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_nothing_is_told_without_the_standby_until_it_is_detached_or_no_heir_in_async(
     mode: str,
 ) -> None:
-    small, outer = leading(2, mode=mode)
+    small = Small(2, replication=a_pair(mode=mode))
+    outer = small.outer
     assert small.syncers.caught_up()
     small.between.cut(*Direction)
     small.run(2.5)
@@ -111,7 +101,7 @@ def test_nothing_is_told_without_the_standby_until_it_is_detached_or_no_heir_in_
 
 
 def test_a_syncer_that_is_soon_back_leads_again() -> None:
-    small, _ = leading()
+    small = Small(3, replication=a_pair())
     small.syncers.kill(small.syncers.seats[0])
     small.run(5)
     assert (small.syncers.promotions, small.outer.machine.state.epoch) == (0, 2)
@@ -122,7 +112,7 @@ def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> Non
     alone = Small().syncers
     assert (len(alone.seats), alone.lease, alone.caught_up()) == (1, None, True)
     assert not alone.may_be_lost(alone.seats[0])
-    small, _ = leading()
+    small = Small(3, replication=a_pair())
     syncers = small.syncers
     first, second = syncers.seats
     assert syncers.may_be_lost(first)
@@ -139,7 +129,7 @@ def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> Non
 @pytest.mark.parametrize("power", sooner([False, True], True), ids=["killed", "power cut"])
 @pytest.mark.parametrize("point", CrashPoint)
 def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, power: bool) -> None:
-    small, _ = leading(1)
+    small = Small(1, replication=a_pair())
     syncers = small.syncers
     syncers.doom(syncers.seats[1], point, power=power)
     small.run(1)
@@ -150,7 +140,7 @@ def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, powe
 
 
 def test_a_standby_is_warm_and_has_the_journal_byte_for_byte_also_after_a_power_cut() -> None:
-    small, _ = leading(4)
+    small = Small(4, replication=a_pair())
     first, second = small.syncers.seats
     name = journal_name(first.disk.segment)
     there = second.disk.storage.read(name)

@@ -101,8 +101,7 @@ def test_a_seed_replays_in_another_process_and_no_delay_that_is_not_from_the_see
 
 def test_sites_of_a_calm_run_draw_and_merge_each_unit_once() -> None:
     learner = {"unit_sequences": 2, "sequence_tokens": 10, "units_ahead": 64}
-    small = Small(sites=3, learner=learner, unit_sequences=2)
-    small.run(10)
+    small = Small(10, sites=3, learner=learner, unit_sequences=2)
     found = columns_of(small.outer.machine)
     assert found.merged > 50
     assert (found.partly, found.given_back, found.reissued, found.repeated) == (0, 0, 0, 0)
@@ -112,8 +111,7 @@ def test_sites_of_a_calm_run_draw_and_merge_each_unit_once() -> None:
 
 
 def test_site_trains_at_its_own_pace_through_a_partition_and_joins_again_after_it() -> None:
-    small = Small(site_timeout_ns=3_000_000_000)
-    small.run(2)
+    small = Small(2, site_timeout_ns=3_000_000_000)
     site = small.process("a")
     before, first = site.step, site.courier.session
     small.link("a").cut(Direction.DOWN)
@@ -127,8 +125,7 @@ def test_site_trains_at_its_own_pace_through_a_partition_and_joins_again_after_i
 
 @pytest.mark.parametrize("wiped", [False, True])
 def test_a_killed_site_goes_on_from_its_checkpoint_and_a_wiped_one_skips_what_its_updates_consumed(wiped: bool) -> None:
-    small = Small()
-    small.run(3)
+    small = Small(3)
     before = small.process("a")
     (small.cluster.wipe_site if wiped else small.cluster.kill_site)("a", 100_000_000)
     small.run(0.2)
@@ -143,8 +140,7 @@ def test_a_killed_site_goes_on_from_its_checkpoint_and_a_wiped_one_skips_what_it
 
 
 def test_lock_step_waits_and_gives_up_after_a_bound() -> None:
-    small = Small(learner={"lock_step": True}, quorum="all")
-    small.run(4)
+    small = Small(4, learner={"lock_step": True}, quorum="all")
     small.link("a").cut(*Direction)
     small.run(2)
     waiting = small.process("a").step
@@ -197,8 +193,7 @@ def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
 @pytest.mark.parametrize("kind", sooner(PAIR, *PAIR[::2]))
 def test_a_run_survives_each_fault(kind: str) -> None:
     assert not inject_pair_fault(Small().syncers, Random(kind), kind), "there is no standby"
-    small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
-    small.run(2)
+    small = Small(2, replication=a_pair(), site_timeout_ns=1_500_000_000)
     random = Random(kind)
     if kind == "detach":
         assert not inject_pair_fault(small.syncers, random, kind), "there is no need"
