@@ -41,8 +41,6 @@ STALL_SHARE_MAX = 0.02
 SPREAD = {"p50": 50, "p95": 95, "max": 100}
 EACH = 5
 """The most kills in one run."""
-PATIENCE_S = 15.0
-"""If a step does not occur for this long, SIGKILL comes from outside instead."""
 KILLED_COPYING = 0.5
 """The share of standbys that are killed during their first copy."""
 PASSAGES_COPYING = 24
@@ -130,12 +128,7 @@ class Failovers:
             heir = f"names node-{number + 1}-"
             leads.log.wait_for("note", 1, BOUND_S, where=lambda note: heir in str(note.get("why")))
         leads.send(signal.SIGUSR2)
-        step = self.deaths[number][0]
-        if leads.wait(PATIENCE_S) is None:
-            step = "instant"
-            leads.kill()
-        self.nodes.killed(leads)
-        self.killed[step] += 1
+        self.killed[self.nodes.dies(leads, self.deaths[number][0])] += 1
         began, joined = time.monotonic(), len(sites["a"].log)
         if self.by == "verb":
             with AdminClient(self.nodes.address(number + 1)) as operator:

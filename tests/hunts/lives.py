@@ -33,6 +33,8 @@ from tests.runs.processes import START_S, Place, Verb, place_in
 
 Found = TypeVar("Found")
 BOUND_S = 90.0
+PATIENCE_S = 15.0
+"""If a step does not occur for this long, SIGKILL comes from outside instead."""
 QUICK = ("outer.num_fragments=2", "outer.quorum=1", "outer.grace_s=0.2", "inner.checkpoint_every_steps=10")
 """Settings of runs of verbs, in which a round waits for no site."""
 PARTS = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
@@ -127,6 +129,14 @@ class Nodes:
     def killed(self, process: Process) -> None:
         """Wait until the process has killed itself."""
         assert process.wait(BOUND_S) == -signal.SIGKILL, f"it ended with {process.wait(0)}: {process.errors}"
+
+    def dies(self, process: Process, step: str) -> str:
+        """Wait until the process has killed itself at ``step``, or kill it; return where it was killed."""
+        if process.wait(PATIENCE_S) is None:
+            step = "instant"
+            process.kill()
+        self.killed(process)
+        return step
 
     def drained(self, leader: Process, number: int, sites: dict[str, Process]) -> dict[str, Finished]:
         """Drain the run that the node of this number leads."""

@@ -22,8 +22,6 @@ from diloco.syncer.lease import REMEMBERED
 from tests.hunts.lives import BOUND_S, Nodes, least
 from tests.loopback.cluster import Process
 
-PATIENCE_S = 12.0
-"""If a step does not occur for this long, SIGKILL comes from outside instead."""
 STEP_S = {"a": 0.02, "b": 0.032}
 DEATHS = 8
 """Kills of the standby before the syncer's."""
@@ -99,13 +97,8 @@ class StandbyLives:
         return process
 
     def _ends(self, process: Process, step: Step) -> None:
-        """Wait until the process is killed at its step; kill it from outside if it does not reach that."""
-        died_at = f"standby: {step}"
-        if process.wait(PATIENCE_S) is None:
-            died_at = "standby: instant"
-            process.kill()
-        self.nodes.killed(process)
-        self.killed[died_at] += 1
+        """Wait until the process is killed at its step, or from outside."""
+        self.killed[f"standby: {self.nodes.dies(process, str(step))}"] += 1
 
     def _becomes_heir(self, standby: Process) -> None:
         """Wait until the lease names the running standby, or that has been killed already."""
