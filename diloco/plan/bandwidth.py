@@ -13,6 +13,7 @@ sites in lock-step wait so; the others train on, and a late version has a corres
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from math import ceil
@@ -96,14 +97,8 @@ def gbps_needed(model: Model, exchange: Exchange, share: float, grid: Sequence[f
 
 def least(grid: Sequence[float], enough: Callable[[float], bool]) -> float | None:
     """Return the first value of ``grid`` that is ``enough``, by bisection; all after it must be too.  None: none is."""
-    low, high = 0, len(grid)
-    while low < high:
-        middle = (low + high) // 2
-        if enough(grid[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return grid[low] if low < len(grid) else None
+    place = bisect_left(grid, True, key=enough)
+    return grid[place] if place < len(grid) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,11 +167,10 @@ Id = tuple[str, int, int]
 
 def accepted(event: OuterEvent, effects: Sequence[OuterEffect]) -> UpdateArrived | None:
     """Return ``event`` if it is an update that the syncer accepted, otherwise None."""
-    if isinstance(event, UpdateArrived):
-        for effect in effects:
-            if isinstance(effect, AnswerPush):
-                return event if effect.outcome is Outcome.ACCEPTED else None
-    return None
+    if not isinstance(event, UpdateArrived):
+        return None
+    taken = any(isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED for effect in effects)
+    return event if taken else None
 
 
 def ids_of(step: StartOuterStep) -> set[Id]:

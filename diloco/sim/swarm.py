@@ -86,7 +86,6 @@ class RunPlan:
     """What a seed decides: a run of one syncer, and how its fragments are divided where there are several."""
 
     whole: SwarmPlan
-    faults: tuple[str, ...]
     outers: tuple[OuterPlan, ...]
     sites: tuple[tuple[SitePlan, ...], ...]
     """For each site, its plan towards each syncer."""
@@ -101,7 +100,7 @@ class Run(Cluster):
     events_max = EVENTS_MAX
 
     def __init__(self, plan: RunPlan, only: Sequence[type[Checker]]) -> None:
-        self.plan, self.faults, seed = plan.whole, plan.faults, plan.whole.seed
+        self.plan, seed = plan.whole, plan.whole.seed
         ways = [f"/{at}" for at, _ in enumerate(plan.outers)] if len(plan.outers) > 1 else [""]
         self.random, self.outcome, self.calm = Random(f"{seed}/faults"), Outcome(seed), False
         checkers = [Checkers(outer, (*only, History)) for outer in plan.outers]
@@ -143,7 +142,7 @@ class Run(Cluster):
             syncers.start()
         for name, start_ns in zip(self.sites, self.plan.starts_ns, strict=True):
             self.heap.at(start_ns, lambda name=name: self.start_site(name))  # type: ignore[misc]
-        if self.faults:
+        if self.plan.faults:
             self.heap.after(self._pause_ns(), self._trouble)
         self.heap.run_until(self.plan.safety_ns, self.too_much)
 
@@ -225,7 +224,7 @@ class Run(Cluster):
     def _trouble(self) -> None:
         if self.calm:
             return
-        kind = self.random.choice(self.faults)
+        kind = self.random.choice(self.plan.faults)
         syncers = self.random.choice(self.syncers) if len(self.syncers) > 1 else self.syncers[0]
         running = [site for site in self.sites.values() if site.running()]
         if kind in PAIR:
@@ -281,7 +280,7 @@ class Swarm(Run):
     """A run of one syncer, perhaps with a standby."""
 
     def __init__(self, plan: SwarmPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
-        super().__init__(RunPlan(plan, plan.faults, (plan.outer,), tuple((site,) for site in plan.sites)), only)
+        super().__init__(RunPlan(plan, (plan.outer,), tuple((site,) for site in plan.sites)), only)
 
     def liveness(self) -> None:
         """Check that versions rise and that the standby catches up."""
@@ -386,9 +385,9 @@ def draw_several(seed: int) -> RunPlan:
     options = dataclasses.replace(whole.outer.options, run_ns=0, token_budget=budget)
     outers = [_outer(whole.outer, options, size, leases=index == 0) for index, size in enumerate(sizes)]
     split = ("split",) if apart.random() < 0.6 else ()
+    faults = tuple(kind for kind in whole.faults if kind in FAULTS) + split
     return RunPlan(
-        whole,
-        tuple(kind for kind in whole.faults if kind in FAULTS) + split or ("outer_crash",),
+        dataclasses.replace(whole, faults=faults or ("outer_crash",)),
         tuple(outers),
         tuple(_site(site, sizes, total) for site in whole.sites),
         tuple(_reached_ns(apart, start_ns, len(sizes)) for start_ns in whole.starts_ns),
@@ -445,7 +444,7 @@ class Several(Run):
     def liveness(self) -> None:
         """Take down one syncer after the other while the others must go on; then cut sites off."""
         super().liveness()
-        old = self.random.choice(self.syncers) if "restore" in self.faults else None
+        old = self.random.choice(self.syncers) if "restore" in self.plan.faults else None
         if old is not None:
             old.back_up()
         self.rise(self.syncers, "after the heal")

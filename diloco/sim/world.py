@@ -27,6 +27,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from diloco.sync.events import Fate, JoinAnswered, UpdateArrived
@@ -74,10 +75,7 @@ def minus(a: Value, b: Value) -> Value:
 
 def total(values: Iterable[Value]) -> Value:
     """Return the sum of ``values``."""
-    result = ZERO
-    for value in values:
-        result = plus(result, value)
-    return result
+    return reduce(plus, values, ZERO)
 
 
 def quantised(value: Value, quantum: int) -> Value:

@@ -177,7 +177,6 @@ def asked_by(path: str, world: World) -> str:
 # --- How an attacker reaches the syncer ------------------------------------------------------------------------------
 
 CALL_S = 30.0
-WATCHES = ("Watch",)
 
 
 class Access:
@@ -228,7 +227,7 @@ class Access:
                 answers = list(channel.stream_stream(call.path)(iter(call.messages), **options))
                 return (_result(answers), "") if call.method == "Push" else ("OK", "")
             stream = channel.unary_stream(call.path)(call.messages[0], **options)
-            if call.method in WATCHES:
+            if call.method == "Watch":
                 list(itertools.islice(stream, 1))
                 stream.cancel()
             else:

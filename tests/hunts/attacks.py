@@ -136,12 +136,11 @@ def no_layout(world: World, chance: random.Random) -> Call:
 
 def not_there(world: World, chance: random.Random) -> Call:
     header, _ = world.update(chance)
-    pull = PullAsk(RUN, world.site, 0, -1)
     choices: list[tuple[str, bytes]] = [
         (f"{SYNC}Push", changed(f"{SYNC}Push", pack_push(header), fragment=chance.choice((2, 5, 4095)))),
         (f"{SYNC}Pull", pack_pull(PullAsk(RUN, world.site, chance.choice((2, 4095)), -1))),
         (f"{SYNC}Pull", pack_pull(PullAsk(RUN, world.site, 0, -1, 1 << 40))),
-        (f"{SYNC}Pull", pack_pull(PullAsk(RUN, world.site, pull.fragment, -1, 0, 1 << 30))),
+        (f"{SYNC}Pull", pack_pull(PullAsk(RUN, world.site, 0, -1, 0, 1 << 30))),
         (f"{HEALTH}Check", health_pb2.HealthCheckRequest(service=f"run-{chance.random()}").SerializeToString()),
         (f"{HEALTH}Watch", health_pb2.HealthCheckRequest(service=f"run-{chance.random()}").SerializeToString()),
         (f"{ADMIN}Evict", convert.pack_evict(EvictAsk("ghost"))),

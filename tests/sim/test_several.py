@@ -164,9 +164,9 @@ def test_all_parts_make_the_same_steps_and_read_the_same_batches() -> None:
     """At one site, without faults and without an end."""
     plan = draw_several(3)
     outers = tuple(replace(outer, options=replace(outer.options, token_budget=0)) for outer in plan.outers)
-    whole = replace(plan.whole, weathers=plan.whole.weathers[:1])
+    whole = replace(plan.whole, weathers=plan.whole.weathers[:1], faults=())
     reached_ns = ((0,) * len(outers),)
-    run = Several(replace(plan, whole=whole, outers=outers, sites=plan.sites[:1], reached_ns=reached_ns, faults=()), ())
+    run = Several(replace(plan, whole=whole, outers=outers, sites=plan.sites[:1], reached_ns=reached_ns), ())
     for syncers in run.syncers:
         syncers.start()
     run.start_site("a")
