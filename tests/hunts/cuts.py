@@ -82,8 +82,6 @@ def cut_through(relay: Relay, between: list[int], attempt: Callable[[], object])
                 raise
             time.sleep(PAUSE_S)
             continue
-        if not left and not relay.waits_to_cut:
-            return answer, made
         return answer, made - relay.waits_to_cut
 
 

@@ -89,18 +89,22 @@ class RecordedDesk(Desk):
         return effects
 
 
+WRONG = (AssertionError, CheckpointError, JournalError, KeptError, RestoreError, SpoolError, StoreError)
+"""What a check of a folder raises that a cut must not leave."""
+
+
 @dataclass(frozen=True)
 class Recording:
-    """``check`` says what is wrong with a folder that a cut left, given the acknowledged level; "" if nothing is."""
+    """``check`` raises one of ``WRONG`` for a bad folder, given it and the acknowledged level."""
 
     log: Sequence[Operation]
     folders: set[int]
-    check: Callable[[Path, int], str]
+    check: Callable[[Path, int], None]
     began: int = 0
     """The operation before which the first cut comes."""
 
     def examined(self, folder: Path, dice: Random, drawn: int = 0, every: int = 1) -> Iterator[tuple[Cut, str]]:
-        """Yield every state after every prefix of the operations, or each ``every``-th, with what is wrong with it.
+        """Yield every state after every prefix of the operations, or each ``every``-th, with what is wrong, or "".
 
         A state that several prefixes leave is checked once for each acknowledged level.
         """
@@ -116,7 +120,12 @@ class Recording:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
                 lay_out(state, folder)
-                yield cut, self.check(folder, told)
+                wrong = ""
+                try:
+                    self.check(folder, told)
+                except WRONG as error:
+                    wrong = str(error)
+                yield cut, wrong
 
     def forgetting(self, step: Step) -> Recording:
         """Return the recording, from the first sync of ``step`` on, of a program that forgets these syncs."""
@@ -140,14 +149,15 @@ def a_round(desk: Desk, number: int, tokens: int) -> None:
             desk.finish(fragment)
 
 
-def unmergeable(desk: Desk) -> str:
-    """Return the error that a pending outer step would meet; "" if it can be computed."""
-    try:
-        for reference, whole in payloads_in(desk.machine.snapshot()).items():
-            stored(desk.store.spool, reference, whole)
-    except SpoolError as error:
-        return str(error)
-    return ""
+def opened(folder: Path) -> contextlib.closing[Desk]:
+    """Return the syncer that recovers the folder, to be closed after ``with``."""
+    return contextlib.closing(Desk(folder, disk=QuietDisk()))
+
+
+def check_waiting(desk: Desk) -> None:
+    """Check that every pending outer step can be computed."""
+    for reference, whole in payloads_in(desk.machine.snapshot()).items():
+        stored(desk.store.spool, reference, whole)
 
 
 def record_syncer(root: Path, rounds: int) -> Recording:
@@ -163,33 +173,21 @@ def record_syncer(root: Path, rounds: int) -> Recording:
     levels = {state: level for level, state in enumerate(desk.states)}
     number = itertools.count()
 
-    def check(folder: Path, told: int) -> str:
-        return _wrong_syncer(folder / "syncer", told, levels, goes_on=next(number) % GOES_ON_EVERY == 0)
+    def check(folder: Path, told: int) -> None:
+        with opened(folder / "syncer") as desk:
+            level = levels.get(state_of(desk), -1)
+            assert level >= 0, "it recovered a state that never existed"
+            assert level >= told, f"{told} records were acknowledged, but {level} are left"
+            check_waiting(desk)
+            if next(number) % GOES_ON_EVERY:
+                return
+            desk.begin()
+            desk.snapshot()
+            left = state_of(desk)
+        with opened(folder / "syncer") as again:
+            assert state_of(again) == left, "after one more snapshot it recovers another state"
 
     return Recording(list(disk.log), disk.folders, check)
-
-
-def _wrong_syncer(folder: Path, told: int, levels: dict[State, int], *, goes_on: bool) -> str:
-    try:
-        desk = Desk(folder, disk=QuietDisk())
-    except StoreError as error:
-        return f"no start: {error}"
-    try:
-        level = levels.get(state_of(desk))
-        if level is None:
-            return "it recovered a state that never existed"
-        if level < told:
-            return f"{told} records were acknowledged, but {level} are left"
-        if (why := unmergeable(desk)) or not goes_on:
-            return why
-        desk.begin()
-        desk.snapshot()
-        left = state_of(desk)
-    finally:
-        desk.close()
-    again = Desk(folder, disk=QuietDisk())
-    again.close()
-    return "" if state_of(again) == left else "after one more snapshot it recovers another state"
 
 
 def record_site(root: Path) -> Recording:
@@ -208,39 +206,21 @@ def record_site(root: Path) -> Recording:
         if number > 1:
             outbox.drop(0, number - 1)
 
-    def check(folder: Path, told: int) -> str:
-        return _wrong_site(folder / "site", told, put)
+    def check(folder: Path, told: int) -> None:
+        kept = checkpoint.latest(folder / "site" / "checkpoints")
+        newest = 0 if kept is None else int(kept.meta["number"])
+        assert newest >= told // 2, f"checkpoint {told // 2} was complete, but {newest} is the newest now"
+        if kept is not None:
+            values = torch.full((5,), float(newest))
+            assert torch.equal(kept.tensors["parameters/w"], values), f"checkpoint {newest} holds other values"
+        digests = Outbox(folder / "site" / "outbox", QuietDisk()).digests()
+        for level, header, number in put:
+            found = digests.get((0, number))
+            assert found in (None, header.digest), f"update {number} has other content than was put there"
+            # An update that a later checkpoint no longer lists may be dropped.
+            assert found is not None or not level <= told < level + 3, f"update {number} was durable, and is lost"
 
     return Recording(list(disk.log), disk.folders, check)
-
-
-def _wrong_site(folder: Path, told: int, put: list[tuple[int, PushHeader, int]]) -> str:
-    kept = checkpoint_number(folder / "checkpoints")
-    if isinstance(kept, str):
-        return kept
-    if kept < told // 2:
-        return f"checkpoint {told // 2} was complete, but {kept} is the newest now"
-    digests = Outbox(folder / "outbox", QuietDisk()).digests()
-    for level, header, number in put:
-        found = digests.get((0, number))
-        if found not in (None, header.digest):
-            return f"update {number} has other content than was put there"
-        # An update that a later checkpoint no longer lists may be dropped.
-        if found is None and level <= told < level + 3:
-            return f"update {number} was durable, and is lost"
-    return ""
-
-
-def checkpoint_number(folder: Path) -> int | str:
-    try:
-        found = checkpoint.latest(folder)
-    except CheckpointError as error:
-        return str(error)
-    if found is None:
-        return 0
-    number = int(found.meta["number"])
-    whole = torch.equal(found.tensors["parameters/w"], torch.full((5,), float(number)))
-    return number if whole else f"checkpoint {number} holds other values"
 
 
 # --- What a power cut may leave of a restore -------------------------------------------------------------------------
@@ -270,13 +250,7 @@ def record_in_place(root: Path) -> Recording:
     Restore(root / "syncer", CARD, RULES, "a test", Known(CLOCK_S), disk).in_place(image)
     disk.tell(1)
 
-    def check(folder: Path, told: int) -> str:
-        found = stands(folder / "syncer")
-        if isinstance(found, str):
-            return f"no start: {found}"
-        return wrong(found, told)
-
-    return Recording(list(disk.log), disk.folders, check, began)
+    return Recording(list(disk.log), disk.folders, check_run, began)
 
 
 class MortalDisk(RecordingDisk):
@@ -309,26 +283,21 @@ def record_backup(root: Path, passage: int = 0) -> Recording:
     began = len(disk.log)
     restored(here / "syncer", vault, disk)
     disk.tell(1)
-    number = 0
+    number = itertools.count()
 
-    def check(folder: Path, told: int) -> str:
-        nonlocal number
-        number += 1
-        found = stands(folder / "syncer") if any((folder / "syncer").iterdir()) else "it is empty"
-        if not isinstance(found, str):
-            return wrong(found, told)
-        if told > 0:
-            return f"it was restored, but does not start: {found}"
-        if found != "it is empty" and "restore it again" not in found:
-            return f"no start: {found}"
-        if number % GOES_ON_EVERY:
-            return ""
-        try:
+    def check(folder: Path, told: int) -> None:
+        why = "it is empty"
+        if any((folder / "syncer").iterdir()):
+            try:
+                check_run(folder, told)
+                return
+            except StoreError as error:
+                why = str(error)
+        assert told < 1, f"it was restored, but does not start: {why}"
+        assert why == "it is empty" or "restore it again" in why, f"no start: {why}"
+        if next(number) % GOES_ON_EVERY == 0:
             restored(folder / "syncer", vault, QuietDisk())
-        except RestoreError as error:
-            return f"it cannot be restored again: {error}"
-        again = stands(folder / "syncer")
-        return again if isinstance(again, str) else wrong(again, 1)
+            check_run(folder, 1)
 
     return Recording(list(disk.log), disk.folders, check, began)
 
@@ -339,28 +308,16 @@ def restored(folder: Path, vault: Vault, disk: QuietDisk) -> None:
     Restore(folder, CARD, RULES, "a test", Known(CLOCK_S), disk).backup(fetch)
 
 
-def stands(folder: Path) -> tuple[int, list[int]] | str:
-    """Return the lineage and versions that a syncer recovers, all of its past replayed; or why it does not start."""
-    try:
-        desk = Desk(folder, disk=QuietDisk())
-    except StoreError as error:
-        return str(error)
-    state = desk.machine.state
-    desk.close()
-    try:
-        again = Kept(folder).replay(RULES, verify=True).machine.state
-    except (KeptError, JournalError, SpoolError) as error:
-        return f"its past does not replay: {error}"
-    if again.lineage != state.lineage:
-        return f"lineage {state.lineage} replays to lineage {again.lineage}"
-    return state.lineage, [fragment.version for fragment in state.fragments]
-
-
-def wrong(found: tuple[int, list[int]], told: int) -> str:
-    """Return what is wrong with a run in this state: only that before the restore and the restored one are right."""
-    if found == (CLOCK_S, [version + 1 for version in VERSIONS]):
-        return ""
-    return "" if found == (1, VERSIONS) and told < 1 else f"it recovered {found}"
+def check_run(folder: Path, told: int) -> None:
+    """Check that a syncer recovers the restored run or, if it was not told otherwise, the one before, and that all of
+    its past replays."""
+    with opened(folder / "syncer") as desk:
+        state = desk.machine.state
+    again = Kept(folder / "syncer").replay(RULES, verify=True).machine.state
+    assert again.lineage == state.lineage, f"lineage {state.lineage} replays to lineage {again.lineage}"
+    found = state.lineage, [fragment.version for fragment in state.fragments]
+    is_restored = found == (CLOCK_S, [version + 1 for version in VERSIONS])
+    assert is_restored or (found == (1, VERSIONS) and told < 1), f"it recovered {found}"
 
 
 # --- The wall clock of a process, read from a file that the hunt rewrites while the process lives --------------------

@@ -16,11 +16,9 @@ from diloco.sync.journal import JournalError
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import StoreError, payloads_in, verify
-from tests.hunts.cutting import State, quick_folder, record_syncer, state_of, unmergeable
+from tests.hunts.cutting import State, check_waiting, opened, quick_folder, record_syncer, state_of
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
-from tests.power import QuietDisk
 from tests.syncer.building import update
-from tests.syncer.desk import Desk
 
 START_EVERY = 10
 """In one of this many cases that ``verify`` found, a start is tried as well."""
@@ -56,25 +54,25 @@ def started(folder: Path, copy: Path, wanted: State) -> tuple[str, bool]:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)
     try:
-        desk = Desk(copy, disk=QuietDisk())
+        with opened(copy) as desk:
+            check_waiting(desk)
+            return "; ".join(desk.notes), state_of(desk) == wanted
     except StoreError as error:
         return str(error), True
-    desk.close()
-    said = "; ".join(desk.notes)
-    return said, state_of(desk) == wanted and not unmergeable(desk)
+    except SpoolError as error:
+        return str(error), False
 
 
 def let_wait(folder: Path) -> list[str]:
     """Push updates that are acknowledged but not merged, some of them waiting for a running outer step."""
-    desk = Desk(folder, disk=QuietDisk())
-    desk.begin()
-    version = desk.machine.state.fragments[0].version
-    for site in "ab":
-        for fragment in (0, 1):
-            following = desk.machine.state.sites[site].lines[fragment].watermark + 1
-            desk.push(*update(site, following, fragment, encoding="int8", base_version=version))
-    desk.close()
-    return [f"spool/{reference}" for reference in sorted(payloads_in(desk.machine.snapshot()))]
+    with opened(folder) as desk:
+        desk.begin()
+        version = desk.machine.state.fragments[0].version
+        for site in "ab":
+            for fragment in (0, 1):
+                following = desk.machine.state.sites[site].lines[fragment].watermark + 1
+                desk.push(*update(site, following, fragment, encoding="int8", base_version=version))
+        return [f"spool/{reference}" for reference in sorted(payloads_in(desk.machine.snapshot()))]
 
 
 @hunting(flips=(2000, "cases"))
@@ -87,9 +85,8 @@ def main(hunt: Hunt, asked: Namespace) -> Counts:
         started(folder, copy, ())
         shutil.rmtree(folder)
         shutil.copytree(copy, folder)  # A start has removed all files that are not needed.
-        desk = Desk(copy, disk=QuietDisk())
-        desk.close()
-        wanted = state_of(desk)
+        with opened(copy) as desk:
+            wanted = state_of(desk)
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
         for number in range(asked.flips):
             path = folder / dice.choice(waiting) if dice.random() < WAITING_SHARE else dice.choice(paths)

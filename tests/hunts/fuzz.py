@@ -8,12 +8,12 @@ changed what that answer says.  No payload of an unauthorized caller reaches a c
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,11 +48,14 @@ SAID_MAX = 200
 class Findings:
     """The results of all batches."""
 
-    calls: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
     changes: int = 0
     decoded_of_strangers: int = 0
+
+    @property
+    def calls(self) -> int:
+        return self.answers.total()
 
 
 class Worker:
@@ -99,22 +102,17 @@ class Worker:
                     raise
                 time.sleep(0.1)
 
-    def attack(self, calls: Iterator[Call], count: int, findings: Findings, lock: threading.Lock) -> int:
-        """Make ``count`` calls; return how many updates were accepted."""
-        accepted = 0
-        for _ in range(count):
-            call = next(each for each in calls if self.access.can_show(each.who))
+    def attack(self, calls: Iterator[Call], count: int) -> Findings:
+        """Make ``count`` of the calls."""
+        found = Findings()
+        for call in islice((each for each in calls if self.access.can_show(each.who)), count):
             answer, details = self.access.make(call)
-            wrong = statuses.complaint(
-                f"{call.row} at {call.path} by {call.who}", due(call, self.access), answer, details
-            )
-            accepted += answer == Outcome.ACCEPTED.value
-            with lock:
-                findings.calls += 1
-                findings.answers[answer] += 1
-                if wrong is not None:
-                    findings.complaints.append(wrong)
-        return accepted
+            what = f"{call.row} at {call.path} by {call.who}"
+            wrong = statuses.complaint(what, due(call, self.access), answer, details)
+            found.answers[answer] += 1
+            if wrong is not None:
+                found.complaints.append(wrong)
+        return found
 
 
 def strangers(calls: Iterator[Call], chance: random.Random) -> Iterator[Call]:
@@ -148,7 +146,6 @@ class Siege:
         self.target = target
         self.findings = Findings()
         self.seed = seed
-        self._lock = threading.Lock()
         pairs = zip(sites, sites[1:] + sites[:1], strict=True)
         self.workers = [Worker(site, other, fortress, target.address, shown) for site, other in pairs]
         self._settle([random.Random(f"{seed} settle {number}") for number in range(len(sites))], PUSHES)
@@ -167,11 +164,11 @@ class Siege:
         chances = [random.Random(f"{self.seed} {number} {place}") for place in range(len(self.workers))]
         calls = [self._calls(kind, worker, chance) for worker, chance in zip(self.workers, chances, strict=True)]
         with ThreadPoolExecutor(len(self.workers)) as pool:
-            jobs = [
-                pool.submit(worker.attack, mine, each, self.findings, self._lock)
-                for worker, mine in zip(self.workers, calls, strict=True)
-            ]
-            accepted = sum(job.result() for job in jobs)
+            found = list(pool.map(Worker.attack, self.workers, calls, [each] * len(calls)))
+        for one in found:
+            self.findings.answers += one.answers
+            self.findings.complaints += one.complaints
+        accepted = sum(one.answers[Outcome.ACCEPTED.value] for one in found)
         self._judge(kind, before, self.quiet(before if kind != "spoiled" else None), accepted)
         if kind == "spoiled":
             self._settle(chances, 1)

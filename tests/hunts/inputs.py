@@ -11,10 +11,12 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import zstandard
@@ -258,21 +260,9 @@ def messages() -> Iterator[tuple[str, Reader]]:
 
 def proto_of(unpack: Callable[[bytes], object]) -> Any:
     """Return the generated class that ``unpack`` parses, recorded by a replaced ``parse``."""
-    seen: list[Any] = []
-
-    def parse(kind: Any, raw: bytes, bytes_max: int) -> Any:
-        seen.append(kind)
-        raise MalformedMessage("the class is recorded")
-
-    original = convert.parse
-    convert.parse = parse  # type: ignore[assignment]
-    try:
+    with mock.patch.object(convert, "parse", side_effect=MalformedMessage) as parse, suppress(MalformedMessage):
         unpack(b"")
-    except MalformedMessage:
-        pass
-    finally:
-        convert.parse = original
-    return seen[0] if seen else None
+    return parse.call_args.args[0] if parse.called else None
 
 
 def message_spoiled(kind: Any) -> Spoil:

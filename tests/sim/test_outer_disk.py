@@ -226,12 +226,8 @@ def believe_what_is_usual_alone(patch: Patch) -> None:
 @noticed_by("Bounds", 2)
 @instead_of((updates, "may_follow"))
 def seal_without_a_window(right: Any, options: Any, part: Any) -> bool:
-    orphans, in_flight = part.orphans, part.in_flight
-    part.orphans, part.in_flight = [], [sent for sent in in_flight if sent.state != "accepted"]
-    try:
-        return right(options, part)
-    finally:
-        part.orphans, part.in_flight = orphans, in_flight
+    in_flight = [sent for sent in part.in_flight if sent.state != "accepted"]
+    return right(options, replace(part, orphans=[], in_flight=in_flight))
 
 
 @noticed_by("Ledger", 0)
