@@ -15,7 +15,7 @@ from functools import cache
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError, refusing
@@ -26,7 +26,7 @@ from diloco.observe.plot import Axis, Line, Points, line_chart
 from diloco.observe.report import blocks_of, legend, page, section, series_style
 from diloco.observe.report import table as html_table
 from diloco.observe.text import count, size
-from diloco.sync.options import require
+from diloco.sync.options import Bound, Count, check_bounds, require
 
 CODE = ("codec", "inner", "outer", "sim", "sync")
 """The parts of the package that affect a cell's result."""
@@ -34,6 +34,10 @@ NO_PART = ("does", "against", "settings", "rule", "pattern")
 """The fields of a row that do not affect its result, or are in the configuration."""
 OWN = ("data.leased=false", "inner.checkpoint_every_steps=0", "network=loopback")
 """The first settings of every row, since the training has no processes, disks or links of its own."""
+
+
+NOT_NEGATIVE = Bound(lambda value: 0 <= value < inf, "not negative, and finite")
+SHARE = Bound(lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +51,12 @@ class Row:
     """The sites' speeds in steps per second; empty: the laboratory's."""
     phases: tuple[float, ...] = ()
     """When each site begins, as a share of its period; empty: all begin at once."""
-    jitter: float = 0.0
+    jitter: Annotated[float, SHARE] = 0.0
     """A site's steps take up to this share more or less, drawn again for each stretch."""
-    interruptions_per_hour: float = 0.0
-    away_s: float = 0.0
-    rtt_s: float = 0.0
-    lost_share: float = 0.0
+    interruptions_per_hour: Annotated[float, NOT_NEGATIVE, Bound(lambda rate: rate <= 3600, "at most 3600")] = 0.0
+    away_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    rtt_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    lost_share: Annotated[float, SHARE] = 0.0
     """The share of a site's updates that never reach the syncer; the site is told of each loss."""
     against: str = ""
     """The row that this one is compared with; empty: the laboratory's reference."""
@@ -61,13 +65,7 @@ class Row:
     """The row's rule and pattern, where the laboratory has rules under patterns."""
 
     def __post_init__(self) -> None:
-        for name in ("interruptions_per_hour", "away_s", "rtt_s"):
-            require(0 <= getattr(self, name) < inf, name, getattr(self, name), "not negative, and finite")
-        require(
-            self.interruptions_per_hour <= 3600, "interruptions_per_hour", self.interruptions_per_hour, "at most 3600"
-        )
-        for name in ("jitter", "lost_share"):
-            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        check_bounds(self)
         require(all(0 < each < inf for each in self.speeds), "speeds", self.speeds, "above 0 and finite")
         require(all(0 <= each < 1 for each in self.phases), "phases", self.phases, "each at least 0 and below 1")
 
@@ -82,16 +80,15 @@ class Laboratory:
     settings: tuple[str, ...] = ()
     speeds: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     seeds: tuple[int, ...] = (0, 1, 2)
-    warm_steps: int = 0
-    points: int = 10
+    warm_steps: Annotated[int, Bound(lambda value: value >= 0, "not negative")] = 0
+    points: Count = 10
     reference: str = ""
 
     def __post_init__(self) -> None:
         good = self.speeds and all(0 < each < inf for each in self.speeds)
         require(bool(good), "speeds", self.speeds, "one or more, each above 0 and finite")
         require(bool(self.seeds), "seeds", self.seeds, "one or more")
-        require(self.warm_steps >= 0, "warm_steps", self.warm_steps, "not negative")
-        require(self.points >= 1, "points", self.points, "at least 1")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True)

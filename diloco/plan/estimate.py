@@ -20,12 +20,12 @@ import json
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from diloco.config.errors import ConfigError
 from diloco.plan.bandwidth import FORWARD_SHARE, Exchange, Load, Model, Star, least, star_utilisation
 from diloco.plan.bandwidth import gbps_needed as gbps_of_grid
-from diloco.sync.options import require
+from diloco.sync.options import Bound, at_least, check_bounds, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -51,49 +51,51 @@ INNER_STEPS_ADVISED = 500
 INNER_STEPS_MAX = 5000
 STEPS_S = (1e-6, 1e6)
 """The least and the greatest time of an inner step."""
-MOST: Mapping[str, float] = {
-    "sites": 1000,
-    "layers": 1000,
-    "fragments": 1000,
-    "inner_steps": INNER_STEPS_MAX,
-    "interruptions_per_chip_year": 10_000,
-    "away_s": 1e8,
-}
-"""The largest values.  Beyond the first four a simulation takes minutes; the last two are more than one interruption an
-hour, and about three years."""
+
+
+def at_most(most: float) -> Bound:
+    """Require a value of at most ``most``."""
+    return Bound(lambda value: value <= most, f"at most {most:g}")
+
+
+ABOVE_0 = Bound(lambda value: 0 < value < inf, "above 0 and finite")
+NOT_NEGATIVE = Bound(lambda value: 0 <= value < inf, "not negative, and finite")
+SHARE = Bound(lambda value: 0 < value < 1, "between 0 and 1")
+Few = Annotated[int, at_least(1), at_most(1000)]
+"""With more a simulation takes minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     """The question of a plan: a model, its sites, their links, and how they exchange."""
 
-    parameters: float
+    parameters: Annotated[float, ABOVE_0]
     """Parameters of the whole model."""
-    active_parameters: float = 0.0
+    active_parameters: Annotated[float, NOT_NEGATIVE] = 0.0
     """Parameters that one token uses, to compute step_s from flops; 0: all."""
-    layers: int = 48
+    layers: Few = 48
     """Layers of the model: the most fragments to advise, and the grain at which data parallel overlaps."""
-    step_s: float = 0.0
+    step_s: Annotated[float, NOT_NEGATIVE] = 0.0
     """Seconds of an inner step; 0: 6 x active_parameters x tokens_per_step / flops."""
-    tokens_per_step: float = 0.0
+    tokens_per_step: Annotated[float, NOT_NEGATIVE] = 0.0
     """Tokens of one inner step of one site."""
-    flops: float = 0.0
+    flops: Annotated[float, NOT_NEGATIVE] = 0.0
     """Useful operations per second of one site: its chips' peak times their utilisation."""
-    sites: int = 4
+    sites: Few = 4
     """Number of sites; each trains the whole model."""
-    chips: int = 0
+    chips: Annotated[int, NOT_NEGATIVE] = 0
     """Chips of one site; 0: leave interruptions out."""
     up_gbps: tuple[float, ...] = (10.0,)
     """Rate of a site's link to the syncer, Gbit/s: one for all sites, or one for each, separated by commas."""
     down_gbps: tuple[float, ...] = ()
     """Rate from the syncer to a site, Gbit/s; empty: as up_gbps."""
-    rtt_ms: float = 100.0
+    rtt_ms: Annotated[float, NOT_NEGATIVE] = 100.0
     """Round-trip time to the farthest site, ms."""
-    inner_steps: int = 100
+    inner_steps: Annotated[int, at_least(1), at_most(INNER_STEPS_MAX)] = 100
     """H, the inner steps between two updates of one fragment (outer.inner_steps)."""
-    fragments: int = 16
+    fragments: Few = 16
     """Fragments, exchanged in turn (outer.num_fragments)."""
-    overlap_steps: int = 2
+    overlap_steps: Annotated[int, NOT_NEGATIVE] = 2
     """Inner steps that an exchange may take (site.overlap_steps); 0: sites wait for it (outer.lock_step)."""
     codec_up: str = "int4:32"
     """Codec of updates (codec.up)."""
@@ -103,41 +105,29 @@ class Question:
     """Outer optimizer (outer.kind), for the memory of its state."""
     syncer: str = "central"
     """Where the syncer runs: central (at one site), sharded (a part at each, outer.num_syncers) or apart (at none)."""
-    downlinks_kept: int = 32
+    downlinks_kept: Annotated[int, at_least(1)] = 32
     """Versions that a site may lag behind (cluster.syncer.downlinks_kept), for the syncer's memory."""
-    host_gb: float = 2000.0
+    host_gb: Annotated[float, ABOVE_0] = 2000.0
     """Memory of a machine that runs a part of the syncer, GB."""
-    merge_values_per_s: float = 1e10
+    merge_values_per_s: Annotated[float, at_least(1)] = 1e10
     """Values per second that a part of the syncer merges; one core merges about 2.5e9."""
-    utilisation: float = 0.95
+    utilisation: Annotated[float, SHARE] = 0.95
     """Share of the time that a site should spend training, as far as links decide."""
-    interruptions_per_chip_year: float = 1.0
+    interruptions_per_chip_year: Annotated[float, NOT_NEGATIVE, at_most(10_000)] = 1.0
     """Interruptions of one chip per year; each stops its site for away_s."""
-    away_s: float = 23.0
+    away_s: Annotated[float, NOT_NEGATIVE, at_most(1e8)] = 23.0
     """Seconds of an interruption; 23 fits the table of Decoupled DiLoCo (arXiv 2604.21428)."""
-    dollars_per_gb: float = 0.02
+    dollars_per_gb: Annotated[float, NOT_NEGATIVE] = 0.02
     """Price of a GB that leaves a site or the syncer, dollars."""
     seed: int = 0
     """Seed of the simulation."""
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "host_gb"):
-            value = getattr(self, name)
-            require(0 < value < inf, name, value, "above 0 and finite")
-        counts = ("active_parameters", "tokens_per_step", "flops", "chips", "interruptions_per_chip_year")
-        for name in (*counts, "step_s", "rtt_ms", "overlap_steps", "away_s", "dollars_per_gb"):
-            value = getattr(self, name)
-            require(0 <= value < inf, name, value, "not negative, and finite")
-        for name in ("layers", "sites", "inner_steps", "fragments", "downlinks_kept"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(0 < self.utilisation < 1, "utilisation", self.utilisation, "between 0 and 1")
-        for name, most in MOST.items():
-            require(getattr(self, name) <= most, name, getattr(self, name), f"at most {most:g}")
+        check_bounds(self)
         told = self.step_s > 0 or (self.flops > 0 and self.tokens_per_step > 0)
         require(told, "step_s", self.step_s, "above 0, or flops and tokens_per_step")
         step_s, wanted = self.inner_step_s, f"the seconds of an inner step, from {STEPS_S[0]:g} to {STEPS_S[1]:g}"
         require(STEPS_S[0] <= step_s <= STEPS_S[1], "step_s", step_s, wanted)
-        require(1 <= self.merge_values_per_s < inf, "merge_values_per_s", self.merge_values_per_s, "at least 1")
         wanted = f"at least fragments={self.fragments}"
         require(self.parameters >= self.fragments, "parameters", self.parameters, wanted)
         wanted = f"from 1 to inner_steps={self.inner_steps}"
