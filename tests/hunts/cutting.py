@@ -62,6 +62,12 @@ def quick_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def copied(source: Path, copy: Path) -> Path:
+    """Copy a folder to a place where nothing is, or an earlier copy."""
+    shutil.rmtree(copy, ignore_errors=True)
+    return shutil.copytree(source, copy)
+
+
 def state_of(desk: Desk) -> State:
     memory = json.dumps(desk.machine.snapshot(), sort_keys=True)
     return (memory, *(part for values in desk.values for part in _digests(values)))

@@ -8,7 +8,6 @@ state with every pending payload intact.  One case in four damages such a payloa
 from __future__ import annotations
 
 import random
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from diloco.sync.journal import JournalError
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import StoreError, payloads_in, verify
-from tests.hunts.cutting import State, check_waiting, opened, quick_folder, record_syncer, state_of
+from tests.hunts.cutting import State, check_waiting, copied, opened, quick_folder, record_syncer, state_of
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.syncer.building import update
 
@@ -51,10 +50,8 @@ def looked_at(folder: Path) -> str:
 
 def started(folder: Path, copy: Path, wanted: State) -> tuple[str, bool]:
     """Start on a copy; return what it says, and whether it refuses or recovers the acknowledged state."""
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(folder, copy)
     try:
-        with opened(copy) as desk:
+        with opened(copied(folder, copy)) as desk:
             check_waiting(desk)
             return "; ".join(desk.notes), state_of(desk) == wanted
     except StoreError as error:
@@ -83,8 +80,7 @@ def main(hunt: Hunt, asked: Namespace) -> Counts:
         folder, copy = place / "syncer", place / "copy"
         waiting = let_wait(folder)
         started(folder, copy, ())
-        shutil.rmtree(folder)
-        shutil.copytree(copy, folder)  # A start has removed all files that are not needed.
+        copied(copy, folder)  # A start has removed all files that are not needed.
         with opened(copy) as desk:
             wanted = state_of(desk)
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]

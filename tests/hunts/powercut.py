@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +24,15 @@ from diloco.learner.agent import Finished
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.replaying import Rules
 from diloco.syncer.store import RunCard, Store, StoreError
-from tests.hunts.cutting import Recording, quick_folder, record_backup, record_in_place, record_site, record_syncer
+from tests.hunts.cutting import (
+    Recording,
+    copied,
+    quick_folder,
+    record_backup,
+    record_in_place,
+    record_site,
+    record_syncer,
+)
 from tests.hunts.lives import ended
 from tests.hunts.loop_disk import LoopDisk, NotPermittedError
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
@@ -113,8 +120,7 @@ class CutRun:
 
     def _compare(self) -> None:
         """Recover from a copy, and check that everything acknowledged is there."""
-        copy = self.place / "copy"
-        shutil.copytree(Path(self.toy.folder) / "syncer", copy)
+        copy = copied(Path(self.toy.folder) / "syncer", self.place / "copy")
         rules, rule = self.toy.rules()
         store = Store(copy, RunCard(RUN, self.toy.layout().fingerprint, "shared"))
         try:
@@ -132,7 +138,6 @@ class CutRun:
             values = found.holdings.values[fragment]
             assert values.version >= version, f"version {version} of fragment {fragment} is lost"
             assert values.version > version or values.digest == digest, f"version {version} has other content"
-        shutil.rmtree(copy)
 
     def _end_of_site(self, alive: ExitStack) -> Finished:
         site, until = self.sites[-1], time.monotonic() + BOUND_S

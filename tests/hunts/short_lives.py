@@ -40,6 +40,7 @@ from diloco.syncer.spool import Spool
 from diloco.syncer.store import STAGING, RunCard, Store, StoreError
 from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
+from tests.hunts.cutting import copied
 from tests.hunts.lives import least
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.models.pasts import Hand, with_a_past
@@ -159,8 +160,7 @@ class ShortLives:
         known = {"run_id": "past", "layout_fingerprint": hand.layout.fingerprint, "digests": [digest(b) for b in bases]}
         hand.stop()
         checkpointed(self.site, LearnerState(parts, epoch=30, step=9), bases=bases, **known)
-        shutil.rmtree(self.data)
-        shutil.copytree(self.pristine, self.data)
+        copied(self.pristine, self.data)
 
     # --- kills ---------------------------------------------------------------------------------------------------
 
@@ -197,13 +197,10 @@ class ShortLives:
 
     def _left(self, what: str) -> Stood | None:
         """Return the run's state as a syncer would recover it; None when it asks for another restore, as it may."""
-        copy = self.folder / "looked-at"
-        shutil.rmtree(copy, ignore_errors=True)
         if not self._is_there(self.data):
             return None
-        shutil.copytree(self.data, copy)
         try:
-            found = self.stood(copy)
+            found = self.stood(copied(self.data, self.folder / "looked-at"))
         except StoreError as error:
             if what == IMAGE or "restore it again" not in str(error):
                 raise AssertionError(f"it does not start: {error}") from error
@@ -287,18 +284,15 @@ class ShortLives:
         return Stood(state.lineage, tuple(each.version for each in fragments), tuple(each.digest for each in fragments))
 
     def _lay_out(self, what: str) -> None:
-        shutil.rmtree(self.data, ignore_errors=True)
         (self.run / "events.jsonl").unlink(missing_ok=True)  # It contains the previous restore.
         if what in (BACKUP, SITE):
+            shutil.rmtree(self.data, ignore_errors=True)
             self.data.mkdir()
         else:
-            shutil.copytree(self.pristine, self.data)
+            copied(self.pristine, self.data)
 
     def _copied_vault(self) -> Path:
-        copy = self.folder / "copied-vault"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(self.vault, copy)
-        return copy
+        return copied(self.vault, self.folder / "copied-vault")
 
     def _restore(self, way: str, death: str, counts: Path | None = None) -> int | None:
         source = ["--from-site", str(self.site)] if way == SITE else ["--from", str(self.folder / way)]

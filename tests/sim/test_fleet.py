@@ -153,14 +153,6 @@ def test_steps_take_what_is_known_of_each_and_then_what_is_usual() -> None:
     assert [site.steps for site in found.sites] == [48 + 72, 120]
 
 
-def test_the_same_seed_gives_the_same_weeks_and_another_others() -> None:
-    site = FleetSite(step_s=1.0, step_jitter=0.3, interruptions_per_s=1 / 200, away_s=30.0, rtt_s=0.1)
-    plan = fleet((site,) * 3, seconds=HALF_S)
-    found = simulate(plan)
-    assert simulate(plan) == found
-    assert simulate(replace(plan, seed=1)) != found
-
-
 @pytest.mark.parametrize(
     ("bound", "seconds"),
     [({"run_ns": 600 * SECOND_NS}, None), ({"token_budget": 1100}, HOUR_S)],
