@@ -17,9 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -44,25 +42,15 @@ GRANTS = {"default": "deny", "sites": {"honest": {}, SITE: {"pushes_per_s": 2, "
 SETTLE_S = 1.0
 
 
-@dataclass
-class Order:
-    """The calls to make until ``until_s`` on the monotonic clock, with this number of threads for each kind."""
-
-    kinds: tuple[str, ...]
-    until_s: float
-    threads: int
-    connections: int
-
-
 class Flood:
     """The calls of one thread over one connection, for its own site and with a valid token.
 
     The product's client would back off when told to; this one calls again as soon as it has an answer.
     """
 
-    def __init__(self, toy: Toy, token: str, channel: grpc.Channel) -> None:
+    def __init__(self, toy: Toy, channel: grpc.Channel) -> None:
         self.world = World(SITE, "", toy.layout(), toy.agreement(), incarnation=1, watermarks=[0], versions=[0])
-        self.metadata = (("authorization", f"Bearer {token}"),)
+        self.metadata = (("authorization", f"Bearer {TOKENS[SITE]}"),)
         self.channel = channel
         self.payload = bytes(4 * self.world.layout.fragments[0].numel)
         self.joined = False
@@ -141,17 +129,15 @@ KINDS = {
 """The kinds of calls, and the answer that each gets where the syncer is not too busy to look at it."""
 
 
-def flooded(toy: Toy, address: str, token: str, order: Order) -> Counter[str]:
-    """Carry out an order in a process of its own, and return its counts."""
+def flooded(toy: Toy, address: str, kinds: tuple[str, ...], until_s: float, asked: Namespace) -> Counter[str]:
+    """Make these calls in a process of its own, until ``until_s`` on the monotonic clock; return the answers."""
     os.nice(19)  # The hunt measures the syncer's work, not competition for the CPU.
     private = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.insecure_channel(address, private) for _ in range(order.connections)]
+    channels = [grpc.insecure_channel(address, private) for _ in range(asked.connections)]
     turn = itertools.cycle(channels)
-    with ThreadPoolExecutor(len(order.kinds) * order.threads) as pool:
+    with ThreadPoolExecutor(len(kinds) * asked.threads) as pool:
         jobs = [
-            pool.submit(Flood(toy, token, next(turn)).attack, kind, order.until_s)
-            for kind in order.kinds
-            for _ in range(order.threads)
+            pool.submit(Flood(toy, next(turn)).attack, kind, until_s) for kind in kinds for _ in range(asked.threads)
         ]
     for channel in channels:
         channel.close()
@@ -195,18 +181,18 @@ class Run:
         if what == "adopted":
             self.boundaries.append(time.monotonic())
 
-    def spell(self, seconds: float, order: Order | None) -> tuple[list[float], float, Counter[str]]:
-        """Run one period; return its complete rounds, the syncer's share of one core, and the flood's counts."""
-        until_s, counts = time.monotonic() + seconds, Counter[str]()
-        if order is not None:
-            order.until_s = until_s
-            job = self.flooder.submit(flooded, self.toy, self.address, TOKENS[SITE], order)
+    def spell(self, asked: Namespace, kinds: tuple[str, ...]) -> tuple[list[float], float, Counter[str]]:
+        """Run one period, with these calls; return its complete rounds, the syncer's share of one core, and the
+        answers."""
+        until_s, counts = time.monotonic() + asked.seconds, Counter[str]()
+        if kinds:
+            job = self.flooder.submit(flooded, self.toy, self.address, kinds, until_s, asked)
         time.sleep(SETTLE_S)
         cpu_s, first = cpu_of(self.syncer.pid), len(self.boundaries)
         time.sleep(until_s - time.monotonic())
-        share = (cpu_of(self.syncer.pid) - cpu_s) / (seconds - SETTLE_S)
+        share = (cpu_of(self.syncer.pid) - cpu_s) / (asked.seconds - SETTLE_S)
         instants = self.boundaries[first:]
-        if order is not None:
+        if kinds:
             counts = job.result(BOUND_S)
         assert self.syncer.wait(0) is None, self.syncer.errors
         return [later - earlier for earlier, later in itertools.pairwise(instants)], share, counts
@@ -218,19 +204,16 @@ def cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measured(run: Run, hunt: Hunt, kinds: tuple[str, ...], asked: Any) -> dict[str, object]:
-    quiet: list[float] = []
-    flooded: list[float] = []
+def measured(run: Run, hunt: Hunt, kinds: tuple[str, ...], asked: Namespace) -> dict[str, object]:
+    rounds: dict[str, list[float]] = {"quiet": [], "flooded": []}
     shares: dict[str, list[float]] = {"quiet": [], "flooded": []}
     calls: Counter[str] = Counter()
-    for _ in range(asked.turns):
-        rounds, share, _ = run.spell(asked.seconds, None)
-        quiet += rounds
-        shares["quiet"].append(share)
-        rounds, share, counts = run.spell(asked.seconds, Order(kinds, 0.0, asked.threads, asked.connections))
-        flooded += rounds
-        shares["flooded"].append(share)
-        calls.update(counts)
+    for period in ["quiet", "flooded"] * asked.turns:
+        took, share, answers = run.spell(asked, kinds if period == "flooded" else ())
+        rounds[period] += took
+        shares[period].append(share)
+        calls.update(answers)
+    quiet, flooded = rounds.values()
     name = "+".join(kinds) if len(kinds) < len(KINDS) else "all"
     row: dict[str, object] = {"kinds": name, "rounds_quiet": len(quiet), "rounds_flooded": len(flooded)}
     row["flood_calls_per_s"] = round(calls.total() / asked.seconds / asked.turns, 1)

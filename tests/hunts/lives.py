@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from torch import Tensor
 from diloco.config import build
 from diloco.config import compose as configs
 from diloco.config.errors import ExitCode
-from diloco.config.schema import RunConfig
 from diloco.learner.agent import Finished
 from diloco.observe.eventlog import Event
 from diloco.outer.fragments import Layout
@@ -163,24 +162,13 @@ class Nodes:
 # --- Verbs as a user starts them -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class RealRun:
     """The interface of a run that an audit needs."""
 
-    config: RunConfig
-    folder: str
-
-    @property
-    def run_id(self) -> str:
-        return str(self.config.run.name)
-
-    @property
-    def codec(self) -> str:
-        return self.config.codec.down
-
-    @property
-    def fragments(self) -> int:
-        return self.config.outer.num_fragments
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = str(folder), configs.read(folder / "config.yaml")
+        self.run_id, self.codec = str(self.config.run.name), self.config.codec.down
+        self.fragments = self.config.outer.num_fragments
 
     def layout(self) -> Layout:
         return build.layout_of(self.config)
@@ -222,7 +210,9 @@ def audited(place: Place, name: str, sites: Sequence[str]) -> tuple[History, dic
     for site in sites:
         told: Any = logs[site].of("site_done")[-1]["ledger"]
         finished[site] = Finished("drained", "", {part.removeprefix("tokens_"): told[part] for part in told})
-    folder = place.folder / "runs" / name
-    run = RealRun(configs.read(folder / "config.yaml"), str(folder))
     syncer = logs.pop("syncer")
-    return audit(run, [syncer], {site: [log] for site, log in logs.items()}, finished), finished, logs
+    return (
+        audit(RealRun(place.folder / "runs" / name), [syncer], {site: [log] for site, log in logs.items()}, finished),
+        finished,
+        logs,
+    )

@@ -152,5 +152,5 @@ def flooded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[calls.Run]:
 def test_every_kind_of_flood_reaches_the_syncer(flooded: calls.Run, kind: str, answer: str) -> None:
     """One call at a time: where all compete for the syncer and the CPU, some may not get this answer for long."""
     with grpc.insecure_channel(flooded.address) as channel:
-        flood = calls.Flood(flooded.toy, calls.TOKENS[calls.SITE], channel)
+        flood = calls.Flood(flooded.toy, channel)
         wait_for(lambda: f"{kind}_{answer}" in flood.attack(kind, until_s=0.0), f"{kind} to be answered")
