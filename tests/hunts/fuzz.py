@@ -10,11 +10,10 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -227,29 +226,27 @@ class Siege:
             worker.access.close()
 
 
-def besiege(
-    variant: str, folder: Path, seed: int, count: int, told: Callable[[int, str], None], first: int = 0
-) -> tuple[Findings, list[int]]:
+def besiege(hunt: Hunt, asked: Namespace, variant: str, count: int) -> tuple[Findings, list[int]]:
     """Make ``count`` calls to a syncer of this ``variant``; return the findings, and its memory after each warm batch.
 
-    ``told`` gets each complaint with the number of its batch, from ``first`` on; that number seeds the batch.
+    A batch's number, from ``asked.first`` on, seeds it.
     """
     sites = list(SITES)
-    fortress, shown = guarded(variant, folder, sites)
+    fortress, shown = guarded(variant, hunt.folder / variant, sites)
     with running(fortress) as target:
-        siege = Siege(target, fortress, shown, sites, seed)
-        warm, number = warm_after(count), first
+        siege = Siege(target, fortress, shown, sites, asked.seed)
+        warm, number = warm_after(count), asked.first
         memory: list[int] = []
         while siege.findings.calls < count:
             left = -(-(count - siege.findings.calls) // len(sites))
-            known = len(siege.findings.complaints)
+            known, again = len(siege.findings.complaints), {"variant": variant, "first": number, "n": len(sites) * EACH}
             try:
                 siege.batch(number, min(EACH, left))
             except Died as died:
-                told(number, str(died))
+                hunt.violated(str(died), **again)
                 break
             for complaint in siege.findings.complaints[known:][:5]:
-                told(number, complaint)
+                hunt.violated(complaint, **again)
             if siege.findings.calls >= warm:
                 memory.append(target.look().rss_bytes)
             number += 1
@@ -283,13 +280,8 @@ def main(hunt: Hunt, asked: Namespace) -> Counts:
     totals = Counter(calls=0, unknown_or_internal=0, batches_that_changed_the_run=0, decoded_of_strangers=0)
     measured: dict[str, object] = {}
     for variant, share in shares.items():
-
-        def told(number: int, complaint: str, variant: str = variant) -> None:
-            hunt.violated(complaint, variant=variant, first=number, n=len(SITES) * EACH)
-
         count = int(asked.n * share)
-        folder = hunt.folder / variant
-        found, memory = besiege(variant, folder, asked.seed, count, told, asked.first)
+        found, memory = besiege(hunt, asked, variant, count)
         answers += found.answers
         totals.update(
             calls=found.calls,
