@@ -71,19 +71,6 @@ Patch = pytest.MonkeyPatch
 MUTANTS: list[tuple[str, int, str | None, Callable[[Patch], None]]] = []
 
 
-def noticed_by(checker: str, seed: int, fault: str | None = None) -> Callable[..., Callable[[Patch], None]]:
-    """Name the checker that alone must notice this mutant, and a seed that showed it when this was written.
-
-    It is tried first.  With a ``fault``, or "", in runs with a standby, in which there is that fault.
-    """
-
-    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append((checker, seed, fault, mutate))
-        return mutate
-
-    return keep
-
-
 def given_first(right: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given, **named: wrong(right, *given, **named)
 
@@ -102,15 +89,30 @@ def instead_of(*places: tuple[Any, str]) -> Callable[..., Callable[[Patch], None
     return mutant_of
 
 
-@noticed_by("ExactlyOnce", 3)
-@instead_of((outer_process, "admit"), (admission, "admit"))
+def noticed_by(
+    checker: str, seed: int, *places: tuple[Any, str], fault: str | None = None
+) -> Callable[..., Callable[[Patch], None]]:
+    """As ``instead_of``, of a mutant that this checker alone must notice; ``seed`` showed it when this was written.
+
+    It is tried first.  With a ``fault``, or "", in runs with a standby, in which there is that fault.  Without a place
+    it is a mutant already.
+    """
+
+    def keep(wrong: Callable[..., Any]) -> Callable[[Patch], None]:
+        mutate = instead_of(*places)(wrong) if places else wrong
+        MUTANTS.append((checker, seed, fault, mutate))
+        return mutate
+
+    return keep
+
+
+@noticed_by("ExactlyOnce", 3, (outer_process, "admit"), (admission, "admit"))
 def admit_again(right: Any, *header: Any) -> Any:
     verdict = right(*header)
     return replace(verdict, outcome=Outcome.ACCEPTED) if verdict.outcome == "duplicate" else verdict
 
 
-@noticed_by("Versions", 0)
-@instead_of((OuterDisk, "recover"))
+@noticed_by("Versions", 0, (OuterDisk, "recover"))
 def recover_an_older_version(right: Any, disk: OuterDisk) -> Replayer:
     found = right(disk)
     for fragment in found.machine.state.fragments:
@@ -118,8 +120,7 @@ def recover_an_older_version(right: Any, disk: OuterDisk) -> Replayer:
     return found
 
 
-@noticed_by("Recovery", 0)
-@instead_of((OuterDisk, "recover"))
+@noticed_by("Recovery", 0, (OuterDisk, "recover"))
 def forget_what_was_merging(right: Any, disk: OuterDisk) -> Replayer:
     found = right(disk)
     state = found.machine.state
@@ -127,8 +128,7 @@ def forget_what_was_merging(right: Any, disk: OuterDisk) -> Replayer:
     return found
 
 
-@noticed_by("Acknowledged", 8)
-@instead_of((OuterDisk, "write"))
+@noticed_by("Acknowledged", 8, (OuterDisk, "write"))
 def answer_before_syncing(right: Any, disk: OuterDisk, frame: bytes, chain: bytes) -> Place:
     """A record is synced when the next one is written, after its effects were carried out."""
     name = journal_name(disk.segment)
@@ -139,75 +139,64 @@ def answer_before_syncing(right: Any, disk: OuterDisk, frame: bytes, chain: byte
     return disk.segment, len(disk.storage.read(name)) - len(encode_mark(chain))
 
 
-@noticed_by("storage", 5)
-@instead_of((Storage, "sync_names"))
+@noticed_by("storage", 5, (Storage, "sync_names"))
 def never_sync_names(right: Any, storage: Storage) -> None:
     pass
 
 
-@noticed_by("storage", 0)
-@instead_of((OuterDisk, "release"))
+@noticed_by("storage", 0, (OuterDisk, "release"))
 def drop_a_payload_with_its_fate(right: Any, disk: OuterDisk, payload: str) -> None:
     disk.storage.remove(f"spool/{payload}")
 
 
-@noticed_by("Weights", 0)
-@instead_of((rounds, "normalised"))
+@noticed_by("Weights", 0, (rounds, "normalised"))
 def leave_weights_as_they_are(right: Any, weights: Any) -> Any:
     return tuple(weights)
 
 
-@noticed_by("Weights", 0)
-@instead_of((rounds, "_full_round"))
+@noticed_by("Weights", 0, (rounds, "_full_round"))
 def count_dead_sites_in_the_share(right: Any, turn: Any, index: int, merged: Any) -> Any:
     return right(turn, index, {*merged, *turn.state.sites})
 
 
-@noticed_by("Weights", 1)
-@instead_of((OuterProcess, "__init__"))
+@noticed_by("Weights", 1, (OuterProcess, "__init__"))
 def add_up_the_updates_of_a_site(right: Any, process: OuterProcess, *given: Any, **named: Any) -> None:
     right(process, *given, **named)
     process.machine.options = replace(process.machine.options, merge_by="site")
 
 
-@noticed_by("Staleness", 17)
-@instead_of((OuterProcess, "__init__"))
+@noticed_by("Staleness", 17, (OuterProcess, "__init__"))
 def judge_staleness_laxly(right: Any, process: OuterProcess, *given: Any, **named: Any) -> None:
     right(process, *given, **named)
     lax = process.plan.options.staleness_max + 3
     process.machine.options = replace(process.machine.options, staleness_max=lax)
 
 
-@noticed_by("Grace", 3)
-@instead_of((rounds, "grace_ns"))
+@noticed_by("Grace", 3, (rounds, "grace_ns"))
 def double_the_grace(right: Any, options: OuterOptions, *times: int) -> int:
     return 2 * options.grace_ns + 1
 
 
-@noticed_by("Merging", 0)
-@instead_of((Replayer, "made_again"))
+@noticed_by("Merging", 0, (Replayer, "made_again"))
 def publish_unrounded(right: Any, *given: Any) -> Kept:
     kept = right(*given)
     return replace(kept, published=kept.theta)
 
 
-@noticed_by("Merging", 16)
-@instead_of((Replayer, "made_again"))
+@noticed_by("Merging", 16, (Replayer, "made_again"))
 def merge_only_the_first_update_of_a_site(right: Any, replayer: Replayer, command: StartOuterStep) -> Kept:
     firsts = tuple(replace(part, updates=part.updates[:1]) for part in command.contributions)
     return right(replayer, replace(command, contributions=firsts))
 
 
-@noticed_by("Lineages", 0)
-@instead_of((LearnerSync, "handle"))
+@noticed_by("Lineages", 0, (LearnerSync, "handle"))
 def go_on_in_a_new_lineage(right: Any, machine: LearnerSync, event: Any, now_ns: int) -> list[Any]:
     if isinstance(event, JoinAnswered):
         machine.state.lineage, machine.state.epoch = event.lineage, event.epoch
     return right(machine, event, now_ns)
 
 
-@noticed_by("Admission", 6)
-@instead_of((Line, "waiting"))
+@noticed_by("Admission", 6, (Line, "waiting"))
 def merge_what_is_held(right: Any, line: Line) -> Any:
     return line.unmerged()
 
@@ -223,49 +212,42 @@ def believe_what_is_usual_alone(patch: Patch) -> None:
     patch.setattr(admission, "STEPS_RATIO_MAX", 2)
 
 
-@noticed_by("Bounds", 2)
-@instead_of((updates, "may_follow"))
+@noticed_by("Bounds", 2, (updates, "may_follow"))
 def seal_without_a_window(right: Any, options: Any, part: Any) -> bool:
     in_flight = [sent for sent in part.in_flight if sent.state != "accepted"]
     return right(options, replace(part, orphans=[], in_flight=in_flight))
 
 
-@noticed_by("Ledger", 0)
-@instead_of((updates, "unsend"))
+@noticed_by("Ledger", 0, (updates, "unsend"))
 def lose_refused_tokens(right: Any, options: Any, part: Any, sent: Any) -> None:
     before = part.unsent_tokens, part.unsent_steps
     right(options, part, sent)
     part.unsent_tokens, part.unsent_steps = before
 
 
-@noticed_by("Carried", 0)
-@instead_of((LearnerSync, "handle"))
+@noticed_by("Carried", 0, (LearnerSync, "handle"))
 def measure_what_is_in_flight_again(right: Any, *given: Any) -> list[Any]:
     return [replace(effect, in_flight=()) if isinstance(effect, Seal) else effect for effect in right(*given)]
 
 
-@noticed_by("Cursor", 0)
-@instead_of((LearnerSync, "handle"))
+@noticed_by("Cursor", 0, (LearnerSync, "handle"))
 def skip_no_data(right: Any, *given: Any) -> list[Any]:
     return [effect for effect in right(*given) if not isinstance(effect, SkipData)]
 
 
-@noticed_by("Conservation", 0)
-@instead_of((LearnerSync, "handle"))
+@noticed_by("Conservation", 0, (LearnerSync, "handle"))
 def adopt_as_if_nothing_were_merged(right: Any, *given: Any) -> list[Any]:
     return [replace(effect, merged=()) if isinstance(effect, Adopt) else effect for effect in right(*given)]
 
 
-@noticed_by("Conservation", 366)
-@instead_of((updates, "fate_told"))
+@noticed_by("Conservation", 366, (updates, "fate_told"))
 def take_stale_for_merged(right: Any, turn: Any, event: Any) -> None:
     """Only the sum over all sites sees it: the site believes that its progress is in the version."""
     fate = event.fate
     right(turn, FateTold(replace(fate, reason=None)) if fate.reason is Reason.STALE else event)
 
 
-@noticed_by("Cold", 0)
-@instead_of((SiteProcess, "retake"))
+@noticed_by("Cold", 0, (SiteProcess, "retake"))
 def keep_the_cold_start(right: Any, site: SiteProcess, effect: Any) -> None:
     own = site.theta[effect.fragment]
     right(site, effect)
@@ -273,14 +255,12 @@ def keep_the_cold_start(right: Any, site: SiteProcess, effect: Any) -> None:
         site.theta[effect.fragment] = own
 
 
-@noticed_by("Independence", 0)
-@instead_of((LearnerSync, "must_wait"))
+@noticed_by("Independence", 0, (LearnerSync, "must_wait"))
 def wait_for_fates(right: Any, machine: LearnerSync) -> bool:
     return any(part.undecided() for part in machine.state.fragments)
 
 
-@noticed_by("Farewell", 0)
-@instead_of((LearnerSync, "handle"))
+@noticed_by("Farewell", 0, (LearnerSync, "handle"))
 def leave_in_the_middle_of_a_step(right: Any, machine: LearnerSync, *given: Any) -> list[Any]:
     effects, state = right(machine, *given), machine.state
     if state.at_rest and not state.left and state.incarnation:
@@ -289,8 +269,7 @@ def leave_in_the_middle_of_a_step(right: Any, machine: LearnerSync, *given: Any)
     return effects
 
 
-@noticed_by("Final", 26)
-@instead_of((SiteProcess, "retake"))
+@noticed_by("Final", 26, (SiteProcess, "retake"))
 def keep_what_the_codec_rounded_off(right: Any, site: SiteProcess, effect: Any) -> None:
     index, own = effect.fragment, site.theta[effect.fragment]
     rest = world.minus(own, site.base[index][1])
@@ -299,47 +278,40 @@ def keep_what_the_codec_rounded_off(right: Any, site: SiteProcess, effect: Any) 
         site.theta[index] = world.plus(site.theta[index], rest)
 
 
-@noticed_by("liveness", 0)
-@instead_of((fates, "all_final"))
+@noticed_by("liveness", 0, (fates, "all_final"))
 def never_end(right: Any, *given: Any) -> bool:
     return False
 
 
-@noticed_by("CountedOnce", 0)
-@instead_of((Holder, "whole"))
+@noticed_by("CountedOnce", 0, (Holder, "whole"))
 def count_a_unit_for_one_fragment(right: Any, holder: Holder, unit: int) -> Any:
     return whole_units(holder.merged[0], unit)
 
 
-@noticed_by("CountedOnce", 2)
-@instead_of((fates, "_pending"))
+@noticed_by("CountedOnce", 2, (fates, "_pending"))
 def lease_what_may_still_be_merged(right: Any, *given: Any) -> list[Any]:
     return []
 
 
-@noticed_by("Balanced", 2)
-@instead_of((fates, "returned"))
+@noticed_by("Balanced", 2, (fates, "returned"))
 def leave_free_what_is_taken_up_again(right: Any, turn: Any, name: str) -> None:
     holder = turn.state.units.holders.get(name) if turn.state.units is not None else None
     if holder is not None:
         holder.gone, holder.silent_ns = False, None
 
 
-@noticed_by("OneLeader", 6, fault="primary_frozen")
-@instead_of((Leadership, "valid"))
+@noticed_by("OneLeader", 6, (Leadership, "valid"), fault="primary_frozen")
 def tell_without_asking_for_the_lease(right: Any, leadership: Leadership, now_ns: int) -> bool:
     return leadership.lost is None
 
 
-@noticed_by("Replicated", 3, fault="")
-@instead_of((Replication, "may_tell"))
+@noticed_by("Replicated", 3, (Replication, "may_tell"), fault="")
 def wait_for_no_standby(right: Any, replication: Replication, *given: Any) -> Any:
     right(replication, *given)
     return None, replication.standby
 
 
-@noticed_by("Replicated", 3, fault="")
-@instead_of((StandbyProcess, "_unit"))
+@noticed_by("Replicated", 3, (StandbyProcess, "_unit"), fault="")
 def acknowledge_at_the_standby_before_syncing(right: Any, *given: Any) -> None:
     synced = Storage.sync
     with pytest.MonkeyPatch.context() as patch:
@@ -348,14 +320,12 @@ def acknowledge_at_the_standby_before_syncing(right: Any, *given: Any) -> None:
 
 
 @noticed_by("Recovery", 339, fault="deserted")
-@noticed_by("Replicated", 44, fault="")
-@instead_of((Leadership, "heir_is"))
+@noticed_by("Replicated", 44, (Leadership, "heir_is"), fault="")
 def leave_the_heir_where_it_is(right: Any, *given: Any) -> None:
     pass
 
 
-@noticed_by("liveness", 3, fault="primary_gone")
-@instead_of((OuterProcess, "attach"))
+@noticed_by("liveness", 3, (OuterProcess, "attach"), fault="primary_gone")
 def never_attach_again(right: Any, *given: Any) -> None:
     pass
 
