@@ -23,39 +23,17 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from random import Random
 from xml.etree import ElementTree
 
-from tests.forked import forkserver
 from tests.hunts.mutant_sites import Site, in_both, marked, sites_of
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [f"diloco/{name}" for name in ("sync", "outer", "codec", "inner", "wire", "syncer", "learner")]
 KERNELS = "diloco/codec/kernels"
-IMPORTED = (
-    "torch.distributed",
-    "pytest",
-    "xdist",
-    "grpc",
-    "google.protobuf.message",
-    "zstandard",
-    "hydra",
-    "safetensors.torch",
-    "tokenizers",
-    "cryptography.x509",
-    "prometheus_client",
-    "fsspec",
-    "rich.live",
-    "tests.frozen",  # The last one, as in tests/forked.py.
-)
-"""Modules that most tests import and no mutant changes: importing them once saves seconds of each run."""
-EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""Modules imported before pytest starts do not get its rewritten assertions."""
 EXIT = ("-o", "faulthandler_exit_on_timeout=true")
-OF_A_TREE = {"tests", "benchmarks", "examples", "conftest"}
 START_S = 0.5
 """The time that a test file takes beside its tests."""
 TEST_S = 30.0
@@ -124,25 +102,30 @@ class Bench:
 
     tree: Path
     scratch: Path
-    context: ForkServerContext
 
     def pytest(self, words: Sequence[str], bound_s: float, compiled: bool) -> tuple[int | None, str]:
         """Run pytest; return its exit code and output.  None: it did not end, and was killed with its children.
 
         ``compiled`` writes bytecode: never for a mutant, whose file may have the size and time of the next one's.
         """
-        out = self.scratch / "out"
-        words = ["--basetemp", str(self.scratch / "tmp"), "-p", "no:cacheprovider", *EARLY, *words]
-        process = self.context.Process(target=_run_pytest, args=(str(self.tree), words, str(out), compiled))
-        process.start()
-        try:
-            process.join(bound_s)
-            code = process.exitcode
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join()
-        return code, out.read_text(errors="replace")
+        words = ["-m", "pytest", "--basetemp", str(self.scratch / "tmp"), "-p", "no:cacheprovider", *words]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment |= {"PYTHONPATH": str(self.tree), "PYTHONDONTWRITEBYTECODE": "" if compiled else "1"}
+        where = {"cwd": self.tree, "env": environment, "start_new_session": True}
+        with (self.scratch / "out").open("w+", errors="replace") as out:
+            process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=out, **where)
+            for limit in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
+                resource.prlimit(process.pid, limit, (BYTES_MAX, BYTES_MAX))
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(bound_s)
+                code = process.returncode
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            out.seek(0)
+            return code, out.read()
 
     def record(self, sites: Sequence[Site], tests: Sequence[str], workers: int) -> Record:
         """Run ``tests`` once, with a mark before each of ``sites``."""
@@ -218,32 +201,6 @@ class Bench:
             return "survived", ""
         failed = (line.partition(" - ")[0] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR ")))
         return "killed", next(failed, "")
-
-
-def _run_pytest(tree: str, words: list[str], out: str, compiled: bool) -> None:
-    """Run pytest in this new process, without modules of another tree and, unless ``compiled``, without bytecode."""
-    os.setsid()
-    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    for limit in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
-        resource.setrlimit(limit, (BYTES_MAX, BYTES_MAX))
-    os.chdir(tree)
-    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-        del os.environ[name]
-    if not compiled:
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    os.environ["PYTHONPATH"] = tree
-    sys.path[:] = [tree, *(path for path in sys.path if path not in ("", str(ROOT)))]
-    tops = OF_A_TREE | {path.name for path in Path(tree).iterdir()}
-    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
-        del sys.modules[name]
-    import pytest
-
-    code = int(pytest.main(words))
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def copied(tree: Path, folder: Path, commit: str = "") -> None:
@@ -345,8 +302,7 @@ def tried_in(bench: Bench, sites: Sequence[Site], asked: Namespace, where: str =
     tests_seconds=(30.0, "time of tests for each mutant"),
     workers=(3, "processes that record"),
 )
-def main(hunt: Hunt, asked: Namespace, tree: Path = ROOT, context: ForkServerContext | None = None) -> Counts:
-    """Run the hunt; ``context`` starts the test processes, by default with the modules that most of them need."""
+def main(hunt: Hunt, asked: Namespace, tree: Path = ROOT) -> Counts:
     scratch = hunt.folder
     sites = sites_of(tree, asked.packages)
     pairs = [(site, site) for site in sites]
@@ -354,7 +310,7 @@ def main(hunt: Hunt, asked: Namespace, tree: Path = ROOT, context: ForkServerCon
         copied(tree, scratch / "since", asked.since)
         pairs = list(in_both(sites, sites_of(scratch / "since", asked.packages)))
     copied(tree, scratch / "tree")
-    here, there = (Bench(scratch / name, scratch, context or forkserver(IMPORTED)) for name in ("tree", "since"))
+    here, there = (Bench(scratch / name, scratch) for name in ("tree", "since"))
     if asked.at:
         one = next(pair[asked.there] for pair in pairs if pair[asked.there].name == asked.at)
         fate, by = (there if asked.there else here).fate(one, asked.tests, Record())

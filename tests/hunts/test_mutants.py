@@ -16,7 +16,6 @@ import pytest
 
 import diloco.syncer.backups
 from diloco.syncer import standby
-from tests.forked import forkserver
 from tests.hunts import clocks, cuts, mutants
 from tests.hunts.clocks import untrue
 from tests.hunts.cutting import YEAR_S, follow, tell
@@ -87,7 +86,7 @@ def written(tree: Path, files: dict[str, str]) -> Path:
 
 def run(tree: Path, capsys: Capture, *words: str) -> tuple[list[str], dict[str, Any]]:
     """Run the hunt; return its line for each mutant, and the row."""
-    assert mutants.main([*ASKED, *words], tree, forkserver()) == 0
+    assert mutants.main([*ASKED, *words], tree) == 0
     lines = capsys.readouterr().out.splitlines()
     return [line for line in lines if line[0].isdigit() and "/" in line.split()[0]], json.loads(lines[-1])
 
@@ -136,7 +135,7 @@ def test_a_mutant_with_which_a_test_hangs_is_killed_by_time(
     monkeypatch.setattr(mutants, "TEST_S", 1.0)
     written(tmp_path, {"tiny/core/count.py": COUNT, "tests/core/test_count.py": TEST_COUNT})
     name = next(site.name for site in sites_of(tmp_path, ["tiny/core"]) if site.operator == "arithmetic")
-    assert mutants.main([*ASKED, "--at", name], tmp_path, forkserver()) == 0
+    assert mutants.main([*ASKED, "--at", name], tmp_path) == 0
     said = capsys.readouterr().out.splitlines()[0]
     assert said == "time: tiny/core/count.py:4 arithmetic: number -= 1 -> number += 1"
 
@@ -147,7 +146,7 @@ def test_a_place_that_only_another_process_reaches_is_reached_by_the_test_that_s
     functions = "".join(f"def {name}(x):\n    return x\n" for name in ("one", "two"))
     tests = {f"tests/test_{name}.py": FORKED.format(name=name) for name in ("one", "two")}
     written(tree, {"tiny/core/area.py": functions, **tests})
-    record = Bench(tree, tmp_path, forkserver()).record(sites_of(tree, ["tiny/core"]), ["tests"], 0)
+    record = Bench(tree, tmp_path).record(sites_of(tree, ["tiny/core"]), ["tests"], 0)
     assert record.reached == {0: {"tests/test_one.py"}, 1: {"tests/test_two.py"}}
     assert (tree / "tiny/core/area.py").read_text() == functions
 
