@@ -60,6 +60,9 @@ class Checker:
 
     plan: OuterPlan
 
+    def __post_init__(self) -> None:
+        """Begin the records, where they depend on the plan."""
+
     def require(self, holds: bool, *parts: object) -> None:
         """Raise ``Violation`` with ``parts`` unless it ``holds``."""
         if not holds:
@@ -259,9 +262,8 @@ class Versions(Checker):
     mutation = "a restarted syncer begins from the version before its newest"
     of_the_disk = ("version",)
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.version = [0] * plan.options.num_fragments
+    def __post_init__(self) -> None:
+        self.version = [0] * self.plan.options.num_fragments
         self.based: dict[tuple[str, int], tuple[int, int]] = {}
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
@@ -330,9 +332,8 @@ class Recovery(Checker):
     mutation = "a recovered syncer does not know what was merging"
     of_the_disk = ("twin", "made")
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.twin = OuterSync(plan.options)
+    def __post_init__(self) -> None:
+        self.twin = OuterSync(self.plan.options)
         self.made: dict[tuple[int, int], Kept] = {}
 
     def decided_again(self, event: OuterEvent, effects: Sequence[OuterEffect], again: Sequence[OuterEffect]) -> None:
@@ -495,13 +496,12 @@ class Merging(Checker):
     mutation = "the syncer publishes a version without the rounding error of its codec"
     of_the_disk = ("theta", "newest")
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
+    def __post_init__(self) -> None:
         self.value: dict[tuple[int, str], Value] = {}
-        self.theta = {(index, 0): (world.ZERO, world.ZERO) for index in range(plan.options.num_fragments)}
-        self.published = {(1, index, 0): world.ZERO for index in range(plan.options.num_fragments)}
+        self.theta = {(index, 0): (world.ZERO, world.ZERO) for index in range(self.plan.options.num_fragments)}
+        self.published = {(1, index, 0): world.ZERO for index in range(self.plan.options.num_fragments)}
         """By lineage, fragment and version: a site that has not rejoined gets its versions from the lineage before."""
-        self.newest = [0] * plan.options.num_fragments
+        self.newest = [0] * self.plan.options.num_fragments
         self.lineage = 1
 
     def restored(self, lineage: int, made: Sequence[Kept]) -> None:

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sim.site_state import Drawn, SiteState
-    from diloco.sim.world import OuterPlan, Storage, Unit, Value
+    from diloco.sim.world import Storage, Unit, Value
     from diloco.sync.effects import LearnerEffect, OuterEffect
     from diloco.sync.events import LearnerEvent, OuterEvent
     from diloco.sync.syncer import OuterSync
@@ -181,10 +181,9 @@ class Replicated(Checker):
 
     mutation = "the syncer tells effects of a turn that the standby lacks"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
+    def __post_init__(self) -> None:
         self.there: set[bytes] = set()
-        self.alone = self.will_be_alone = plan.replication is None
+        self.alone = self.will_be_alone = self.plan.replication is None
 
     def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
         """A standby acknowledges only what would survive a power cut there."""
@@ -242,11 +241,10 @@ class CountedOnce(Checker):
     mutation = "a unit counts as soon as one fragment has it"
     of_the_disk = ("times", "listed")
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
+    def __post_init__(self) -> None:
         self.drawn: dict[tuple[str, int, int], list[tuple[int, Drawn | None]]] = {}
         self.carried: dict[tuple[int, int, str], list[tuple[int, Drawn]]] = {}
-        self.times: list[dict[Place, int]] = [{} for _ in range(plan.options.num_fragments)]
+        self.times: list[dict[Place, int]] = [{} for _ in range(self.plan.options.num_fragments)]
         self.listed: dict[str, set[int]] = {}
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
@@ -500,11 +498,10 @@ class Conservation(Checker):
 
     mutation = "an adopt forgets that the version contains an update of the site's own"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
+    def __post_init__(self) -> None:
         self.unsent: dict[str, list[Value]] = {}
-        self.learned = [world.ZERO] * plan.options.num_fragments
-        self.merged = [world.ZERO] * plan.options.num_fragments
+        self.learned = [world.ZERO] * self.plan.options.num_fragments
+        self.merged = [world.ZERO] * self.plan.options.num_fragments
         self.value: dict[tuple[int, str], Value] = {}
 
     def carry(self, site: SiteState, index: int) -> Value:
