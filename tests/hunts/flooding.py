@@ -130,7 +130,6 @@ class Due(Enum):
 class Flooded:
     """The outcome of one connection; ``kinds`` are the frames that were received."""
 
-    sent_bytes: int = 0
     ended: bool = False
     kinds: set[int] = field(default_factory=set)
 
@@ -150,7 +149,6 @@ def flood(address: str, pieces: Iterator[bytes], seconds: float) -> Flooded:
         try:
             for piece in pieces:
                 connection.sendall(piece)
-                found.sent_bytes += len(piece)
                 _listen(connection, unread, found.kinds)
                 if time.monotonic() > until_s:
                     break
