@@ -264,6 +264,12 @@ class Member:
         (answer,) = (each for each in self.fleet.handle(asked) if isinstance(each, fx.AnswerJoin))
         self.told(join_answered(self.fleet.machine, answer))
 
+    def _sealed(self, seal: fx.Seal) -> ev.Sealed:
+        """Store the update that ``seal`` asks for; return the event for the machine that asked."""
+        digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self.lives}"
+        self._disk[seal.fragment, seal.sequence] = (seal, digest)
+        return ev.Sealed(seal.fragment, seal.sequence, digest)
+
     def _push(self, key: tuple[int, int]) -> ev.PushAnswered:
         """Give an update to the syncer; return the answer."""
         update = update_arrived(self._disk[key][0], self.name, self._incarnation(), self._disk[key][1])
@@ -638,8 +644,8 @@ class Site(Member):
                 case fx.Seal():
                     self._seal(effect)
                 case fx.Send():
-                    key = (effect.fragment, effect.sequence)
-                    self._over(self._carry_up(effect.fragment), partial(self._pushed, key))
+                    arrived = partial(self._pushed, (effect.fragment, effect.sequence))
+                    self._over(self._carry_up(effect.fragment), arrived)
                 case fx.Forget() | fx.Release():
                     self._disk.pop((effect.fragment, effect.sequence), None)
                 case fx.Fetch() if effect.fragment not in self._coming:
@@ -653,9 +659,7 @@ class Site(Member):
                     self._soon(self._leave)
 
     def _seal(self, seal: fx.Seal) -> None:
-        digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self.lives}"
-        self._disk[seal.fragment, seal.sequence] = (seal, digest)
-        made, life = ev.Sealed(seal.fragment, seal.sequence, digest), self.lives
+        made, life = self._sealed(seal), self.lives
         if not self.site.seal_s:
             self._handle(made)
             return
@@ -714,13 +718,9 @@ class RegionalSyncer(Member):
     def _order(self, effect: fx.OuterEffect) -> None:
         match effect:
             case fx.Seal():
-                key = (effect.fragment, effect.sequence)
-                digest = f"{self.name}:{effect.fragment}:{effect.sequence}"
-                self._disk[key] = (effect, digest)
-                self.heap.after(0, lambda: self._hear(ev.Sealed(*key, digest)))
+                self.heap.after(0, partial(self._hear, self._sealed(effect)))
             case fx.Send():
-                key = (effect.fragment, effect.sequence)
-                self._over(self._carry_up(effect.fragment), lambda: self._pushed(key))
+                self._over(self._carry_up(effect.fragment), partial(self._pushed, (effect.fragment, effect.sequence)))
             case fx.Release():
                 self._disk.pop((effect.fragment, effect.sequence), None)
             case fx.Fetch() if effect.fragment not in self._coming:
