@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from math import sqrt
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
@@ -29,33 +28,29 @@ if TYPE_CHECKING:
     from diloco.outer.fragments import Layout
 
 
-TENSORS_KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "sgd": (),
-        "heavy_ball": ("momentum",),
-        "nesterov": ("momentum",),
-        "nesterov_ema": ("momentum",),
-        "delayed_nesterov": ("momentum", "window"),
-        "adamw": ("momentum", "squares"),
-        "schedule_free": ("fast", "average"),
-        "gpa": ("fast", "average"),
-    }
-)
+TENSORS_KEPT: Mapping[str, tuple[str, ...]] = {
+    "sgd": (),
+    "heavy_ball": ("momentum",),
+    "nesterov": ("momentum",),
+    "nesterov_ema": ("momentum",),
+    "delayed_nesterov": ("momentum", "window"),
+    "adamw": ("momentum", "squares"),
+    "schedule_free": ("fast", "average"),
+    "gpa": ("fast", "average"),
+}
 """The state tensors that each kind keeps for a fragment between steps, each as large as the fragment."""
 OUTER_KINDS = tuple(TENSORS_KEPT)
 LINEAR = ("heavy_ball", "nesterov", "nesterov_ema")
 """The kinds whose step is linear in the values, the momentum and the pseudo-gradient, as is sgd's, without momentum.
 ``linear_part`` has their factors."""
-ONLY_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "window": ("delayed_nesterov",),
-        "share_ahead": ("delayed_nesterov",),
-        "momentum_squares": ("adamw",),
-        "epsilon": ("adamw",),
-        "weight_decay": ("adamw", "schedule_free", "gpa"),
-        "momentum_ahead": ("gpa",),
-    }
-)
+ONLY_OF: Mapping[str, tuple[str, ...]] = {
+    "window": ("delayed_nesterov",),
+    "share_ahead": ("delayed_nesterov",),
+    "momentum_squares": ("adamw",),
+    "epsilon": ("adamw",),
+    "weight_decay": ("adamw", "schedule_free", "gpa"),
+    "momentum_ahead": ("gpa",),
+}
 """The fields that only some kinds read, and these kinds."""
 
 
