@@ -461,7 +461,7 @@ class Outer:
         overwritten and lost.  Empty on other ranks."""
         if self._agent is not None:
             whole = combined(self._agent.ledgers())
-            self._ledger = {name: getattr(whole, name) for name in whole.__slots__}
+            self._ledger = whole._asdict()
         return dict(self._ledger)
 
     def batches(self, count: int, rank: int | None = None, ranks: int | None = None) -> Iterator[list[int]]:

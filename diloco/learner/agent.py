@@ -82,7 +82,7 @@ class Finished:
 def site_done(emit: Log, ending: str, why: str, ledger: Ledger, *, final: bool) -> Finished:
     """Log the end of the site's part with its ledger, which must balance, and return it."""
     assert ledger.balanced(), ledger
-    found = asdict(ledger)
+    found = ledger._asdict()
     emit("site_done", {"ledger": {f"tokens_{field}": value for field, value in found.items()}, "reason": why})
     return Finished(ending, why, found, final)
 

@@ -10,8 +10,9 @@ as other units, and the next request says how many there were.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from diloco.sync.data_units import SKIPPED, Piece, Span, UnitList, added, first_of, joined, pieces_at, size
 from diloco.sync.effects import Fetch, Forget, LearnerEffect, Note, Release, StopTraining
@@ -91,8 +92,7 @@ class Orphan:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(NamedTuple):
     """Where a site's tokens are.  ``processed`` is the sum of the others (DESIGN invariant 10)."""
 
     processed: int
@@ -105,8 +105,8 @@ class Ledger:
 
     def balanced(self) -> bool:
         """Return whether every token is in exactly one place."""
-        parts = self.merged + self.refused + self.in_flight + self.unsent + self.overwritten + self.lost
-        return self.processed == parts
+        processed, *parts = self
+        return processed == sum(parts)
 
 
 @dataclass(slots=True)
@@ -284,13 +284,12 @@ def mean_ledger(ledgers: list[Ledger]) -> Ledger:
     added one by one to the parts with the largest remainders, ties in the order of the fields.
     """
     count = len(ledgers)
-    names = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
-    sums = [sum([getattr(ledger, name) for ledger in ledgers]) for name in names]
+    processed, *sums = map(sum, zip(*ledgers, strict=True))
     parts, rests = [total // count for total in sums], [total % count for total in sums]
-    by_rest = sorted(range(len(names)), key=rests.__getitem__, reverse=True)  # Equal ones stay in order.
+    by_rest = sorted(range(len(parts)), key=rests.__getitem__, reverse=True)  # Equal ones stay in order.
     for position in by_rest[: sum(rests) // count]:
         parts[position] += 1
-    return Ledger(sum([ledger.processed for ledger in ledgers]) // count, *parts)
+    return Ledger(processed // count, *parts)
 
 
 def combined(ledgers: list[Ledger]) -> Ledger:
@@ -299,9 +298,7 @@ def combined(ledgers: list[Ledger]) -> Ledger:
     A machine that has ended gets no more steps: the tokens of these steps are added to its unsent ones.
     """
     processed = max(ledger.processed for ledger in ledgers)
-    whole = [
-        replace(ledger, processed=processed, unsent=ledger.unsent + processed - ledger.processed) for ledger in ledgers
-    ]
+    whole = [each._replace(processed=processed, unsent=each.unsent + processed - each.processed) for each in ledgers]
     return mean_ledger(whole)
 
 

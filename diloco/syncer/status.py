@@ -210,7 +210,7 @@ def describe(machine: OuterSync, tally: Tally, now_ns: int) -> dict[str, object]
         processed = sum(max(line.cursor for line in site.lines) // unit for site in state.sites.values())
         units = {"processed": processed, **asdict(columns_of(machine)), "sequences": unit}
     if state.upstream is not None and (above := standing(state)) is not None:
-        tokens = {f"tokens_{name}": getattr(above.ledger, name) for name in above.ledger.__slots__}
+        tokens = {f"tokens_{name}": value for name, value in above.ledger._asdict().items()}
         upstream = {"site": state.upstream.site, "base_versions": list(above.versions), **tokens}
     return {
         "lineage": state.lineage,

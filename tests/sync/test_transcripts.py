@@ -225,6 +225,6 @@ def memory_of_site(machine: LearnerSync) -> list[str]:
         sent += [f"{orphan.sequence}:orphan" for orphan in part.orphans]
         line = f"fragment {index}: base {part.base_version}, next {part.next_sequence}, in flight [{' '.join(sent)}]"
         lines.append(line + (", due" if part.due else "") + (", retaking" if part.retaking else ""))
-        ledger = dataclasses.asdict(ledger_of(state, index))
+        ledger = ledger_of(state, index)._asdict()
         lines.append("  tokens: " + " ".join(f"{key}={value}" for key, value in ledger.items() if value))
     return [f"  {line}" for line in lines]

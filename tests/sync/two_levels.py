@@ -237,4 +237,4 @@ class Region(Level):
         found = standing(self.syncer.machine.state)
         assert found is not None
         assert found.ledger.balanced()
-        return {name: getattr(found.ledger, name) for name in found.ledger.__slots__}
+        return found.ledger._asdict()
