@@ -74,21 +74,18 @@ def check_outer(state: OuterState) -> None:
 def check_attendance(machine: OuterSync) -> None:
     """What is counted along is what the memory says."""
     state, attendance = machine.state, machine.attendance
-    live = [name for name, site in sorted(state.sites.items()) if site.status is Status.LIVE]
-    assert sorted(attendance.live) == live
+    assert attendance.live == {name for name, site in state.sites.items() if site.status is Status.LIVE}
     assert attendance.run_tokens() == state.run_tokens()
     for index, fragment in enumerate(state.fragments):
-        lines = [(name, site.lines[index]) for name, site in sorted(state.sites.items())]
-        arrived = [name for name, line in lines if line.waiting()]
-        awaited = [name for name, line in lines if name in live and not line.holding()]
-        assert sorted(attendance.arrived[index]) == arrived
-        assert sorted(attendance.awaited(index)) == awaited
-        assert sorted(attendance.undecided[index]) == [name for name, line in lines if line.undecided]
-        assert sorted(attendance.holding[index]) == [name for name, line in lines if line.holding()]
-        waiting = [(name, pending) for name, line in lines for pending in line.waiting()]
+        lines = {name: site.lines[index] for name, site in state.sites.items()}
+        assert attendance.arrived[index] == {name for name, line in lines.items() if line.waiting()}
+        assert attendance.undecided[index] == {name for name, line in lines.items() if line.undecided}
+        assert attendance.holding[index] == {name for name, line in lines.items() if line.holding()}
+        assert attendance.awaited(index) == attendance.live - attendance.holding[index]
+        waiting = [(name, pending) for name, line in lines.items() for pending in line.waiting()]
         assert attendance.waiting(index) == sorted(waiting, key=lambda pair: pair[1].arrival)
         members = fragment.round.members if fragment.round is not None else []
-        gone = {*members} - {*awaited, *arrived}
+        gone = {*members} - attendance.awaited(index) - attendance.arrived[index]
         assert attendance.missed[index] or not gone, f"{gone} are waited for still"
 
 

@@ -58,6 +58,11 @@ class Site:
     def boundary(self) -> list[Effect]:
         return self.handle(ev.BoundaryReached())
 
+    def fetched(self, version: int, *fates: ev.Fate) -> list[Effect]:
+        """The version is here; what comes of it at the next boundary."""
+        self.handle(ev.VersionFetched(0, version, fates))
+        return self.boundary()
+
     def seal(self, sequence: int, fragment: int = 0) -> list[Effect]:
         return self.handle(ev.Sealed(fragment, sequence, f"u{sequence}"))
 

@@ -304,8 +304,7 @@ def reading(**options: object) -> Site:
         cold=True, **{"unit_sequences": 4, "sequence_tokens": 10, "units_ahead": 3, "inner_steps": 5, **options}
     )
     site.join()
-    site.handle(ev.VersionFetched(0, 0, ()))
-    site.boundary()
+    site.fetched(0)
     return site
 
 
@@ -368,8 +367,7 @@ def test_what_overwritten_progress_has_consumed_counts_as_consumed(adopt: str, t
     tell(site, 0, (7, 3))
     site.send(1, steps=5)
     site.train(2)
-    site.handle(ev.VersionFetched(0, 1, (ev.Fate(0, 1, 1, 50, "u1"),)))
-    assert only(fx.Adopt, site.boundary()).merged == (1,)
+    assert only(fx.Adopt, site.fetched(1, ev.Fate(0, 1, 1, 50, "u1"))).merged == (1,)
     seal = only(fx.Seal, site.train(3))
     assert (seal.spans, seal.tokens) == (((5, 10),), tokens)
 
@@ -427,8 +425,7 @@ def test_a_restored_run_knows_of_no_later_units() -> None:
     units, again = units_from(site.machine.state, 0, 1)
     assert again, "what is left of the unit that was begun is no site's"
     assert 7 <= units[0][0] < 10
-    site.handle(ev.VersionFetched(0, 0, ()))
-    site.boundary()
+    site.fetched(0)
     tell(site, 0, (30, 4))
     assert only(fx.Seal, site.train(8)).spans == ((4, 5),), "from the next place on"
 

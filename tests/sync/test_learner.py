@@ -29,8 +29,7 @@ def test_invariant_16_a_cold_site_seals_nothing_before_it_has_a_base_and_adds_no
         site.handle(ev.StepDone(1, 10, 1, 1))
     site = Site(cold=True)
     site.join(known(version=4, watermark=7, cursor=99, tokens_merged=500))
-    site.handle(ev.VersionFetched(0, 4, ()))
-    retake = only(fx.Retake, site.boundary())
+    retake = only(fx.Retake, site.fetched(4))
     assert (retake.version, retake.keep) == (4, ())
     assert site.machine.state.cursor == 99
     assert only(fx.Seal, site.train(15)).sequence == 8
@@ -66,8 +65,7 @@ def test_an_answer_to_a_join_that_goes_back_is_proof_that_the_syncer_forgot_only
         late, present = known(watermark=0), known(watermark=1, undecided=((1, 150),))
     else:
         site.handle(ev.VersionPublished(1, 0, 3, 0, 0))
-        site.handle(ev.VersionFetched(0, 3, ()))
-        site.boundary()
+        site.fetched(3)
         late, present = known(version=2), known(version=3)
     for standing in (late, present, late):  # The syncer wrote it before update 1 was accepted.
         effects = site.join(standing)
@@ -94,8 +92,7 @@ def test_a_number_that_a_twin_has_used_for_something_else_is_not_taken_for_ours(
     effects = site.join(known(version=1, watermark=1, cursor=40, tokens_merged=30, fates=(theirs,)), incarnation=2)
     assert of(fx.Release, effects) == [fx.Release(0, 1)]
     assert not site.machine.state.fragments[0].in_flight, "it would wait for the fate of its own update for ever"
-    site.handle(ev.VersionFetched(0, 1, (theirs,)))
-    assert only(fx.Retake, site.boundary()).version == 1
+    assert only(fx.Retake, site.fetched(1, theirs)).version == 1
     assert site.machine.state.fragments[0].tokens_merged == 30
 
 
@@ -150,8 +147,7 @@ def test_a_base_that_is_not_what_it_stands_for_is_taken_whole_and_what_was_measu
     assert site.handle(ev.BaseDiffers(0, 0)) == [], "it is said until it is put right"
     assert not of(fx.Retake, site.train()), "it trains on meanwhile"
     assert not of(fx.Seal, site.train(50)), "and sends nothing"
-    site.handle(ev.VersionFetched(0, 2, ()))
-    (retake,) = of(fx.Retake, site.boundary())
+    (retake,) = of(fx.Retake, site.fetched(2))
     assert (retake.version, retake.keep) == (2, ())
     assert "in this site's memory" in retake.why
     part = site.machine.state.fragments[0]
@@ -267,8 +263,7 @@ def test_a_syncer_that_must_not_lack_it_is_refused_in_words(case: str, epoch: in
     if case == "merged":
         site.fate(1, 1)
     if case == "version":
-        site.handle(ev.VersionFetched(0, 3, ()))
-        site.boundary()
+        site.fetched(3)
     effects = promoted(site, known(watermark=0), epoch=epoch)
     assert not of(fx.Send, effects)
     why = only(fx.StopTraining, effects).why
@@ -299,8 +294,7 @@ def test_what_went_with_an_earlier_process_is_lost_and_what_was_numbered_after_i
     site = Site(cold=True, updates_in_flight_max=3)
     undecided = ((1, 70),) if own else ((1, 70), (2, 80))
     site.join(known(watermark=len(undecided), undecided=undecided), keep=True)
-    site.handle(ev.VersionFetched(0, 0, ()))
-    site.boundary()
+    site.fetched(0)
     if own:
         site.send(2)  # It could never be taken in after a lost one.
     effects = promoted(site, known(watermark=0) if own else known(watermark=1, undecided=((1, 70),)))

@@ -214,8 +214,7 @@ def test_lock_step_waits_for_the_update_of_an_earlier_process_too() -> None:
     site.handle(ev.VersionPublished(1, 0, 1, 0, 0))
     site.fate(1, 1)
     assert site.machine.must_wait(), "the version with its last round is not adopted yet"
-    site.handle(ev.VersionFetched(0, 1, ()))
-    assert only(fx.Adopt, site.boundary()).version == 1
+    assert only(fx.Adopt, site.fetched(1)).version == 1
     assert not site.machine.must_wait()
 
 
@@ -278,8 +277,7 @@ def test_refused_and_kept_progress_goes_out_again_a_stale_one_from_a_newer_base(
     effects = site.answer(1, Outcome.REFUSED, Reason.STALE)
     assert only(fx.Fetch, effects).have_version == 0, "stale says that there is a newer version"
     assert not of(fx.Seal, site.train()), "the same base can only be refused again"
-    site.handle(ev.VersionFetched(0, 9, ()))
-    again = only(fx.Seal, site.boundary())
+    again = only(fx.Seal, site.fetched(9))
     assert (again.sequence, again.tokens, again.steps, again.base_version) == (1, 160, 16, 9)
 
 
@@ -287,8 +285,7 @@ def test_refused_and_kept_progress_goes_out_again_a_stale_one_from_a_newer_base(
 def test_kept_progress_that_an_adopt_threw_away_is_counted(adopt: str) -> None:
     site = Site(adopt=adopt)
     site.send(1)
-    site.handle(ev.VersionFetched(0, 1, ()))
-    site.boundary()
+    site.fetched(1)
     site.fate(1, 1, Reason.STALE)
     part = site.machine.state.fragments[0]
     assert (part.unsent_tokens, part.tokens_overwritten) == (0, 150), "the next update cannot hold this progress"
@@ -360,8 +357,7 @@ def test_a_retake_keeps_what_is_encoded_and_no_update_that_its_version_contains(
         site.fate(1, 1)
         site.seal(2)
         site.answer(2, Outcome.REFUSED, Reason.NON_FINITE)
-        site.handle(ev.VersionFetched(0, 1, ()))
-        assert only(fx.Retake, site.boundary()).keep == (), "update 1 would be added to the version a second time"
+        assert only(fx.Retake, site.fetched(1)).keep == (), "update 1 would be added to the version a second time"
         return
     site.fate(1, 0, Reason.NON_FINITE)
     assert not of(fx.Retake, site.train()), "update 2 is still being encoded: its rounded values are nowhere yet"
@@ -415,8 +411,7 @@ def test_an_update_that_comes_after_the_last_round_leaves_the_final_version_to_b
     assert of(fx.Seal, site.boundary())
     site.seal(1)
     site.answer(1, Outcome.REFUSED, Reason.FINISHED)
-    site.handle(ev.VersionFetched(0, 3, ()))
-    assert only(fx.Adopt, site.boundary()).version == 3
+    assert only(fx.Adopt, site.fetched(3)).version == 3
 
 
 @pytest.mark.parametrize("adopt", ["rebase", "overwrite", "blend", "eager"])
@@ -435,8 +430,7 @@ def test_a_site_that_wants_the_final_version_ends_with_it_and_with_nothing_of_it
         assert not site.machine.is_final()
         effects = site.handle(event)
     assert only(fx.Fetch, effects).have_version == 0
-    site.handle(ev.VersionFetched(0, 2, ()))
-    assert not of(fx.Retake, site.boundary()), "update 2 has no answer, and would remain in the values"
+    assert not of(fx.Retake, site.fetched(2)), "update 2 has no answer, and would remain in the values"
     assert not site.machine.settled()
     site.answer(2, Outcome.REFUSED, Reason.FINISHED)
     retake = only(fx.Retake, site.boundary())
@@ -452,14 +446,12 @@ def test_the_final_version_is_taken_once_and_another_lineage_has_another_one() -
     site.handle(ev.FinalWanted())
     assert notes(site.handle(ev.FinalAnnounced(Ending.FINISHED, (1, 1)))) == ["final_ignored"], "of other fragments"
     site.handle(over)
-    site.handle(ev.VersionFetched(0, 1, ()))
-    site.boundary()
+    site.fetched(1)
     assert site.machine.is_final()
     assert not site.handle(over), "a new stream tells it again"
     assert site.machine.is_final()
     site.join(known(version=1), lineage=2, epoch=1)
-    site.handle(ev.VersionFetched(0, 1, ()))
-    site.boundary()
+    site.fetched(1)
     assert not site.machine.is_final()
 
 
@@ -484,8 +476,7 @@ def test_only_of_a_finished_run_and_where_it_is_wanted_a_site_waits_for_the_fina
     site.handle(ev.FinalWanted())
     assert site.machine.settled() == (ending is Ending.DRAINED), "a paused run has no final version"
     site.handle(ev.FinalAnnounced(ending, (1,)))
-    site.handle(ev.VersionFetched(0, 1, ()))
-    assert bool(of(fx.Retake, site.boundary())) == site.machine.is_final() == (ending is Ending.FINISHED)
+    assert bool(of(fx.Retake, site.fetched(1))) == site.machine.is_final() == (ending is Ending.FINISHED)
     site.restart(site.machine.snapshot())
     assert not site.machine.is_final(), "the run may have been extended since"
 
@@ -498,8 +489,7 @@ def test_in_lock_step_a_site_takes_the_last_version_of_a_run_that_ends_and_none_
     assert site.machine.settled()
     site.handle(ev.FinalAnnounced(Ending.DRAINED))
     assert not site.machine.settled()
-    site.handle(ev.VersionFetched(0, 1, ()))
-    site.boundary()
+    site.fetched(1)
     assert site.machine.settled()
 
 
