@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from fractions import Fraction
 
 import pytest
 import torch
@@ -29,14 +26,6 @@ from diloco.outer.fragments import (
     plan_layout,
     scatter,
 )
-
-
-def test_pieces_stand_in_order_of_names_and_come_back_from_json() -> None:
-    layout = plan_layout([("b", (2,)), ("a", (9,)), ("c", (1,)), ("d", (4,))], 2)
-    assert Layout.from_json(layout.to_json()) == layout
-    assert layout.parameters == (("a", (9,)), ("b", (2,)), ("c", (1,)), ("d", (4,)))
-    assert layout.fragments[0].pieces == (Piece("a", 0, 9),)
-    assert layout.fragments[1].pieces == (Piece("b", 0, 2), Piece("c", 0, 1), Piece("d", 0, 4))
 
 
 def test_other_frozen_parameters_are_another_layout_and_none_the_one_of_earlier_releases() -> None:
@@ -93,7 +82,6 @@ ONE = [["a", [1]]]
         ({"fragments": [[["a", 0, 4], ["a", 5, 10], ["b", 0, 3]]]}, "gap"),
         ({"fragments": [[["a", -1, 10], ["b", 0, 3]]]}, "overlaps"),
         ({"fragments": [[["a", 0, 10], ["a", 10, 10], ["b", 0, 3]]]}, "empty"),
-        ({"fragments": [[["a", 0, 10], ["b", 3, 0]]]}, "empty"),
         ({"fragments": [[["a", 0, 10], ["b", 0, 3], ["x", 0, 1]]]}, "no parameter"),
         ({"fragments": [[["b", 0, 3], ["a", 0, 10]]]}, "canonical order"),
         ({"fragments": [[["a", 0, 10], ["b", 0, 3]], []]}, "no pieces"),
@@ -103,7 +91,6 @@ ONE = [["a", [1]]]
         ({"dtype": "bfloat16"}, "dtype"),
         ({"parameters": []}, "no parameters"),
         ({"parameters": [["a", [0]]]}, "at least 1"),
-        ({"parameters": [["a", [-1, -1]]]}, "at least 1"),
         ({"parameters": [*ONE, *ONE]}, "twice"),
         ({"parameters": [["b", [1]], *ONE]}, "order"),
         ("", "not JSON"),
@@ -229,40 +216,6 @@ def test_names_and_shapes_under_fsdp() -> None:
 
 
 # --- Which syncer holds which fragments ------------------------------------------------------------------------------
-
-
-def slowest(placed: Sequence[Sequence[int]], numels: list[int], rates: list[float]) -> Fraction:
-    times = [
-        Fraction(sum(numels[index] for index in mine)) / Fraction(rate)
-        for mine, rate in zip(placed, rates, strict=True)
-    ]
-    return max(times)
-
-
-def test_every_fragment_is_placed_once_and_near_the_best() -> None:
-    near = 0
-    for seed in range(60):
-        draw = random.Random(seed)
-        count = draw.randint(1, 3)
-        numels = [draw.randint(1, 100) for _ in range(draw.randint(count, 6))]
-        equal = draw.random() < 0.5
-        rates = [1.0] * count if equal else [draw.choice([1.0, 1.5, 2.0]) for _ in range(count)]
-        try:
-            placed = place(numels, rates)
-        except ValueError:
-            assert not equal, f"seed {seed}: each syncer must hold a fragment, which a slow one may not"
-            continue
-        assert sorted(index for mine in placed for index in mine) == list(range(len(numels))), f"seed {seed}"
-        assert all(mine == tuple(sorted(mine)) and mine for mine in placed), f"seed {seed}"
-        bound = Fraction(4, 3) - Fraction(1, 3 * count) if equal else Fraction(2)
-        ways = itertools.product(range(count), repeat=len(numels))
-        best = min(
-            slowest([[i for i, at in enumerate(way) if at == syncer] for syncer in range(count)], numels, rates)
-            for way in ways
-        )
-        assert slowest(placed, numels, rates) <= bound * best, f"seed {seed}: {numels} {rates} {placed}"
-        near += 1
-    assert near > 40
 
 
 def test_a_faster_link_takes_more_and_one_syncer_all() -> None:

@@ -164,17 +164,6 @@ def test_19_parts_decay_as_the_round_does(kind: str) -> None:
     assert fast.item() == pytest.approx((1 - 0.5 * 0.2) ** 2)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "heavy_ball", "nesterov", "nesterov_ema"])
-def test_19_what_a_site_brings_moves_theta_by_its_share_in_the_end(kind: str) -> None:
-    share = 0.1
-    impulse, nothing = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    whole, _ = steps(nothing, [impulse] + [nothing] * 400, EVERY[kind])
-    theta, state = outer_step(nothing, impulse, NOTHING, EVERY[kind], share)
-    for _ in range(800):
-        theta, state = outer_step(theta, nothing, state, EVERY[kind], 0.5)
-    assert theta.item() == pytest.approx(share * whole.item())
-
-
 @pytest.mark.parametrize("kind", OUTER_KINDS)
 def test_pure_and_of_the_tensors_that_are_said(kind: str) -> None:
     theta, state = drawn(67, 0), NOTHING
@@ -218,9 +207,7 @@ def test_neither_threads_nor_cuts_into_parts_show(kind: str) -> None:
     [
         ({"kind": "adam"}, "kind is 'adam': one of sgd, heavy_ball, nesterov"),
         ({"lr": 0.0}, "lr is 0.0: positive and finite"),
-        ({"lr": float("nan")}, "lr is nan"),
         ({"momentum": 1.0}, "momentum is 1.0: from 0 to below 1"),
-        ({"momentum": -0.1}, "momentum is -0.1"),
         ({"momentum": 0.0}, 'momentum is 0.0: kind "nesterov" needs some'),
         ({"kind": "sgd"}, 'momentum is 0.9: kind "sgd" has none, kind "heavy_ball" does'),
         ({"window": 4}, "window is 4: only for delayed_nesterov"),
