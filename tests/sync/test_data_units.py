@@ -129,17 +129,6 @@ def test_units_are_leased_in_order_and_an_ask_that_changes_nothing_is_answered_w
     assert counts(syncer).leased == counts(syncer).in_hand == 8
 
 
-def test_a_unit_counts_when_every_fragment_has_merged_all_of_it() -> None:
-    syncer = leasing("a", num_fragments=2)
-    ask(syncer, "a", 4)
-    merge(syncer, "a", 1, (0, 25))
-    assert counts(syncer).merged == 0
-    merge(syncer, "a", 1, (0, 19), fragment=1)
-    assert (counts(syncer).merged, counts(syncer).in_hand) == (1, 3)
-    merge(syncer, "a", 2, (19, 25), fragment=1)
-    assert counts(syncer).merged == 2
-
-
 def test_what_a_site_that_leaves_has_not_begun_is_leased_again_and_what_it_has_begun_never() -> None:
     syncer = leasing("a", "b")
     ask(syncer, "a", 5)

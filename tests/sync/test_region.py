@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Ending, Outcome, Reason, UpstreamFetched
@@ -103,23 +102,6 @@ def test_others_versions_wait_for_the_regions_own_update_and_are_taken_at_once_b
     assert above.theta.item() == 30.0
     assert region.theta.item() == 0.75 * 80 + 0.25 * 30
     assert region.syncer.machine.progress_ppm() == 250_000
-
-
-def test_the_momentum_is_kept_and_staleness_counts_the_versions_that_were_taken() -> None:
-    heavy = OuterOptimizerOptions(kind="heavy_ball", lr=1.0, momentum=0.5)
-    above, region = based()
-    region.optimizer = heavy
-    merge(region, 8.0, 0.0)
-    assert region.theta.item() == 88.0  # 100 - 8 - 4
-    region.settle()
-    assert above.theta.item() == 88.0
-    assert region.theta.item() == 88.0
-    region.push("s", 3, 0.0, base_version=1)
-    command = region.commands[0]
-    assert isinstance(command, fx.StartOuterStep)
-    assert command.version - 1 - command.contributions[0].base_version == 3, "one of the three was taken from above"
-    region.step()
-    assert region.theta.item() == 86.0
 
 
 def test_updates_whose_versions_are_long_in_coming_are_no_more_than_may_be_in_flight() -> None:

@@ -85,23 +85,6 @@ def test_fates_are_counted_by_reason_and_the_newest_are_kept() -> None:
     assert (line.updates_merged, line.tokens_merged, line.updates_refused) == (3, 300, {})
 
 
-@pytest.mark.parametrize(("event", "discarded"), [(ev.OuterStepFailed(0, 1), 100), (None, 0)])
-def test_tokens_are_discarded_only_where_the_site_throws_its_progress_away(
-    event: ev.OuterEvent | None, discarded: int
-) -> None:
-    syncer = running("a", staleness_max=0)
-    syncer.push("a", final=True)
-    if event is None:
-        syncer.push("a", 2, final=True)  # Stale as soon as the version is there.
-        syncer.done()
-    else:
-        syncer.handle(event)
-    line = syncer.machine.state.sites["a"].lines[0]
-    assert sum(line.updates_refused.values()) == 1
-    assert line.tokens_discarded == discarded
-    assert line.final == (event is not None), "a site that keeps its progress sends it once more"
-
-
 # --- The last round --------------------------------------------------------------------------------------------------
 
 
@@ -125,18 +108,6 @@ def test_last_round_does_not_wait_for_a_site_that_may_send_nothing_more() -> Non
     assert not of(fx.MarkFinal, syncer.done())
     syncer.push("a", 3, base_version=1, final=True)
     assert of(fx.MarkFinal, syncer.done())
-
-
-def test_grace_of_the_last_round_runs_while_a_merge_is_under_way_and_all_windows_are_full() -> None:
-    syncer = Syncer(quorum=1, grace="fixed", grace_ns=SECOND_NS, updates_in_flight_max=1)
-    syncer.join("a")
-    syncer.join("b")
-    syncer.push("a")
-    only(fx.StartOuterStep, syncer.deadline(at_s=1.0))
-    syncer.handle(ev.DrainRequested(2), at_s=1.1)
-    syncer.push("b", at_s=1.1)
-    step = only(fx.StartOuterStep, syncer.done(at_s=2.5))
-    assert [part.site for part in step.contributions] == ["b"], "the grace was over at 2.1 s"
 
 
 def test_restart_says_the_end_again() -> None:

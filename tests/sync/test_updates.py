@@ -267,20 +267,6 @@ def test_answer_to_an_update_that_is_not_sent_changes_nothing() -> None:
     assert site.machine.snapshot() == before, "what was accepted stays accepted"
 
 
-def test_refused_and_kept_progress_goes_out_again_a_stale_one_from_a_newer_base() -> None:
-    site = sent()
-    effects = site.answer(1, Outcome.REFUSED, Reason.OVERLOAD)
-    assert [type(effect) for effect in effects][:2] == [fx.Forget, fx.Release]
-    again = only(fx.Seal, site.train())
-    assert (again.sequence, again.tokens, again.steps, again.base_version) == (1, 160, 16, 0)
-    site = sent()
-    effects = site.answer(1, Outcome.REFUSED, Reason.STALE)
-    assert only(fx.Fetch, effects).have_version == 0, "stale says that there is a newer version"
-    assert not of(fx.Seal, site.train()), "the same base can only be refused again"
-    again = only(fx.Seal, site.fetched(9))
-    assert (again.sequence, again.tokens, again.steps, again.base_version) == (1, 160, 16, 9)
-
-
 @pytest.mark.parametrize("adopt", ["overwrite", "blend"])
 def test_kept_progress_that_an_adopt_threw_away_is_counted(adopt: str) -> None:
     site = Site(adopt=adopt)
@@ -346,23 +332,6 @@ def test_a_restore_and_a_ruined_checkpoint_are_no_reason_to_stop_at_every_start(
     effects = site.join(known(watermark=2, tokens_discarded=300, fates=fates), incarnation=2)
     assert not of(fx.StopTraining, effects), "updates that went wrong together are one mishap"
     assert of(fx.Retake, site.boundary())
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_a_retake_keeps_what_is_encoded_and_no_update_that_its_version_contains(merged: bool) -> None:
-    site = Site()
-    site.send(1)
-    only(fx.Seal, site.train(15))
-    if merged:
-        site.fate(1, 1)
-        site.seal(2)
-        site.answer(2, Outcome.REFUSED, Reason.NON_FINITE)
-        assert only(fx.Retake, site.fetched(1)).keep == (), "update 1 would be added to the version a second time"
-        return
-    site.fate(1, 0, Reason.NON_FINITE)
-    assert not of(fx.Retake, site.train()), "update 2 is still being encoded: its rounded values are nowhere yet"
-    site.seal(2)
-    assert only(fx.Retake, site.boundary()).keep == (2,)
 
 
 def test_invariant_9_a_fate_told_many_times_counts_once() -> None:
@@ -491,20 +460,6 @@ def test_in_lock_step_a_site_takes_the_last_version_of_a_run_that_ends_and_none_
     assert not site.machine.settled()
     site.fetched(1)
     assert site.machine.settled()
-
-
-def test_site_whose_last_update_came_too_late_still_hears_of_its_other_fragment() -> None:
-    site = Site(num_fragments=2, inner_steps=2)
-    site.train(1)
-    site.handle(ev.Sealed(0, 1, "u1"))
-    site.handle(ev.FinalAnnounced(Ending.FINISHED))
-    assert [seal.fragment for seal in of(fx.Seal, site.train(1))] == [1]
-    site.handle(ev.Sealed(1, 1, "v1"))
-    effects = site.answer(1, Outcome.REFUSED, Reason.FINISHED)
-    assert not of(fx.Leave, effects), "update 1 of fragment 1 is under way and may have been accepted"
-    effects = site.handle(ev.PushAnswered(1, 1, Outcome.ACCEPTED, None))
-    assert only(fx.Leave, effects).ending is Ending.FINISHED
-    assert not of(fx.Seal, site.boundary()), "nothing is taken any more"
 
 
 # --- Where a site's tokens are ---------------------------------------------------------------------------------------
