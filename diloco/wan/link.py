@@ -273,32 +273,30 @@ class Path(Generic[Item]):
 
     def change(self, options: LinkOptions, now_ns: int) -> None:
         """Change the options.  Items whose serialisation has begun keep their instants; the rest is planned again."""
-        if options.seed != self.options.seed:
-            self._weather = Weather(options.seed, self.direction)
+        self._weather = Weather(options.seed, self.direction)
         self.options = options
-        self._free_ns = now_ns
-        self._last_due_ns = now_ns
-        for passage in self._passages:
-            if passage.start_ns < now_ns:
-                self._free_ns = max(self._free_ns, passage.end_ns)
-                self._last_due_ns = max(self._last_due_ns, passage.due_ns)
-            else:
-                self._plan(passage, now_ns)
+        self._plan_again(now_ns, begun_before_ns=now_ns)
 
     def heal(self, now_ns: int) -> None:
         """End a partition.  All items in flight cross the link again from the start, as TCP would retransmit them."""
-        if not self.blocked:
-            return
-        self.blocked = False
-        self._free_ns = now_ns
-        self._last_due_ns = now_ns
-        for passage in self._passages:
-            self._plan(passage, now_ns)
+        if self.blocked:
+            self.blocked = False
+            self._plan_again(now_ns, begun_before_ns=0)
 
     def drop(self, is_gone: Callable[[Item], bool]) -> None:
         """Remove all items for which ``is_gone`` is true; the others keep their instants."""
         self._passages = deque(passage for passage in self._passages if not is_gone(passage.item))
         self.in_flight_bytes = sum(passage.num_bytes for passage in self._passages)
+
+    def _plan_again(self, now_ns: int, begun_before_ns: int) -> None:
+        """Plan all items again, but for those whose serialisation has begun before ``begun_before_ns``."""
+        self._free_ns = self._last_due_ns = now_ns
+        for passage in self._passages:
+            if passage.start_ns < begun_before_ns:
+                self._free_ns = max(self._free_ns, passage.end_ns)
+                self._last_due_ns = max(self._last_due_ns, passage.due_ns)
+            else:
+                self._plan(passage, now_ns)
 
     def _plan(self, passage: Passage[Item], now_ns: int) -> None:
         options = self.options

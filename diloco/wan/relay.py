@@ -318,19 +318,25 @@ def require_loopback(field: str, host: str) -> None:
 class Relay:
     """One link: listens at one address and carries each connection to one target.
 
-    Use it from one running event loop. ``partition`` with ``direction="up"`` or ``"down"`` silences one direction only;
-    the other one still works.
+    Make and use it in one running event loop. ``partition`` with ``direction="up"`` or ``"down"`` silences one
+    direction only; the other one still works.
     """
 
-    def __init__(self, options: LinkOptions) -> None:
+    def __init__(self, options: LinkOptions, listen: tuple[str, int], target: tuple[str, int]) -> None:
+        """Reserve the address ``listen``, where ``accept`` begins to listen; port 0 means any free port.
+
+        ``OSError`` if it is taken.
+        """
+        require_loopback("listen_host", listen[0])
+        require_loopback("target_host", target[0])
         self.options = options
         self.ends: set[End] = set()
         """Both ends of each open connection."""
-        self._lanes: dict[str, Lane] = {}
+        self._reservation = _bind(*listen)
+        self._listen = self._reservation.getsockname()[:2]
+        self._target = target
+        self._lanes = {direction: Lane(options, direction) for direction in DIRECTIONS}
         self._num_connections_total = 0
-        self._listen = ("", 0)
-        self._target = ("", 0)
-        self._reservation: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
@@ -338,21 +344,6 @@ class Relay:
     def address(self) -> str:
         """``host:port`` to connect to."""
         return format_address(*self._listen)
-
-    async def start(self, listen_host: str, listen_port: int, target_host: str, target_port: int) -> None:
-        """Listen; port 0 means any free port (see ``address``). ``OSError`` if the address is taken."""
-        assert not self._lanes, "a relay is started once"
-        require_loopback("listen_host", listen_host)
-        require_loopback("target_host", target_host)
-        self._reservation = _bind(listen_host, listen_port)
-        self._listen = self._reservation.getsockname()[:2]
-        self._target = (target_host, target_port)
-        self._lanes = {direction: Lane(self.options, direction) for direction in DIRECTIONS}
-        try:
-            await self.accept()
-        except OSError:
-            await self.close()
-            raise
 
     def set(self, **changes: object) -> None:
         """Change options by name; ``ValueError`` for an unknown one.  Items being serialised keep their instants."""
@@ -388,7 +379,7 @@ class Relay:
             self._server = None
 
     async def accept(self) -> None:
-        """Accept new connections again, at the same address."""
+        """Accept new connections, always at the same address."""
         if self._server is None:
             listener = _bind(*self._listen)
             prepare_socket(listener)
@@ -423,9 +414,7 @@ class Relay:
         await asyncio.gather(*self._opening, return_exceptions=True)
         self.reset()
         self.partition()  # No timer runs from now on.
-        if self._reservation is not None:
-            self._reservation.close()
-            self._reservation = None
+        self._reservation.close()
         # The transports close their sockets in the loop's next iteration.
         await asyncio.sleep(0)
 
@@ -478,10 +467,6 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-_OF_ONE_LINK = ("heal", "partition", "refuse", "reset", "set")
-"""Commands that are methods of ``Relay``."""
-
-
 class RelayHost:
     """Several links by name, hosted by one program."""
 
@@ -489,7 +474,10 @@ class RelayHost:
         self._relays: dict[str, Relay] = {}
 
     async def do(self, command: Mapping[str, object]) -> object:
-        """Execute one command: ``do`` names it, the other keys are its arguments. ``ValueError`` if it is invalid."""
+        """Execute one command: ``do`` names it, most of them a method of ``Relay``; the other keys are its arguments.
+
+        ``ValueError`` for a link that does not exist, and for arguments that cannot work.
+        """
         arguments = dict(command)
         what = str(arguments.pop("do", ""))
         if what == "add":
@@ -506,11 +494,8 @@ class RelayHost:
             await self._relays.pop(name).close()
         elif what == "accept":
             await relay.accept()
-        elif what in _OF_ONE_LINK:
-            getattr(relay, what)(**arguments)
         else:
-            known = ", ".join(sorted(("accept", "add", "cpu_s", "remove", "stats", *_OF_ONE_LINK)))
-            raise ValueError(f"do is {what!r}: one of {known}")
+            getattr(relay, what)(**arguments)
         return None
 
     async def close(self) -> None:
@@ -521,8 +506,8 @@ class RelayHost:
     async def _add(self, name: str, options: Mapping[str, object], target: str, listen: str) -> str:
         if name in self._relays:
             raise ValueError(f"link is {name!r}: a link of that name exists already")
-        relay = Relay(LinkOptions().changed(options))
-        await relay.start(*parse_address(listen), *parse_address(target))
+        relay = Relay(LinkOptions().changed(options), parse_address(listen), parse_address(target))
+        await relay.accept()
         self._relays[name] = relay
         return relay.address
 

@@ -77,8 +77,8 @@ async def site(options: LinkOptions) -> AsyncIterator[Site]:
         await arrived.put((reader, writer))
 
     server = await asyncio.start_server(hand_over, HOST, 0)
-    relay = Relay(options)
-    await relay.start(HOST, 0, HOST, server.sockets[0].getsockname()[1])
+    relay = Relay(options, (HOST, 0), server.sockets[0].getsockname()[:2])
+    await relay.accept()
     running = Site(relay, server, arrived)
     try:
         yield running

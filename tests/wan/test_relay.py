@@ -127,7 +127,7 @@ def test_only_loopback_is_bound_or_dialled_and_addresses_are_parsed_and_written_
     for host in ("", "0.0.0.0", "::", "example.com", "10.0.0.1", "localhost.example.com"):
         for field, hosts in (("listen_host", (host, HOST)), ("target_host", (HOST, host))):
             with pytest.raises(ValueError, match=f"{field} is '{host}': only loopback addresses"):
-                run(Relay(FAST).start(hosts[0], 0, hosts[1], 1))
+                Relay(FAST, (hosts[0], 0), (hosts[1], 1))
     for taken in ("127.0.0.1", "127.3.4.5", "::1", "localhost"):
         require_loopback("listen_host", taken)
     for text in ("127.0.0.1:80", "[::1]:0", "localhost:65535"):
