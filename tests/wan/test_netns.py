@@ -86,27 +86,20 @@ def least_ms(client: socket.socket, server: socket.socket, wanted_ms: float) -> 
 
 def goodput_mbps(sender: socket.socket, receiver: socket.socket, warm_up_s: float, measured_s: float) -> float:
     """What arrives of a stream that always has more to send."""
-    stop = threading.Event()
+    piece, buffer = bytes(1 << 18), bytearray(1 << 20)
 
     def send() -> None:
-        piece = bytes(1 << 18)
         with contextlib.suppress(OSError):
-            while not stop.is_set():
+            while True:
                 sender.sendall(piece)
 
     sending = threading.Thread(target=send)
     sending.start()
-    buffer = bytearray(1 << 20)
-    num_bytes, began = 0, time.perf_counter()
-    measured_from = began + warm_up_s
-    while (now := time.perf_counter()) < measured_from + measured_s:
-        got = receiver.recv_into(buffer)
-        num_bytes += got if now >= measured_from else 0
-    taken_s = time.perf_counter() - measured_from
-    stop.set()
-    receiver.shutdown(socket.SHUT_RDWR)
-    receiver.close()
-    sender.close()
+    for span_s in (warm_up_s, measured_s):
+        num_bytes, began = 0, time.perf_counter()
+        while (taken_s := time.perf_counter() - began) < span_s:
+            num_bytes += receiver.recv_into(buffer)
+    receiver.close()  # What comes now is answered with a reset, which ends the sender.
     sending.join(WAIT_S)
     return num_bytes * 8e-6 / taken_s
 
@@ -296,13 +289,8 @@ def test_bad_input_is_refused_in_words_before_or_after_the_start() -> None:
         for ask in (network.place, network.syncer_address, network.heal):
             with pytest.raises(ValueError, match="site is 'b': one of "):
                 ask("b")
-        for change, words in (
-            ({"loss_percent": 200}, "loss_percent is 200"),
-            ({"rate": 5.0}, "rate is not an option of a link: one of rtt_ms, jitter_ms, mbps, "),
-            ({"jitter_ms": 20}, "jitter_ms is 20: 0 to rtt_ms=10"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                network.set("a", **change)
+        with pytest.raises(ValueError, match="jitter_ms is 20: 0 to rtt_ms=10"):
+            network.set("a", jitter_ms=20)
         assert alive(network.pid)
 
 

@@ -38,14 +38,10 @@ def test_delays_grow_to_the_cap_with_a_jitter_and_what_the_other_end_asks_for_is
     backoff = Backoff(base_s=0.5, cap_s=4.0)
     assert [backoff.next_s(0.0) for _ in range(5)] == [0.25, 0.5, 1.0, 2.0, 2.0]
     assert 3.9 < backoff.next_s(0.999) <= 4.0
-    backoff.failures = 0
-    assert backoff.next_s(0.0) == 0.25
     assert Backoff(base_s=0.2, cap_s=5.0, failures=100_000).next_s(0.999) <= 5.0
     # The other end asks all whom it refuses for the same: without chance they would all come back at one instant.
     delays = [Backoff(0.2, 3.0).next_s(chance / 10, at_least_s=4.0) for chance in range(10)]
-    assert min(delays) == 4.0
-    assert len(set(delays)) == 10
-    assert max(delays) < 6.0
+    assert (min(delays), len(set(delays)), max(delays) < 6.0) == (4.0, 10, True)
 
 
 def line(address: str = "127.0.0.1:1", **security: Any) -> Line:
@@ -142,17 +138,6 @@ def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
         there.close()
 
 
-def test_a_token_is_that_of_its_file_now(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    there = line(token_file=written(file, f"{A}\n"))
-    assert there.metadata() == (("authorization", f"Bearer {A}"),)
-    for text in ("next-token-of-site-a", "two words"):
-        written(file, text)
-        assert there.metadata() == (("authorization", "Bearer next-token-of-site-a"),)
-    there.close()
-    assert line().metadata() == ()
-
-
 def test_a_channel_is_made_anew_when_its_files_or_its_address_have_changed_and_the_old_one_ends(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.site("site/a")
@@ -189,8 +174,7 @@ def test_files_that_cannot_work_and_ports_that_are_none_are_refused_in_words(tmp
         ("127.0.0.1:1", {"tls_ca": authority.ca, "tls_cert": cert, "tls_key": empty}, "are not a pair"),
         ("127.0.0.1:1", {"tls_ca": authority.ca, "tls_cert": cert, "tls_key": cert}, "chmod 600"),
         ("127.0.0.1:1", {"token_file": empty}, "token_file .* is empty"),
-        # gRPC would take it modulo what there is.
-        *((address, {}, "a port of 1 to 65535") for address in ("127.0.0.1:65536", "127.0.0.1:0", "[::1]:70000")),
+        ("[::1]:65536", {}, "a port of 1 to 65535"),  # gRPC would take it modulo what there is.
     ):
         with pytest.raises(ValueError, match=words):
             line(address, **security)
@@ -202,9 +186,6 @@ def test_a_token_goes_to_no_address_in_the_clear_however_it_is_given(tmp_path: P
             with pytest.raises(ValueError, match="unencrypted"):
                 reach("example.org:7000")
     line("example.org:7000", token=A, insecure_non_loopback=True).close()
-
-
-GUARD = Guard(StallWatch("never started"), 1.0)
 
 
 def test_a_stream_that_waits_is_not_taken_for_stuck_and_its_chunks_are_short_where_the_rate_is_low() -> None:

@@ -30,8 +30,7 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.options import ClientOptions, SecurityOptions
-from tests.loopback.cluster import free_port
-from tests.wire.certificates import LOOPBACK, OBSERVER, A, Authority, B, written
+from tests.wire.certificates import OBSERVER, A, B, written
 from tests.wire.conftest import Aside, Patch, Start, Talk, Wired, answering, ended
 from tests.wire.relay import WAIT_S, until_reached
 
@@ -94,28 +93,15 @@ def test_what_is_no_syncer_is_known_by_its_first_word(aside: Aside) -> None:
             assert greeted(f"127.0.0.1:{listening.getsockname()[1]}").heard is heard
 
 
-def test_silence_is_told_within_the_bound() -> None:
+def test_silence_is_told_within_the_bound_and_whether_it_speaks_tls_is_not_known(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(module, "KNOCK_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert greeted(address, limit_s=0.2).heard is Heard.SILENCE
         told = greeted(address, SecurityOptions(tls_ca="system"), 0.2)
         assert (told.heard, told.unverified) == (None, False)
         assert "timed out" in told.alert
-
-
-def test_a_syncer_is_known_to_speak_tls_or_not_whatever_it_wants_of_callers(
-    start: Start, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    authority = Authority(tmp_path)
-    cert, key = authority.issue("syncer", *LOOPBACK)
-    mutual = start(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True)
-    assert [speaks_tls(each.server.address) for each in (start(), mutual)] == [False, True]
-    monkeypatch.setattr(module, "KNOCK_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent_one = f"127.0.0.1:{silent.getsockname()[1]}"
-        away = f"127.0.0.1:{free_port()}"
-        for address in (silent_one, away, "unix:/nowhere", "nohost.invalid:7077", "127.0.0.1:99999", "a..b:1", "x"):
-            assert speaks_tls(address) is None
+        for each in (address, "unix:/nowhere", "nohost.invalid:7077", "127.0.0.1:99999", "a..b:1", "x"):
+            assert speaks_tls(each) is None
 
 
 def test_filler_is_counted_both_ways_is_no_payload_and_is_bounded_by_time_where_bytes_do_not(wired: Wired) -> None:

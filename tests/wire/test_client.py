@@ -98,19 +98,10 @@ def test_what_calls_took_is_what_the_link_is(start: Start, monkeypatch: Patch) -
     client.pull(ASK, PullSink(), Waited(client, 0.05))
     found = replace(found, down_bytes_per_s=20 * len(PAYLOAD))
     assert client.estimate() == found, "without what others brought meanwhile"
-    client._epoch = 1 << 30
-    wired.syncer.epoch = 1
-    for call in (
-        lambda: client.report(report_info()),
-        lambda: client.push(push_header(PAYLOAD), PAYLOAD),
-        lambda: client.pull(ASK, PullSink()),
-    ):
-        with pytest.raises(Unreachable, match="has replaced it"):
-            call()
     wired.server.stop(0.0)
     with pytest.raises(Unreachable):
         client.report(report_info())
-    assert client.estimate() == found, "a call that failed, or a syncer that was replaced, measures nothing"
+    assert client.estimate() == found, "a call that failed measures nothing"
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -242,11 +233,13 @@ def test_what_a_syncer_of_an_older_epoch_answers_counts_for_nothing(wired: Wired
     ]
     for ask in asks:
         ask()
+    found = client.estimate()
     wired.syncer.epoch = 1
     wired.syncer.publish(b"abcd", whole=True, epoch=1)
     for ask in asks:
         with pytest.raises(Unreachable, match="answers is of epoch 1, and one of epoch 2 has replaced it"):
             ask()
+    assert client.estimate() == found, "its answers measure nothing"
     wired.syncer.publish(b"abcd", whole=True, epoch=0)  # One that speaks protocol 1 does not tell.
     assert client.pull(ASK, PullSink()).header.version == 3
 

@@ -8,7 +8,6 @@ import resource
 import socket
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +45,7 @@ from diloco.wire.messages import (
 from diloco.wire.options import ServerOptions
 from tests.hunts import flooding
 from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
-from tests.wire.conftest import Aside, Patch, Start, Wired, ended, refused
+from tests.wire.conftest import Patch, Start, Wired, ended, refused
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
 from tests.wire.relay import until_reached, wait_until
 
@@ -228,22 +227,6 @@ def test_an_older_stream_that_does_not_end_is_waited_for_with_a_bound() -> None:
         assert caught.value.retry_ms == 50
     with one.enter(("a",), 1, lambda: None):
         pass
-
-
-def test_an_older_stream_that_ends_is_waited_for_no_longer(monkeypatch: Patch, aside: Aside) -> None:
-    monkeypatch.setattr("diloco.wire.door._SUPERSEDE_S", 3 * WAIT_S)
-    one, over = OneAtATime("push", 50), threading.Event()
-
-    def older() -> bool:
-        with one.enter(("a",), 1, over.set):
-            return over.wait(WAIT_S)
-
-    ended = aside(older)
-    assert wait_until(lambda: one._streams)
-    began_s = time.monotonic()
-    with one.enter(("a",), 2, lambda: None):
-        assert time.monotonic() - began_s < WAIT_S
-    assert ended.result(WAIT_S)
 
 
 @pytest.mark.parametrize(("next_one", "answer"), [(3, "fenced"), (2, "has not ended yet")])

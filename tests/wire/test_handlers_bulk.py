@@ -176,28 +176,14 @@ def test_another_asker_another_number_and_another_version_are_other_deals_with_a
     assert deals.join("site-a", replace(ASK, deal=1), LONG).next(MIB) is not None
 
 
-def test_the_deals_of_so_many_askers_are_remembered() -> None:
-    deals = Deals(1)
+@pytest.mark.parametrize("sites", [1, ASKERS_KEPT])
+def test_the_deals_of_so_many_askers_are_remembered_and_those_of_all_sites(sites: int) -> None:
+    deals, most = Deals(sites), max(ASKERS_KEPT, 2 * sites)
     deals.join("first", ASK, LONG).next(LONG.payload_bytes)
-    for others, remembered in ((ASKERS_KEPT - 1, True), (ASKERS_KEPT, False)):
+    for others, remembered in ((most - 1, True), (most, False)):
         for count in range(others):
             deals.join(f"invented-{count}", ASK, LONG)
         assert (deals.join("first", ASK, LONG).next(MIB) is None) == remembered
-
-
-def test_sites_that_pull_at_the_same_time_keep_their_deals_however_many_they_are(
-    start: Start, aside: Aside, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(handlers, "ASKERS_KEPT", 1)
-    wired, payload = start(), random.Random(SEED).randbytes(4 * MIB)
-    wired.syncer.publish(payload)
-    clients = [wired.client(site, data_channels=4) for site in ("site-a", "site-b", "site-c")]
-    pulls = [
-        aside(lambda client=client: [client.pull(PullAsk(RUN, client.site_id, 0, 2), PullSink()) for _ in range(3)])
-        for client in clients
-    ]
-    for pull in pulls:
-        assert all(bytes(pulled.parts[0]) == payload for pulled in pull.result(WAIT_S))
 
 
 DATA = memoryview(bytes(range(100)))
