@@ -193,24 +193,6 @@ def test_stop_sends_no_commit_and_ends_a_thread_that_waits_to_be_admitted(aside:
     assert len(messages.result(WAIT_S)) == 1
 
 
-def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way(aside: Aside) -> None:
-    push = sending(bytes(MIB), options=ClientOptions(chunk_bytes=MIB), breaks=20)
-
-    def commits() -> bool:
-        for part in map(unpack_push, push.requests()):
-            if isinstance(part, Frame):
-                push.held(part.offset + len(part.data))
-            if isinstance(part, PushCommit):
-                return True
-        return False
-
-    ran = aside(commits)
-    push.admit(PushAdmitted(0, frames=True))
-    assert wait_until(ran.done)
-    push.stop()
-    assert ran.result(WAIT_S), "nothing more came"
-
-
 def test_what_is_wanted_again_goes_on_the_stream_that_commits() -> None:
     push = sending(streams=2)
     requests, beside = begun(push), push.beside(Guard(STALLS, 1.0))
@@ -296,9 +278,12 @@ def test_heartbeats_pass_while_bulk_fills_the_link(wired: Wired, monkeypatch: Pa
     assert percentile(took_s, 95) < 3.0, sorted(took_s)[-5:]
 
 
-def test_after_breaks_no_more_is_on_its_way_than_can_be_spared(aside: Aside) -> None:
+@pytest.mark.parametrize(("chunk_bytes", "at_risk"), [(64 * KIB, 128 * KIB), (256 * KIB, 256 * KIB)])
+def test_after_breaks_no_more_is_on_its_way_than_can_be_spared_but_always_one_chunk(
+    aside: Aside, chunk_bytes: int, at_risk: int
+) -> None:
     payload, sent = bytes(MIB), [0]
-    push = sending(payload, breaks=9)
+    push = sending(payload, options=ClientOptions(chunk_bytes=chunk_bytes), breaks=20)
     requests = push.requests()
     assert unpack_push(next(requests)) == dataclasses.replace(push_header(payload), frames=True, progress=True)
     push.admit(PushAdmitted(0, True))
@@ -310,11 +295,10 @@ def test_after_breaks_no_more_is_on_its_way_than_can_be_spared(aside: Aside) -> 
             sent[0] += len(part.data) if isinstance(part, Frame) else 0
 
     committed = aside(read)
-    for held in range(0, MIB - 192 * KIB, 64 * KIB):
-        assert not wait_until(committed.done, seconds=0.02)
-        assert held < sent[0] <= held + 128 * KIB
-        push.held(held + 64 * KIB)
-    push.held(MIB)
+    for held in range(0, MIB, chunk_bytes):
+        assert wait_until(lambda held=held: sent[0] > held), "nothing more came"
+        assert not wait_until(lambda held=held: sent[0] > held + at_risk, seconds=0.02)
+        push.held(held + chunk_bytes)
     committed.result(WAIT_S)
     push.stop()
     assert sent[0] == MIB

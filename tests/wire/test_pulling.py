@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -116,25 +117,19 @@ def test_parts_come_out_as_declared_and_memory_is_used_again_once_it_is_given_ba
     assert third.parts[0].obj is memory
     reader = third.parts[1][2:]  # Made of a part, as a tensor over it is.
     sink.give_back(third)
-    assert begun(sink).finish().parts[0].obj is not memory
+    pulled = begun(sink).finish()
+    assert pulled.parts[0].obj is not memory
     assert reader == PARTS[1][2:]
     sink.give_back(PulledVersion(HEADER, ()))
-
-
-@pytest.mark.parametrize("length", [10, 11, 22])
-def test_memory_of_about_the_same_length_is_used_again(length: int) -> None:
-    sink = begun()
-    first = sink.finish()
-    memory = first.parts[0].obj
-    sink.give_back(first)
-    payload = bytes(range(length))
-    sink.begin(PullHeader(0, 7, 8, False, "int4", 64, length, (length,), DIGEST, checksum((payload,)), ()))
-    assert sink.missing() == [(0, length)]
-    sink.accept(Frame(0, memoryview(payload)))
-    assert (sink.bytes_held, sink.missing()) == (length, [])
-    pulled = sink.finish()
-    assert bytes(pulled.parts[0]) == payload
-    assert (pulled.parts[0].obj is memory) == (11 <= length <= 21)
+    for length, is_used in ((11, True), (22, False), (10, False)):  # What is much too long is given up.
+        payload = bytes(range(length))
+        memory = pulled.parts[0].obj
+        sink.give_back(pulled)
+        sink.begin(replace(HEADER, version=8, payload_bytes=length, part_bytes=(length,), payload_crc32=0))
+        assert sink.missing() == [(0, length)]
+        sink.accept(Frame(0, memoryview(payload)))
+        pulled = sink.finish()
+        assert (bytes(pulled.parts[0]), pulled.parts[0].obj is memory) == (payload, is_used)
 
 
 def test_one_pull_goes_over_several_streams_and_each_byte_once_and_a_short_one_over_one(
@@ -261,18 +256,24 @@ def test_a_version_that_was_not_asked_for_is_not_taken(wired: Wired, monkeypatch
             wired.client().pull(ASK, PullSink())
 
 
-def test_nothing_is_kept_of_an_answer_that_cannot_be() -> None:
-    def pull(raw: bytes, context: Any) -> Iterator[bytes]:
-        size = len(PAYLOAD)
-        yield pack_pull_part(PullHeader(0, 2, 3, False, "int4", 2 * size, size, (size,), DIGEST, 0, ()))
-        for _ in range(2):
-            yield pack_pull_part(Frame(0, memoryview(PAYLOAD)[: 64 * KIB]))
+@contextlib.contextmanager
+def pulling(pull: Callable[[bytes, Any], Iterator[bytes]]) -> Iterator[SyncClient]:
+    """A client of a server that answers a pull so."""
+    handler = grpc.method_handlers_generic_handler(SYNC_SERVICE, {"Pull": grpc.unary_stream_rpc_method_handler(pull)})
+    with answering(handler) as address, SyncClient(address, "site-a", RUN) as client:
+        yield client
 
-    handlers, sink = {"Pull": grpc.unary_stream_rpc_method_handler(pull)}, PullSink()
+
+SIZE = len(PAYLOAD)
+OTHERS = PullHeader(0, 2, 3, False, "int4", 2 * SIZE, SIZE, (SIZE,), DIGEST, 0, ())
+
+
+def test_nothing_is_kept_of_an_answer_that_cannot_be() -> None:
+    frame, sink = pack_pull_part(Frame(0, memoryview(PAYLOAD)[: 64 * KIB])), PullSink()
+    answers = pack_pull_part(OTHERS), frame, frame
     with (
-        answering(grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)) as address,
-        SyncClient(address, "site-a", RUN) as client,
-        pytest.raises(Unreachable, match="bytes that are not missing"),
+        pulling(lambda raw, context: iter(answers)) as client,
+        pytest.raises(Unreachable, match="that are not missing"),
     ):
         client.pull(ASK, sink)
     assert sink.bytes_held == 0
@@ -295,19 +296,14 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks() -> None:
     asked: list[int] = []
 
     def pull(raw: bytes, context: Any) -> Iterator[bytes]:
-        size, offset = len(PAYLOAD), unpack_pull(raw).offset
-        asked.append(offset)
-        yield pack_pull_part(PullHeader(0, 2, 3, False, "int4", 2 * size, size, (size,), DIGEST, crc, ()))
-        for count, piece in enumerate(cut((PAYLOAD,), offset, size, lambda: 64 * KIB)):
+        asked.append(unpack_pull(raw).offset)
+        yield pack_pull_part(replace(OTHERS, payload_crc32=crc))
+        for count, piece in enumerate(cut((PAYLOAD,), asked[-1], SIZE, lambda: 64 * KIB)):
             if len(asked) == 1 and count == 10:
                 return
             yield pack_pull_part(Chunk.of(*piece, as_in_2=True))
 
-    handlers = {"Pull": grpc.unary_stream_rpc_method_handler(pull)}
-    with (
-        answering(grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)) as address,
-        SyncClient(address, "site-a", RUN) as client,
-    ):
+    with pulling(pull) as client:
         assert bytes(client.pull(ASK, PullSink()).parts[0]) == PAYLOAD
         assert asked == [0, 640 * KIB]
         crc += 1
