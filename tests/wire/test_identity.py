@@ -48,19 +48,15 @@ class Context:
         self.peer = lambda: "ipv4:127.0.0.1:1234"
 
 
-@pytest.fixture
-def authenticator(tmp_path: Path) -> Authenticator:
-    tokens = written(tmp_path / "tokens", {"sites": {"a": A, "b": [B, NEXT_B]}, "admin": ADMIN})
-    return Authenticator(SecurityOptions(tokens_file=tokens, revoked_file=written(tmp_path / "revoked", {"ids": []})))
-
-
 def refusal(call: Callable[[], object]) -> Refusal:
     with pytest.raises(Refusal) as caught:
         call()
     return caught.value
 
 
-def test_a_token_says_who_calls_and_is_never_shown(authenticator: Authenticator) -> None:
+def test_a_token_says_who_calls_and_is_never_shown(tmp_path: Path) -> None:
+    tokens = written(tmp_path / "tokens", {"sites": {"a": A, "b": [B, NEXT_B]}, "admin": ADMIN})
+    authenticator = Authenticator(SecurityOptions(tokens_file=tokens))
     found, b, next_b, admin = (authenticator.identify(Context(f"Bearer {token}")) for token in (A, B, NEXT_B, ADMIN))
     assert (found, found.name) == (Identity(site="a"), "site/a")
     assert b == next_b == Identity(site="b")
