@@ -98,15 +98,15 @@ FASTER_PERCENT = 110
 """An unlimited transfer faster than this percentage of the learned rate shows that the rate is too low."""
 
 
-class Learned:
-    """The rate of one direction of a link; thread-safe."""
+class Learned(Pacer):
+    """The rate of one direction of a link, which its transfers keep to; thread-safe."""
 
     def __init__(self, mbps: float) -> None:
         """``mbps`` is the configured rate in 10^6 bits a second; 0: not configured, so measure it."""
+        super().__init__(bulk_bytes_per_s(mbps))
         self._told = mbps > 0
         self._lock = threading.Lock()
         self._pace, self._held = Pace(), 0
-        self.bytes_per_s = bulk_bytes_per_s(mbps)
         self.bytes = 0
         """Bytes sent or received in this direction since the start."""
 
@@ -180,7 +180,7 @@ class Pushing:
         self.header = replace(self.header, frames=True, progress=progress, others=others)
         self._guard = Guard(self.client.stalls, self.client.options.stall_s)
         self._changed = threading.Condition()
-        self.deal = Deal(0, len(self.payload), self.client.pacer, streams=1)
+        self.deal = Deal(0, len(self.payload), self.client.up, streams=1)
         """What was never sent, for all streams."""
         self._began = self._held = 0
         self.admitted = False
@@ -319,11 +319,11 @@ class Pushing:
             return self._carrying.setdefault(guard, False)
 
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
-        bytes_max = self.client.pacer.chunk_bytes(self.client.options.chunk_bytes)
+        bytes_max = self.client.up.chunk_bytes(self.client.options.chunk_bytes)
         size = ChunkSize(CHUNK_BYTES_MIN, bytes_max, careful=self._began > 0)
         while (span := self._next(size.bytes, guard)) is not None:
             begin, end = span
-            self.client.pacer.wait(end - begin, guard)
+            self.client.up.wait(end - begin, guard)
             began_s = time.monotonic()
             yield self._packed(Frame(begin, self.payload[begin:end]))
             size.took(time.monotonic() - began_s)
@@ -545,7 +545,6 @@ class SyncClient(ServiceClient):
         self.lengths: dict[int, int] = {}
         """By fragment, the length of the last payload pulled."""
         self.up, self.down = Learned(self.options.up_mbps), Learned(self.options.down_mbps)
-        self.pacer = Pacer(self.up.bytes_per_s)
         self._measuring, self._estimator = threading.Lock(), LinkEstimator()
 
     @property
@@ -580,7 +579,7 @@ class SyncClient(ServiceClient):
         """End every call under way; they raise ``Unreachable``."""
         for line in self._bulk:
             line.close()
-        self.pacer.close()
+        self.up.close()
         super().close()
 
     def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
@@ -657,7 +656,6 @@ class SyncClient(ServiceClient):
         breaks = self._breaks.pop(header.digest, None)
         at_once, self._welcome = self._welcome and breaks is None, False
         arrival = self.up.begin(self.estimate().rtt_min_ns)
-        self.pacer.bytes_per_s = self.up.bytes_per_s
         pushing = Pushing(self, header, view, breaks or 0, at_once=at_once, arrival=arrival)
         began_ns, before = time.monotonic_ns(), self.up.bytes
         try:

@@ -76,15 +76,7 @@ def test_after_a_break_no_chunk_is_longer_than_a_small_share_of_what_has_passed_
         longest = max(longest, size.bytes)
         size.took(0.001)
     assert longest == 1 << 20
-
-
-def test_what_many_breaks_cost_is_a_small_share() -> None:
-    payload = 256 << 20
-    for breaks in (1, 3, 10, 50):
-        between = payload // (breaks + 1)
-        lost = sum(min(between, bytes_at_risk(count, between)) for count in range(1, breaks + 1))
-        assert lost < 0.05 * payload, breaks
-    assert bytes_at_risk(50, 0) == 128 * 1024
+    assert bytes_at_risk(50, 0) == 128 * 1024, "after any number of breaks some chunks may be on their way"
 
 
 def test_a_window_passes_on_in_order_whatever_comes_and_holds_no_more_than_its_room() -> None:

@@ -19,7 +19,7 @@ from benchmarks.record import percentile
 from diloco.sync.events import Outcome
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
-from diloco.wire.channel import Guard, Pacer, StallWatch
+from diloco.wire.channel import Guard, StallWatch
 from diloco.wire.client import FollowClient, Learned, Pushing, SyncClient
 from diloco.wire.convert import unpack_push
 from diloco.wire.messages import (
@@ -139,7 +139,7 @@ def sending(
 ) -> Pushing:
     """A push of ``payload``, without a network."""
     lines = [None] * streams
-    client = SimpleNamespace(options=options, stalls=STALLS, up=Learned(0.0), pacer=Pacer(0), in_turn=lambda: lines)
+    client = SimpleNamespace(options=options, stalls=STALLS, up=Learned(0.0), in_turn=lambda: lines)
     return Pushing(cast(SyncClient, client), push_header(payload), memoryview(payload), breaks)
 
 
