@@ -15,7 +15,7 @@ from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, serve
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 from tests.wire.relay import Relay, wait_until
 
 if TYPE_CHECKING:
@@ -60,13 +60,6 @@ class Wired:
         options = ClientOptions(**{"chunk_bytes": 64 * KIB} | options)
         self.opened.append(SyncClient(address or self.server.address, site, RUN, security, options))
         return self.opened[-1]
-
-    def joined(self, address: str = "", **given: Any) -> SyncClient:
-        """A client whose syncer has said that it speaks protocol 3."""
-        self.syncer.protocol = 3
-        client = self.client(address=address, **given)
-        client.join(join_ask())
-        return client
 
     def channel(self) -> Any:
         """A bare channel of its own, to say what no client of ours would."""

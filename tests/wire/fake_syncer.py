@@ -166,7 +166,6 @@ class FakeSyncer:
         self.pulls: list[PullAsk] = []
         self.commits = 0
         self.write_pause_s = 0.0
-        self.protocol = 0
         self.made = threading.Condition()
         self.waiting = 0
         self.admits = threading.Event()
@@ -210,7 +209,7 @@ class FakeSyncer:
                 later = next(each for each in self.tickets if each > request.ticket)
                 return JoinReply(2, 0, 7, (), 4096, 1234, None, settings, 2, later)
         standing = FragmentStanding(0, 3, DIGEST, 1, 15, 4096, 0, ((2, 100),), (Fate(0, 1, 2, 4096, DIGEST),))
-        return JoinReply(self.epoch, 1, 7, (standing,), 4096, 1234, None, settings, self.protocol)
+        return JoinReply(self.epoch, 1, 7, (standing,), 4096, 1234, None, settings, 3)
 
     def open_push(self, header: PushHeader) -> FakeSession | PushResult:
         self.calls.append("open_push")

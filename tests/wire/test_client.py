@@ -332,7 +332,7 @@ def test_a_push_goes_over_as_many_streams_as_is_said_arrives_once_and_a_short_on
 def test_after_one_that_was_welcome_a_push_does_not_wait_to_be_admitted_and_leaves_out_what_is_held(
     wired: Wired, relay: Relay, aside: Aside, channels: int
 ) -> None:
-    client = wired.joined(relay.address, data_channels=channels)
+    client = wired.client(address=relay.address, data_channels=channels)
     client.push(push_header(PAYLOAD), PAYLOAD)
     small = PAYLOAD[: 800 * KIB]  # More than the first window, less than what finds room on the way.
     wired.syncer.admits.clear()

@@ -49,7 +49,6 @@ from tests.wire.conftest import Patch, Start, Wired, ended, refused
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
 from tests.wire.relay import until_reached, wait_until
 
-WAIT_S = 20.0
 PAYLOAD = bytes(1000)
 Message = Callable[[str, str], bytes]
 # What each method of a site is asked with, for a site and a run.

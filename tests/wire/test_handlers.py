@@ -53,11 +53,11 @@ from tests.wire.fake_syncer import (
     push_header,
     sha256,
 )
+from tests.wire.relay import WAIT_S
 from tests.wire.samples import everything, mutated
 
 SEED = 8
 PAYLOAD = random.Random(SEED).randbytes(10_000)
-WAIT_S = 10.0
 HEADER = push_header(PAYLOAD)
 ACCEPTED = PushResult(Outcome.ACCEPTED, 3)
 

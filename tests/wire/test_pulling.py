@@ -147,7 +147,7 @@ def test_one_pull_goes_over_several_streams_and_each_byte_once_and_a_short_one_o
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_version_sets_out_the_moment_it_is_made(wired: Wired, relay: Relay, aside: Aside, channels: int) -> None:
-    client, patience = wired.joined(relay.address, data_channels=channels), Patience(20.0)
+    client, patience = wired.client(address=relay.address, data_channels=channels), Patience(20.0)
     wired.syncer.publish(PAYLOAD)
     client.pull(ASK, PullSink())
     began = client.down.bytes
@@ -171,7 +171,7 @@ def test_a_version_sets_out_the_moment_it_is_made(wired: Wired, relay: Relay, as
 def test_a_pull_that_waits_for_what_is_made_already_has_lost_its_connection(
     wired: Wired, relay: Relay, aside: Aside
 ) -> None:
-    client, patience = wired.joined(relay.address, stall_s=0.5), Patience(60.0)
+    client, patience = wired.client(address=relay.address, stall_s=0.5), Patience(60.0)
     wired.syncer.publish(from_version=3, numel=1)
     pulled = aside(client.pull, replace(ASK, have_version=3), PullSink(), patience)
     assert wait_until(lambda: wired.syncer.waiting == 1)
@@ -183,7 +183,7 @@ def test_a_pull_that_waits_for_what_is_made_already_has_lost_its_connection(
 
 def test_streams_that_find_different_versions_bring_one_of_them(wired: Wired, relay: Relay) -> None:
     """One was published between the answers to two streams of a pull."""
-    client, answer = wired.joined(relay.address, data_channels=3), wired.syncer.pull
+    client, answer = wired.client(address=relay.address, data_channels=3), wired.syncer.pull
     wired.syncer.publish(PAYLOAD)
     client.pull(ASK, PullSink())
     versions = iter((4, 5, 4, 5, 5))

@@ -30,7 +30,7 @@ from tests.hunts import flooding
 from tests.sooner import sooner
 from tests.wire.conftest import Start, Wired, ended, refused
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
-from tests.wire.relay import wait_until
+from tests.wire.relay import WAIT_S, wait_until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -78,7 +78,6 @@ def test_stop_ends_watches_at_once_takes_no_new_calls_and_leaves_no_thread(start
     assert wait_until(lambda: not left()), left()
 
 
-WAIT_S = 20.0
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SERVED = (sync_pb2, admin_pb2, health_pb2, reflection_pb2)
