@@ -173,6 +173,10 @@ class FakeSyncer:
         self.join_fails: Exception | None = None
         self.probe_fails: Exception | None = None
 
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        assert self.admits.wait(20)
+
     @staticmethod
     def id_of(header: PushHeader) -> UpdateId:
         return header.site_id, header.fragment, header.sequence
@@ -199,7 +203,7 @@ class FakeSyncer:
             self.made.notify_all()
 
     def join(self, request: JoinAsk) -> JoinReply:
-        self.calls.append("join")
+        self._called("join")
         if self.join_fails is not None:
             raise self.join_fails
         settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
@@ -212,14 +216,13 @@ class FakeSyncer:
         return JoinReply(self.epoch, 1, 7, (standing,), 4096, 1234, None, settings, 3)
 
     def open_push(self, header: PushHeader) -> FakeSession | PushResult:
-        self.calls.append("open_push")
+        self._called("open_push")
         key = self.id_of(header)
         if key in self.accepted:
             fate = Fate(0, 1, 3, 4096, DIGEST)
             return PushResult(Outcome.DUPLICATE, 3, fate=fate, text="seen before", epoch=self.epoch)
         if header.base_version > 3:
             return PushResult(Outcome.REFUSED, 3, Reason.BAD_BASE)
-        assert self.admits.wait(20)
         self.ended.clear()
         return FakeSession(self, header, self.spool.setdefault(key, bytearray()))
 
@@ -229,7 +232,7 @@ class FakeSyncer:
         return self.feeds[-1]
 
     def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
-        self.calls.append("pull")
+        self._called("pull")
         self.pulls.append(ask)
         if ask.fragment != self.version.fragment:
             raise Refusal(Status.NOT_FOUND, f"fragment is {ask.fragment}: there is no such fragment")
@@ -245,7 +248,7 @@ class FakeSyncer:
             return found
 
     def report(self, report: ReportInfo) -> ReportReply:
-        self.calls.append("report")
+        self._called("report")
         return ReportReply(self.epoch, 4096, 1234, True, None)
 
     def leave(self, site: str, incarnation: int) -> None:

@@ -176,17 +176,41 @@ def test_bytes_are_charged_as_they_move_and_owed_by_the_next_transfer(front: Cal
     assert here.server.counters()["payload_bytes_in"] == 2 * len(PAYLOAD)
 
 
-def test_one_caller_has_so_much_room_and_another_has_its_own(front: Callable[..., Front]) -> None:
-    here = front(calls_per_caller_max=2, watches_per_site_max=8)
-    streams = [here.ask("Watch", ASKS["Watch"]("site-a", RUN), A)]
-    streams.append(here.ask("Push", ASKS["Push"]("site-a", RUN), A, held=True))
-    for stream in streams:
-        next(stream)
-    said = here.status("Report", ASKS["Report"]("site-a", RUN), A)
-    assert (said[0], "no room for one more call of this caller" in said[1]) == ("RESOURCE_EXHAUSTED", True)
-    assert here.status("Report", ASKS["Report"]("site-b", RUN), B)[0] == "OK"
-    for stream in streams:
-        stream.cancel()
+@pytest.mark.parametrize(
+    ("what", "method", "each", "options"),
+    [
+        ("call", "Report", 2, {"calls_per_caller_max": 2}),
+        ("join", "Join", 2, {"sites_max": 3}),
+        ("pull", "Pull", 1, {"pulls_per_site_max": 1}),
+        ("push", "Push", 2, {"pushes_max": 3, "pushes_per_site_max": 2}),
+    ],
+)
+def test_one_caller_has_so_much_room_and_all_together_so_much_which_they_give_back(
+    front: Callable[..., Front], what: str, method: str, each: int, options: dict[str, int]
+) -> None:
+    here = front({"default": "allow", "sites": {"site-a": {"roles": ["observer"]}}}, pushback_ms=1234, **options)
+    here.syncer.admits.clear()
+
+    def ask(token: str, number: int) -> Any:
+        kind, site = method, {A: "site-a", B: "site-b"}[token]
+        if (token, number) == (A, 1):  # Calls of all kinds count, and pulls under whatever name a site reads.
+            kind, site = {"call": ("Join", site), "pull": (method, "")}.get(what, (method, site))
+        message = ASKS[kind](site, RUN)
+        if kind == "Push":
+            message = pack_push(push_header(PAYLOAD, site_id=site, sequence=number))
+        return here.ask(kind, message, token, held=True)
+
+    held = [*(ask(A, number) for number in range(1, each + 1)), ask(B, 1)]
+    assert wait_until(lambda: len(here.syncer.calls) == len(held))
+    for token, whose in ((A, "of this caller"), (B, "in all"))[: 2 if what in ("join", "push") else 1]:
+        error = refused(lambda token=token: next(ask(token, 9)), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert error.details() == f"no room for one more {what} {whose}: retry later"
+        assert dict(error.trailing_metadata())[PUSHBACK_KEY] == "1234"
+    assert len(here.syncer.calls) == len(held)
+    here.syncer.admits.set()
+    for call in held:
+        call.cancel()
+    assert wait_until(lambda: "no room" not in here.status(method, ASKS[method]("site-a", RUN), A)[1])
 
 
 def test_calls_have_a_rate_for_each_caller_and_wait_for_their_turn(front: Callable[..., Front]) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import random
-import threading
 import time
 import zlib
 from collections import Counter
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import pytest
 
 from diloco.sync.events import Outcome, Reason
-from diloco.wire.channel import PUSHBACK_KEY, SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.convert import (
     pack_join,
     pack_member,
@@ -31,7 +30,6 @@ from diloco.wire.messages import (
     Chunk,
     Dropped,
     Frame,
-    JoinAsk,
     MemberAsk,
     PullAsk,
     PushAdmitted,
@@ -136,21 +134,6 @@ def held(wired: Wired, **changes: object) -> Talk:
     return talk
 
 
-def test_credits_are_taken_before_the_first_payload_byte(start: Start) -> None:
-    wired = start(pushes_max=2, pushes_per_site_max=1, pushback_ms=1234)
-    pushes = [held(wired), held(wired, site_id="site-b")]
-    for changes, whose in (({"fragment": 1}, "of this caller"), ({"site_id": "site-c"}, "in all")):
-        error = refused(lambda changes=changes: say(wired, push_header(PAYLOAD, **changes), chunk(0)), FULL)
-        assert whose in error.details()
-        assert dict(error.trailing_metadata())[PUSHBACK_KEY] == "1234"
-    assert wired.syncer.calls == ["open_push"] * 2
-    assert wired.server.counters().get("payload_bytes_in", 0) == 0
-    for push in pushes:
-        push.say(pack_push(chunk(0)), pack_push(commit()))
-        assert unpack_push_reply(next(push.call)) == ACCEPTED
-    assert len(say(wired, push_header(PAYLOAD, site_id="site-c"), chunk(0), commit())) == 2
-
-
 def test_a_site_that_comes_back_ends_its_own_old_push_and_waits_no_longer(start: Start, monkeypatch: Patch) -> None:
     monkeypatch.setattr("diloco.wire.door._SUPERSEDE_S", 3 * WAIT_S)
     wired, began_s = start(pushes_max=1), time.monotonic()
@@ -181,27 +164,6 @@ def test_join_is_refused_with_the_shells_words_in_one_short_line(wired: Wired) -
     error = refused(join(wired.channel()).result, FENCED)
     assert error.details().startswith("model.dim is 64 here and 128 therex")
     assert len(error.details()) == 1024
-
-
-def test_one_join_too_many_is_told_to_come_back_at_once(start: Start, monkeypatch: Patch) -> None:
-    wired, over, entered = start(sites_max=3, pushback_ms=1234), threading.Event(), threading.Semaphore(0)
-
-    def held_up(request: JoinAsk) -> NoReturn:
-        entered.release()
-        over.wait(WAIT_S)
-        raise Refusal(Status.FAILED_PRECONDITION, "it was another run")
-
-    monkeypatch.setattr(wired.syncer, "join", held_up)
-    one, other = wired.channel(), wired.channel()
-    held = [join(channel) for channel in (one, one, other)]
-    assert all(entered.acquire(timeout=WAIT_S) for _ in held)
-    for channel, whose in ((one, "of this caller"), (other, "in all")):
-        error = refused(join(channel).result, FULL)
-        assert error.details() == f"no room for one more join {whose}: retry later"
-        assert dict(error.trailing_metadata())[PUSHBACK_KEY] == "1234"
-    over.set()
-    for call in held:
-        refused(call.result, FENCED)
 
 
 def test_a_defect_of_ours_is_internal_logged_and_counted_and_says_nothing_of_the_inside(

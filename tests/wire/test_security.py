@@ -19,9 +19,9 @@ from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import PullAsk, Refused, Status, Unreachable
 from diloco.wire.options import SecurityOptions
 from diloco.wire.pulling import PullSink
-from tests.wire.certificates import ADMIN, LOOPBACK, OBSERVER, TOKENS, A, Authority, B, written
-from tests.wire.conftest import Aside, Patch, Start, ended
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header
+from tests.wire.certificates import ADMIN, LOOPBACK, TOKENS, A, Authority, B, written
+from tests.wire.conftest import Start, ended
+from tests.wire.fake_syncer import RUN, join_ask, push_header
 from tests.wire.relay import WAIT_S, until_reached, wait_until
 
 NEXT_B = "next-token-of-site-b"
@@ -65,27 +65,6 @@ def status_of(call: Callable[[], object]) -> Status:
         call()
     assert caught.value.text
     return caught.value.status
-
-
-def test_a_site_takes_up_its_own_room_under_whatever_name_it_reads(
-    run: Start, tmp_path: Path, tokens: str, aside: Aside, monkeypatch: Patch
-) -> None:
-    table = {"default": "allow", "sites": {"site-a": {"roles": ["observer"]}}}
-    here = run(pulls_per_site_max=1, tokens_file=tokens, permissions=written(tmp_path / "p", table))
-    entered, go_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(here.syncer, "pull", lambda *asked: (entered.set(), go_on.wait(WAIT_S)) and pull(*asked))
-    pull = FakeSyncer.pull.__get__(here.syncer)
-    unnamed, itself = PullAsk(RUN, "", 0, -1), PullAsk(RUN, "site-a", 0, -1)
-    site = here.client(token=A)
-    held = aside(site.pull, unnamed, PullSink())
-    assert entered.wait(WAIT_S)
-    with pytest.raises(Unreachable, match="no room for one more pull of this caller"):
-        site.pull(itself, PullSink())
-    other = aside(here.client("", token=OBSERVER).pull, unnamed, PullSink())
-    go_on.set()
-    for pulled in (held, other):
-        pulled.result(WAIT_S)
-    site.pull(itself, PullSink())
 
 
 def test_strangers_may_ask_for_health_and_nothing_else(run: Start, tokens: str) -> None:
