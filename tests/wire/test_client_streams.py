@@ -9,7 +9,6 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -42,8 +41,7 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from diloco.wire.options import ClientOptions, SecurityOptions
-from tests.wire.certificates import ADMIN, OBSERVER, A, written
+from diloco.wire.options import ClientOptions
 from tests.wire.conftest import Aside, Patch, Start, Wired
 from tests.wire.fake_syncer import RUN, push_header, report_info
 from tests.wire.relay import WAIT_S, wait_until
@@ -82,8 +80,8 @@ class Served:
         self.closed.set()
 
 
-def follower(wired: Wired, token: str = "") -> FollowClient:
-    wired.opened.append(FollowClient(wired.server.address, SecurityOptions(token=token)))
+def follower(wired: Wired) -> FollowClient:
+    wired.opened.append(FollowClient(wired.server.address))
     return wired.opened[-1]
 
 
@@ -113,19 +111,6 @@ def test_parts_come_and_acknowledgements_go_until_either_end_leaves_and_a_refusa
         (elsewhere, asked(), "Method not found"),
     ):
         with to.follow(who) as stream, pytest.raises(Refused, match=words):
-            next(stream)
-
-
-def test_only_a_standby_or_an_admin_may_follow(start: Start, tmp_path: Path) -> None:
-    served = Served()
-    wired = start(follow=served, tokens_file=written(tmp_path / "tokens"))
-    for token, status in (("", "UNAUTHENTICATED"), (A, "PERMISSION_DENIED"), (OBSERVER, "PERMISSION_DENIED")):
-        with follower(wired, token).follow(asked()) as stream, pytest.raises(Refused) as refused:
-            next(stream)
-        assert refused.value.status.value == status
-    assert not served.starts
-    for token in (ADMIN, "token-of-standby"):
-        with follower(wired, token).follow(asked()) as stream:
             next(stream)
 
 

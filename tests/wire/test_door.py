@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
 
 from diloco import open_files
-from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
+from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, REPLICATION_SERVICE, SYNC_SERVICE
 from diloco.wire.client import AdminClient
 from diloco.wire.convert import (
     pack_evict,
+    pack_follow,
     pack_join,
     pack_member,
     pack_promote,
@@ -35,6 +37,7 @@ from diloco.wire.identity import NEEDS
 from diloco.wire.messages import (
     Alive,
     EvictAsk,
+    FollowStart,
     MemberAsk,
     PromoteAsk,
     PullAsk,
@@ -48,6 +51,7 @@ from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
 from tests.wire.conftest import Patch, Start, Wired, ended, refused
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
 from tests.wire.relay import until_reached, wait_until
+from tests.wire.samples import HEX
 
 PAYLOAD = bytes(1000)
 Message = Callable[[str, str], bytes]
@@ -70,7 +74,9 @@ OPERATORS = {
     "Refuse": pack_update(UpdateAsk("site-b", 0, 1)),
     "Promote": pack_promote(PromoteAsk(True)),
     "Detach": b"",
+    "Follow": pack_follow(FollowStart(RUN, "standby", HEX, HEX, 1, HEX)),
 }
+SERVICES = dict.fromkeys(OPERATORS, ADMIN_SERVICE) | {"Follow": REPLICATION_SERVICE}
 LONG = b"\x00" * 1_400_000
 
 
@@ -83,7 +89,7 @@ class Front:
 
     def ask(self, method: str, message: bytes, token: str, *, held: bool = False) -> Any:
         """gRPC's call, before anything of it was read; ``held``: it does not end its stream."""
-        path = f"/{ADMIN_SERVICE if method in OPERATORS else SYNC_SERVICE}/{method}"
+        path = f"/{SERVICES.get(method, SYNC_SERVICE)}/{method}"
         talk = self.wired.talk(path, message, token=token, channel=self._channel)
         if not held:
             talk.close()
@@ -103,14 +109,15 @@ class Front:
 def front(start: Start, tmp_path: Path) -> Callable[..., Front]:
     def opened(permissions: object = None, **options: Any) -> Front:
         table = written(tmp_path / "permissions", permissions or {"default": "allow"})
-        return Front(start(tokens_file=written(tmp_path / "tokens"), permissions=table, **options))
+        follow = Mock(**{"follow.return_value.parts.return_value": ()})
+        return Front(start(tokens_file=written(tmp_path / "tokens"), permissions=table, follow=follow, **options))
 
     return opened
 
 
 def test_every_method_is_looked_at_below() -> None:
-    """A standby's call is looked at in ``test_client_streams``, and a probe's in ``test_checkup``."""
-    assert {*ASKS, *OPERATORS, "Follow", "Probe"} == {method for method in NEEDS if "/" not in method}
+    """A probe's call is looked at in ``test_checkup``."""
+    assert {*ASKS, *OPERATORS, "Probe"} == {method for method in NEEDS if "/" not in method}
 
 
 @pytest.mark.parametrize("method", sorted(ASKS))
