@@ -30,29 +30,6 @@ MARKS = 3 * MARK  # One of them is whole in a read, wherever the stream is cut.
 MARKED = b"".join((PAYLOAD[: 2 * m.MIB], MARKS, PAYLOAD[2 * m.MIB : 4 * m.MIB], MARKS, PAYLOAD[4 * m.MIB :], MARKS))
 
 
-def mutated(raw: bytes, others: list[bytes], chance: random.Random) -> bytes:
-    """``raw`` with bits flipped, cut, stretched, spliced with another message, or replaced by noise."""
-    out = bytearray(raw or b"\x00")
-    for _ in range(chance.randint(1, 3)):
-        at = chance.randrange(len(out)) if out else 0
-        match chance.randrange(7):
-            case 0 if out:
-                out[at] ^= 1 << chance.randrange(8)
-            case 1:
-                del out[at:]
-            case 2:
-                out[at:at] = chance.randbytes(chance.randint(1, 12))
-            case 3:
-                out += chance.choice(others)[: chance.randint(1, 200)]
-            case 4:
-                out[at:at] = b"\xff" * 9 + b"\x01"
-            case 5:
-                out = bytearray(chance.randbytes(chance.randint(0, 64)))
-            case 6:
-                out[at : at + 4] = out[at : at + 4] * 3
-    return bytes(out)
-
-
 def everything() -> list[Sample]:
     def of(name: str, *messages: object) -> list[Sample]:
         pack, unpack = getattr(convert, f"pack_{name}"), getattr(convert, f"unpack_{name}")

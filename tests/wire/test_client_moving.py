@@ -19,9 +19,10 @@ from diloco.wire.convert import pack_push_reply
 from diloco.wire.messages import MIB, PullAsk, PushAdmitted, Refusal, Refused, Status, Unreachable, WireError
 from diloco.wire.options import SecurityOptions
 from diloco.wire.pulling import PullSink
+from tests.hunts.mutating import spoiled
 from tests.wire.conftest import Patch, Start, Wired, answering
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
-from tests.wire.samples import PAYLOAD, everything, mutated
+from tests.wire.samples import PAYLOAD, everything
 
 ASK = PullAsk(RUN, "site-a", 0, -1)
 AWAY = Refusal(Status.UNAVAILABLE, "this is the standby of another: ask there")
@@ -158,7 +159,7 @@ def test_noise_and_what_cannot_be_are_unreachable_and_fuzzed_answers_end_in_word
         raws = [pack(message) for message, pack, _ in everything()]
         failures = 0
         for turn in range(200):
-            handler.answers = tuple(mutated(chance.choice(raws), raws, chance) for _ in range(chance.randint(1, 3)))
+            handler.answers = tuple(spoiled(chance.choice(raws), raws, chance) for _ in range(chance.randint(1, 3)))
             try:
                 chance.choice(calls)()
             except WireError:

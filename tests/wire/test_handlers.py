@@ -41,6 +41,7 @@ from diloco.wire.messages import (
     Status,
 )
 from diloco.wire.v1 import sync_pb2
+from tests.hunts.mutating import spoiled
 from tests.wire.conftest import Patch, Start, Talk, Wired, ended, refused
 from tests.wire.fake_syncer import (
     RUN,
@@ -52,7 +53,7 @@ from tests.wire.fake_syncer import (
     sha256,
 )
 from tests.wire.relay import WAIT_S
-from tests.wire.samples import everything, mutated
+from tests.wire.samples import everything
 
 SEED = 8
 PAYLOAD = random.Random(SEED).randbytes(10_000)
@@ -276,7 +277,7 @@ def test_a_fuzzed_push_changes_nothing_or_is_accepted_whole(wired: Wired) -> Non
                 case 1:
                     messages.insert(at, messages[chance.randrange(len(messages))])
                 case _:
-                    messages[at] = mutated(messages[at], raws, chance)
+                    messages[at] = spoiled(messages[at], raws, chance)
         status, details = ended(push(iter(messages), timeout=WAIT_S))
         seen[status] += 1
         where = f"seed {seed}, turn {turn}: {status} {details}"
