@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -52,18 +53,15 @@ RETRYABLE = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "DATA_LOSS", "INTE
 FULL, DENIED = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.PERMISSION_DENIED
 
 
-class Failed:
-    """As much of a failed call as is looked at."""
-
-    def __init__(self, code: grpc.StatusCode, told: dict[str, str] | None = None, details: str = "words") -> None:
-        self.code = lambda: code
-        self.details = lambda: details
-        self.trailing_metadata = lambda: tuple((told or {}).items())
+def failed(code: grpc.StatusCode, told: dict[str, str] | None = None, details: str = "words") -> Mock:
+    """A failed call."""
+    told_beside = tuple((told or {}).items())
+    return Mock(code=lambda: code, details=lambda: details, trailing_metadata=lambda: told_beside)
 
 
 def test_every_status_is_definite_or_to_be_tried_again_and_so_is_what_is_told_beside_it() -> None:
     for code in set(grpc.StatusCode) - {grpc.StatusCode.OK}:
-        error = wire_error("Join", Failed(code))
+        error = wire_error("Join", failed(code))
         if code.name in RETRYABLE:
             assert isinstance(error, Unreachable)
             assert code.name in error.why
@@ -72,13 +70,13 @@ def test_every_status_is_definite_or_to_be_tried_again_and_so_is_what_is_told_be
             assert (error.status, error.text) == (Status(code.name), "words")
     # What is told beside a status counts where it is known.
     for pushback, after_s in (("1500", 1.5), ("0", 0.0)):
-        error = wire_error("Push", Failed(FULL, {PUSHBACK_KEY: pushback}))
+        error = wire_error("Push", failed(FULL, {PUSHBACK_KEY: pushback}))
         assert isinstance(error, Unreachable)
         assert error.retry_after_s == after_s
     for pushback in ("-1", "soon", "9" * 30, ""):
-        assert isinstance(wire_error("Push", Failed(FULL, {PUSHBACK_KEY: pushback})), Refused)
+        assert isinstance(wire_error("Push", failed(FULL, {PUSHBACK_KEY: pushback})), Refused)
     for told, reason in (("evicted", Reason.EVICTED), ("of-a-later-release", None), ("", None)):
-        error = wire_error("Join", Failed(DENIED, {REASON_KEY: told}))
+        error = wire_error("Join", failed(DENIED, {REASON_KEY: told}))
         assert isinstance(error, Refused)
         assert (error.reason, error.final) == (reason, reason is Reason.EVICTED)
 
@@ -89,7 +87,7 @@ def test_why_there_is_no_connection_is_said_without_grpcs_own_words() -> None:
         ("UNAVAILABLE: ipv6:%5B::1%5D:1: Ssl handshake failed: CERTIFICATE_VER", "Ssl handshake failed: CERT"),
     ):
         details = f"failed to connect to all addresses; last error: {said}"
-        error = wire_error("Join", Failed(grpc.StatusCode.UNAVAILABLE, details=details))
+        error = wire_error("Join", failed(grpc.StatusCode.UNAVAILABLE, details=details))
         assert isinstance(error, Unreachable)
         assert error.why.startswith(f"Join: {why}")
     with pytest.raises(Unreachable, match=r"^Status: Connection refused$"):

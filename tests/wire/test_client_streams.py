@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -49,35 +50,23 @@ from tests.wire.relay import WAIT_S, wait_until
 HEX = "a" * 64
 
 
-class Served:
-    """Serves one standby: says who follows, then is alive until that is acknowledged."""
+def served() -> Mock:
+    """What serves one standby: it says who follows, then is alive until that is acknowledged."""
+    followed = Mock()
 
-    def __init__(self) -> None:
-        self.acks: list[FollowAck] = []
-        self.heard = threading.Event()
-        self.closed = threading.Event()
-        self.starts: list[FollowStart] = []
-
-    def admit(self, start: FollowStart) -> None:
-        pass
-
-    def follow(self, start: FollowStart) -> Served:
-        self.starts.append(start)
+    def follow(start: FollowStart) -> Mock:
         if start.standby == "stranger":
             raise Refusal(Status.FAILED_PRECONDITION, "give it an empty folder")
-        return self
+        return followed
 
-    def parts(self) -> Iterator[FollowPart]:
+    def parts() -> Iterator[FollowPart]:
         yield Follows(False, 1, HEX, 1)
-        while not self.heard.wait(0.05) and not self.closed.is_set():
+        while not (followed.acknowledged.called or followed.close.called):
+            time.sleep(0.05)
             yield Alive()
 
-    def acknowledged(self, ack: FollowAck) -> None:
-        self.acks.append(ack)
-        self.heard.set()
-
-    def close(self) -> None:
-        self.closed.set()
+    followed.parts = parts
+    return Mock(follow=Mock(side_effect=follow), followed=followed)
 
 
 def follower(wired: Wired) -> FollowClient:
@@ -90,21 +79,21 @@ def asked(standby: str = "s", run_id: str = RUN) -> FollowStart:
 
 
 def test_parts_come_and_acknowledgements_go_until_either_end_leaves_and_a_refusal_comes_in_words(start: Start) -> None:
-    served = Served()
-    with follower(start(follow=served)).follow(asked()) as stream:
+    serves = served()
+    with follower(start(follow=serves)).follow(asked()) as stream:
         assert next(stream) == Follows(False, 1, HEX, 1)
         stream.ack(FollowAck(1, 77))
         rest: list[FollowPart] = []
         with pytest.raises(Unreachable, match="the stream ended"):
             rest += stream
     assert set(map(type, rest)) <= {Alive}
-    assert served.acks == [FollowAck(1, 77)]
-    assert served.starts == [asked()]
-    served = Served()
-    client, elsewhere = follower(start(follow=served)), follower(start())
+    serves.followed.acknowledged.assert_called_once_with(FollowAck(1, 77))
+    serves.follow.assert_called_once_with(asked())
+    serves = served()
+    client, elsewhere = follower(start(follow=serves)), follower(start())
     with client.follow(asked()) as stream:
         next(stream)
-    assert served.closed.wait(WAIT_S)
+    assert wait_until(lambda: serves.followed.close.called)
     for to, who, words in (
         (client, asked("stranger"), "empty folder"),
         (client, asked(run_id="other"), "no such run"),
