@@ -1,4 +1,4 @@
-"""The formats of blocks: the bytes themselves, also of many values, and what is refused."""
+"""The formats of blocks and of topk: the bytes themselves, also of many values, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco.codec.base import DecodeError, digest_of, digits
-from diloco.codec.blocks import BF16_MAX, Int8Codec
+from diloco.codec.blocks import BF16_MAX
 from diloco.codec.registry import make_codec
 from tests.codec.values import (
     ALL,
@@ -69,6 +69,21 @@ def test_bytes(name: str, values: list[float], payload: bytes, decoded: list[flo
     assert codec.decode(payload, len(values)).tolist() == (values if decoded is None else decoded)
 
 
+@pytest.mark.parametrize(("chunk", "bits"), [(4096, 12), (65536, 16)])
+def test_bytes_of_topk(chunk: int, bits: int) -> None:
+    codec, values, places = make_codec(f"topk:{chunk}x4"), torch.zeros(chunk), [1, 2, 4000, chunk - 1]
+    values[torch.tensor(places)] = torch.tensor([-1.0, 4.0, 1.0, -4.0])
+    payload = codec.encode(values)
+    indices = sum(place << number * bits for number, place in enumerate(places)).to_bytes(bits // 2, "little")
+    assert payload == pack("<2H", 0x3F80, 0x4080) + indices + bytes([0b11_00_01_10])
+    assert torch.equal(codec.decode(payload, chunk), values)
+    small, values = make_codec("topk:256x4"), torch.zeros(256)  # Of equal ones the first are kept.
+    values[200] = -3.0
+    payload = small.encode(values)
+    assert payload == pack("<2H", 0, 0x4040) + bytes([0, 1, 2, 200, 0b11_00_00_00])
+    assert torch.equal(small.decode(payload, 256), values)
+
+
 @pytest.mark.parametrize(
     ("name", "numel", "payload", "words"),
     [
@@ -105,6 +120,28 @@ def test_bytes(name: str, values: list[float], payload: bytes, decoded: list[flo
         ("e3m0:8", 8, bytes([6, 0x17, 0, 0, 0]), "below 2"),
         ("e3m0:8", 8, bytes([1, 0x67, 0, 0, 0]), "below 2"),
         ("e3m0:8", 8, bytes([7, 0x07, 0, 0, 0]), None),
+        *(
+            ("topk:256x4", numel, pack("<2H5B", low, high, *indices, fields), words)
+            for low, high, indices, fields, numel, words in (
+                (0x3F80, 0, [3, 2, 7, 9], 0, 256, "do not rise"),
+                (0x3F80, 0, [3, 3, 7, 9], 0, 256, "do not rise"),
+                (0x3F80, 0x3F80, [1, 2, 7, 9], 1, 256, "levels"),
+                (0x3F80, 0x3F00, [1, 2, 7, 9], 1, 256, "levels"),
+                (0x3F80, 0x4000, [1, 2, 7, 9], 0, 256, "levels"),
+                (0x3F80, 0x4000, [1, 2, 7, 9], 0b01_01_01_01, 256, "levels"),
+                (0x3F80, 0, [1, 2, 7, 9], 1, 256, "levels"),
+                (0, 0, [0, 1, 2, 3], 0b10, 256, "sign without a value"),
+                (0, 0x3F80, [0, 1, 3, 9], 0b01_00_00_00, 256, "not the first"),
+                (0, 0x3F80, [0, 1, 3, 9], 0b01_01_00_00, 256, None),
+                (0x8000, 0, [0, 1, 2, 3], 0, 256, "scale"),
+                (0, 0x7FC0, [0, 1, 2, 3], 1, 256, "scale"),
+                (0x3F80, 0, [1, 2, 7, 100], 0, 101, None),
+                (0x3F80, 0, [1, 2, 7, 100], 0, 100, "outside"),
+            )
+        ),
+        ("topk:4096x4", 3, pack("<2H6B", 0x3FC0, 0x4040, 0, 0x10, 0, 2, 0, 0x10), None),
+        ("topk:4096x4", 3, pack("<2H6B", 0x3FC0, 0x4040, 0, 0x10, 0, 2, 0x10, 0x10), "behind its last index"),
+        ("topk:4096x4", 3, pack("<2H6B", 0x3FC0, 0x4040, 0, 0x10, 0, 2, 0, 0x50), "behind its last value"),
     ],
 )
 @pytest.mark.parametrize("level", ALL)
@@ -163,20 +200,3 @@ def test_payloads_stay_what_they_are(name: str, level: str) -> None:
     assert digits(digest_of(b"".join(payloads)))[:12] == PAYLOADS[name]
     for payload in payloads if name == "e3m0:8" else []:  # What is decoded is encoded to the same bytes.
         assert codec.encode(codec.decode(payload, 4099)) == payload
-
-
-def test_values_beside_a_tie_go_to_their_own_side() -> None:
-    """For every mantissa that a scale can have and every tie: the two neighbours of the tie, and the tie itself."""
-    codec = Int8Codec("int8:2", 2)
-    scales = (1 + torch.arange(128) / 128)[:, None]
-    ties = scales * (torch.arange(127) + 0.5)
-    below, above = (torch.nextafter(ties, torch.tensor(end)) for end in (0.0, float("inf")))
-    for x, expected in (
-        (below, torch.arange(127)),
-        (above, torch.arange(127) + 1),
-        (ties, torch.arange(127) + torch.arange(127) % 2),
-    ):
-        values = torch.stack([(scales * 127).expand_as(x), x], dim=-1).reshape(-1)  # the first of two sets the scale
-        payload = codec.encode(values)
-        codes = torch.frombuffer(bytearray(payload[values.numel() :]), dtype=torch.int8)
-        assert torch.equal(codes.view(128, 127, 2)[..., 1], expected.to(torch.int8).expand(128, 127))

@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 
 from diloco.codec import registry
-from diloco.codec.base import DecodeError
+from diloco.codec.base import DecodeError, Hasher, hashing, kernels
 from diloco.codec.blocks import Int8Codec
 from diloco.codec.gpu import accelerated
 from diloco.codec.kernel_library import Kind
-from diloco.codec.merging import Reading, State, outer_pass
-from diloco.codec.registry import BLOCKS, CODEC_NAMES, Coded, make_codec, values_of
-from diloco.codec.site_pass import Following, rebase_pieces, seal_pieces
-from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.pseudo_gradient import rebase
+from diloco.codec.registry import BLOCKS, CODEC_NAMES, make_codec
 from tests.codec.values import ALL, drawn, running, same
 
 
@@ -101,38 +96,13 @@ class HalvingCodec(Int8Codec):
 
 @pytest.mark.parametrize("level", ALL)
 def test_a_codec_without_a_kernel_runs_in_plain_torch(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
-    """A round trip, and a round: two sites seal, the syncer reads and steps, a site follows and adopts."""
+    """Whatever passes there are, ``kernels`` and ``hashing`` say who makes them."""
     monkeypatch.setattr(registry, "BLOCKS", {**BLOCKS, "halving": (HalvingCodec, 128)})
     monkeypatch.setattr(registry, "CODEC_NAMES", (*CODEC_NAMES, "halving"))
     codec, int8, numel = make_codec("halving"), make_codec("int8"), 5000
-
-    def halves(values: Tensor) -> Tensor:
-        return int8.decode(int8.encode(values), numel) / 2
-
     assert accelerated(codec) is None, "a device has no kernel for it either: the host encodes"
-    start, plain, optimizer = drawn(numel, 1), codec.plain, OuterOptimizerOptions()
-    locals_ = [start - drawn(numel, 2 + site, 1e-3) for site in range(2)]
-    sent = [halves(start - local) for local in locals_]
-    theta, _ = outer_step(start, merge_mean([(1.0, [each]) for each in sent]), NOTHING, optimizer)
-    version = halves(theta - start) + start
+    values = drawn(numel, 1)
     with running(level):
-        assert same(codec.decode(codec.encode(start), numel), halves(start))
-        updates = []
-        for local, values in zip(locals_, sent, strict=True):
-            payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
-            sealed, _ = seal_pieces([local], start, [], plain, payload)
-            updates.append(Coded(plain, payload.numpy().tobytes(), numel))
-            assert same(values_of(updates[-1]), values)
-            reading = Reading(plain, numel)
-            for first, last in reading.ranges():
-                reading.read(updates[-1].payload, numel, first, last - first)
-            assert reading.digest() == sealed
-        round_ = [(1.0, [(plain, each.payload)]) for each in updates]
-        stepped = outer_pass(round_, State(start, start, NOTHING), optimizer, codec)
-        assert same(stepped.state.theta, theta)
-        held, local = torch.empty(numel), locals_[0].clone()
-        Following(start, [stepped.payload], codec, held).finish()
-        assert same(held, version)
-        assert same(stepped.state.published, version)
-        rebase_pieces([local], start, held, updates[:1])
-    assert same(local, rebase(locals_[0], start, version, sent[:1]))
+        assert same(codec.decode(codec.encode(values), numel), int8.decode(int8.encode(values), numel) / 2)
+        assert kernels(int8.plain, codec.plain) is None
+        assert isinstance(hashing(4 * numel, "", int8.plain, codec.plain), Hasher)

@@ -15,7 +15,8 @@ from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from tests.codec.values import ALL, NOT_FINITE, drawn, error_bound, running, same, samples
 
 SIZES = [[1], [0, 17], [4096], [1, 1, 4095, 0, 3], [2048, 2048, 2049], [5000, 1, 333, 7000]]
-SENT = [[], ["int4:32"], ["int8", "fp32", "topk:256x8"]]
+SENT = [[], ["int4:32"], ["topk:65536x64", "int8"], ["int8", "fp32", "topk:256x8"]]
+"""Of a chunk of 65536 values there is no kernel."""
 
 
 def in_flight(names: list[str], numel: int) -> list[Coded]:
@@ -29,7 +30,7 @@ def cut(values: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("codec_name", ["int4:32", "int8", "bf16", "fp32", "topk:256x8", "e3m0"])
-@pytest.mark.parametrize("sent", SENT, ids=len)
+@pytest.mark.parametrize("sent", SENT, ids="+".join)
 def test_what_is_sealed_is_the_pseudo_gradient(codec_name: str, sent: list[str]) -> None:
     codec = make_codec(codec_name)
     for sizes in [*SIZES, [RANGE_VALUES, 1001]]:
@@ -69,7 +70,7 @@ def test_values_of_every_kind_are_sealed_as_encoded_and_what_is_not_finite_or_ne
             rebase_pieces([zeros.clone()], zeros, zeros, [Coded(codec, memoryview(ruined), 5000)])
 
 
-@pytest.mark.parametrize("merged", SENT, ids=len)
+@pytest.mark.parametrize("merged", SENT, ids="+".join)
 def test_a_version_is_taken_as_rebase_defines(merged: list[str]) -> None:
     for sizes in [*SIZES, [RANGE_VALUES, 1001]]:
         numel = sum(sizes)
