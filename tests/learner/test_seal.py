@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.codec.base import Buffers, NonFiniteError, digest, digest_of
-from diloco.codec.merging import RANGE_VALUES
+from diloco.codec.base import NonFiniteError, digest, digest_of
 from diloco.codec.registry import make_codec, values_of
 from diloco.durable import Disk, Step
 from diloco.learner.seal import (
@@ -32,7 +31,6 @@ from diloco.learner.seal import (
 )
 from diloco.learner.tensors import HOST, Place, SealInputs
 from diloco.learner.transfer import Sealer
-from diloco.outer.pseudo_gradient import pseudo_gradient
 from diloco.sync.effects import Seal
 from diloco.sync.events import (
     SealFailed,
@@ -352,18 +350,6 @@ def test_an_update_is_the_same_here_and_there(codec: str, interpreter: None) -> 
         made = [(there.encode(one), here.encode(other)) for one, other in given]
     for one, other in made:
         assert_equal(one, other)  # What one update was outlives the next: the buffers are used again.
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_fragment_of_many_ranges_is_encoded_as_by_the_definition(codec: str) -> None:
-    numel, random = 2 * RANGE_VALUES + 777, torch.Generator().manual_seed(3)
-    base, local, sent = (torch.randn(numel, generator=random) for _ in range(3))
-    measured = pseudo_gradient(base, local, [sent])
-    found = Encoder(make_codec(codec), Place(HOST), Buffers(2)).encode(SealInputs(base, [local], [sent]))
-    assert bytes(found.payload) == make_codec(codec).encode(measured)
-    assert torch.equal(values_of(found.sent), make_codec(codec).decode(found.payload, numel))
-    assert found.digest == digest(values_of(found.sent))
-    assert found.norm == pytest.approx(float(values_of(found.sent).double().norm()))
 
 
 def test_it_says_why_it_does_not_encode_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,30 +227,6 @@ def test_elsewhere_and_after_a_checkpoint_all_is_as_on_the_host_without_one(rule
             assert torch.equal(local(found), local(here))
 
 
-def test_memory_of_what_is_held_is_never_used_again() -> None:
-    """Rounds with everything that may still read a tensor: a checkpoint, a slow sender, an older version."""
-    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    found = SiteTensors(LAYOUT, held(parameters), "rebase", AdoptOptions())
-    buffers = found.buffers
-    found.latest[0] = (0, dice("base", 0))
-    found.retake(0, 0, [])
-    kept: list[tuple[Tensor, Tensor]] = []
-    for version in range(1, 20):
-        found.write(0, dice(("trained", version), 0), dice(("trained", version), 0))
-        inputs = found.measure(0, [])
-        found.sent[0, version] = inputs.local
-        values = buffers.values(FRAGMENT.numel).copy_(dice(("version", version), 0))
-        found.arrived(0, version, values, "")
-        found.adopt(Adopt(0, version, (version,)))
-        if version % 3 == 0:
-            kept += [(values[5:], values[5:].clone()), (inputs.local, inputs.local.clone())]
-        del values, inputs
-        assert all(torch.equal(view, then) for view, then in kept)
-        if version % 4 == 0:
-            del kept[:1]
-    assert buffers._spare, "the rest was used again"
-
-
 def test_the_digest_that_was_told_goes_with_its_version_into_the_base_and_through_a_checkpoint() -> None:
     found = site_tensors("rebase")
     found.arrived(0, 4, dice("new", 0), "four")
@@ -548,21 +524,6 @@ def test_a_checkpoint_holds_it_and_the_next_update_has_the_same_bytes(rule: str)
         each.update()
     assert torch.equal(model.residual(), again.residual())
     assert model.seal(model.measured()).encoded.payload == again.seal(again.measured()).encoded.payload
-
-
-def test_a_residual_is_dropped_and_said_by_a_retake_and_where_feedback_was_turned_off() -> None:
-    model, without = Model("sign"), Model("sign", beta=0.0)
-    model.train(1)
-    update = model.update()
-    said = {"residual_dropped": pytest.approx(float(model.residual().norm()))}
-    without.tensors.restore(model.tensors.tensors(), [0], None, model.tensors.sent)
-    assert without.tensors.residuals.dropped == said
-    assert model.tensors.residuals.dropped == {}
-    assert not any(name.startswith(("residual", "term")) for name in without.tensors.tensors())
-    assert model.tensors.retake(0, 0, [update.header.sequence]) == said
-    assert model.tensors.retake(0, 0, [update.header.sequence]) == {}
-    model.refuse(update.header.sequence)
-    assert sorted(model.tensors.tensors()) == ["base.0"]
 
 
 # --- A site says what it holds, and not what it was told --------------------------------------------------------------

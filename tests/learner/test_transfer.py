@@ -120,7 +120,6 @@ class Desk(Recorder):
         self.expected: list[int] = []
         client: Any = self
         self.client = client
-        self.link = Link(client, AdaptOptions(ways=WAYS))
         self.fetcher = SimpleNamespace(expect=self.expected.append)
         self.sender = Sender(self)
 
@@ -530,24 +529,6 @@ def test_other_bytes_than_were_told_are_nothing() -> None:
     assert incoming.values(incoming.finish()) is None, "that version was left meanwhile"
 
 
-def test_one_that_breaks_off_for_a_newer_one_is_forgotten_and_its_memory_used_again() -> None:
-    held, codec = dice("held", 0), make_codec("int4:32")
-    old, old_after = publish(dice("one", 0), held, codec)
-    new, new_after = publish(dice("two", 0), held, codec)
-    incoming = Incoming(0, 1, tensors(held))
-    incoming.begin(header_of(old_after, old))
-    bring(incoming, old, 0, 9)
-    memory = []
-    for _ in range(2):
-        incoming.begin(header_of(new_after, new, version=5))
-        bring(incoming, new)
-        taken = incoming.finish()
-        memory.append(taken.parts[0].obj)
-        assert same(incoming.values(taken), new_after)
-        incoming.give_back(taken)
-    assert memory[0] is memory[1]
-
-
 def test_values_are_made_before_the_last_byte_has_come(stops: list[int]) -> None:
     held, payload, after = long_one()
     incoming = Incoming(0, 1, tensors(held, LONG))
@@ -617,7 +598,6 @@ class Shelf(Recorder):
         self.sinks: list[PullSink] = []
         client: Any = self
         self.client = client
-        self.link = Link(client, AdaptOptions(ways=WAYS))
         self.fetcher = Fetcher(self)
 
     def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
