@@ -129,12 +129,16 @@ class DevicePasses:
             payload[at : at + size] = piece[:size]
 
     def _launch(self, kernel: Any, tensors: Sequence[Tensor], constants: Mapping[str, Any]) -> None:
-        """Enqueue ``kernel`` over all values of the first of ``tensors``."""
-        numel, block, rows = tensors[0].numel(), constants["block"], constants["rows"]
-        device = tensors[0].device  # Triton launches on the current device, not on its arguments'.
+        """Enqueue ``kernel`` over all values of the first of ``tensors``: the whole programs, and then any rest."""
+        numel, device = tensors[0].numel(), tensors[0].device
+        block, size = constants["block"], constants["rows"] * constants["block"]
+        whole = numel // size if constants.get("width", block) == block else 0
+        rest = -(-(numel - whole * size) // size)
+        # Triton launches on the current device, not on its arguments'.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            for programs, first, masked in launches(numel, block, constants.get("width", block), rows):
-                kernel[(programs,)](*tensors, numel, first, masked=masked, **constants)
+            for programs, first, masked in ((whole, 0, False), (rest, whole, True)):
+                if programs:
+                    kernel[(programs,)](*tensors, numel, first, masked=masked, **constants)
 
 
 def block_constants(codec: BlockCodec, program_values: int) -> dict[str, Any]:
@@ -155,15 +159,6 @@ def held_from(code_max: int) -> int:
     exponent = 128 - code_max.bit_length()
     mantissa = -(-(128 << (128 - exponent)) // code_max)
     return ((exponent + 127) << 23) + ((mantissa - 128) << 16)
-
-
-def launches(numel: int, block: int, width: int, rows: int) -> list[tuple[int, int, bool]]:
-    """Return (programs, first program, masked) of the launch for the whole programs, and of one for any rest."""
-    whole, rest = divmod(numel, rows * block)
-    if width != block:
-        whole, rest = 0, numel
-    both = [(whole, 0, False), (-(-rest // (rows * block)), whole, True)]
-    return [launch for launch in both if launch[0]]
 
 
 def new_fault(device: torch.device) -> Tensor:

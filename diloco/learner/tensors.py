@@ -47,7 +47,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import hypot
 from typing import TYPE_CHECKING, Annotated
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -133,7 +132,7 @@ class Echo:
     ) -> None:
         """``changed`` is the lock of the tensors."""
         self._tensors, self._changed, self._clock_s = tensors, changed, clock_s
-        self._known: list[tuple[ReferenceType[Tensor], int] | None] = [None] * len(tensors.base)
+        self._known = WeakTensorKeyDictionary()  # The short digest of each base that was hashed.
         self._turn = 0
         self._not_before_s = 0.0
 
@@ -150,18 +149,16 @@ class Echo:
             base, version = self._tensors.base[fragment], self._tensors.base_versions[fragment]
             told = self._tensors.told_base[fragment]
         if base is not None and told:  # Hashed without the lock: it takes long, and stored tensors never change.
-            self._known[fragment] = (ref(base), short_digest(digest(base, told)))
+            self._known[base] = short_digest(digest(base, told))
         ended_s = self._clock_s()
         self._not_before_s = ended_s + IDLE_SHARE * (ended_s - began_s)
-        self._turn = (fragment + 1) % len(self._known)
+        self._turn = (fragment + 1) % len(self._tensors.base)
         return (fragment, version, self.digests()[fragment]) if base is not None else None
 
     def digests(self) -> list[int]:
         """Return the short digests of the present bases for a heartbeat; 0 for one not hashed yet."""
-        return [
-            known[1] if known is not None and known[0]() is base else 0
-            for base, known in zip(self._tensors.base, self._known, strict=True)
-        ]
+        known: Callable[[Tensor, int], int] = self._known.get
+        return [0 if base is None else known(base, 0) for base in self._tensors.base]
 
 
 @dataclass(frozen=True, slots=True)
