@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import queue
 import secrets
@@ -143,9 +142,9 @@ def meet(group: SiteGroup) -> dict[int, Channel]:
     All ranks must call it together; ``GroupError`` when one does not connect in time, or is lost meanwhile.
     """
     try:
-        places = group.all_gather_bytes(_loopback())
+        places = group.all_gather_json(_loopback())
         if group.rank:
-            told = json.loads(group.all_gather_bytes(b"{}")[0])
+            told = group.all_gather_json({})[0]
             host = NEAR if places[group.rank] == places[0] else told["host"] or group.master_addr
             connection = knock(host, told["port"], bytes.fromhex(told["key"]), group.timeout_s)
             connection.send(group.rank)
@@ -153,7 +152,7 @@ def meet(group: SiteGroup) -> dict[int, Channel]:
         key, apart, others = secrets.token_bytes(KEY_BYTES), len(set(places)) > 1, group.world - 1
         with contextlib.closing(Door(key, "" if apart else NEAR)) as door:
             host = _own_address(group.master_addr) if apart else NEAR
-            group.all_gather_bytes(json.dumps({"host": host, "port": door.port, "key": key.hex()}).encode())
+            group.all_gather_json({"host": host, "port": door.port, "key": key.hex()})
             found: dict[int, Channel] = {}
             while len(found) < others:
                 try:
@@ -168,13 +167,13 @@ def meet(group: SiteGroup) -> dict[int, Channel]:
         raise GroupError(f"rank {group.rank} of this site could not connect to the others: {error!r}") from error
 
 
-def _loopback() -> bytes:
+def _loopback() -> str:
     """Return an id that two processes share exactly if they reach each other over the loopback address.  A host name is
     not enough: two machines may have the same one, and containers on one machine may have different ones."""
     try:
-        return f"{BOOT.read_text().strip()} {NETWORK.stat().st_ino}".encode()
+        return f"{BOOT.read_text().strip()} {NETWORK.stat().st_ino}"
     except OSError:
-        return socket.gethostname().encode()
+        return socket.gethostname()
 
 
 def _own_address(rendezvous: str) -> str:

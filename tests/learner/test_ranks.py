@@ -96,11 +96,11 @@ def test_what_cannot_be_done_is_told_as_a_loss(
 class Rank:
     """One of several threads as a rank: the collective that ``meet`` needs."""
 
-    def __init__(self, rank: int, world: int, shared: dict[int, bytes], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, world: int, shared: dict[int, Any], barrier: threading.Barrier) -> None:
         self.rank, self.world, self.timeout_s, self.master_addr = rank, world, BOUND_S, "127.0.0.1"
         self._shared, self._barrier = shared, barrier
 
-    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+    def all_gather_json(self, mine: Any) -> list[Any]:
         self._shared[self.rank] = mine
         self._barrier.wait(BOUND_S)
         found = [self._shared[rank] for rank in range(self.world)]
@@ -109,7 +109,7 @@ class Rank:
 
 
 def side_by_side(world: int, do: Callable[[Rank], None]) -> None:
-    shared: dict[int, bytes] = {}
+    shared: dict[int, Any] = {}
     barrier = threading.Barrier(world)
     threads = [threading.Thread(target=do, args=(Rank(rank, world, shared, barrier),)) for rank in range(world)]
     for thread in threads:
@@ -130,7 +130,7 @@ def test_every_rank_meets_rank_0() -> None:
         words = sorted(heard.get(timeout=BOUND_S) for _ in found)
         assert words == sorted((other, group.rank) for other in found)
         met.append((group.rank, sorted(found)))
-        group.all_gather_bytes(b"")
+        group.all_gather_json("")
         for each in found.values():
             each.close()
 
@@ -139,7 +139,7 @@ def test_every_rank_meets_rank_0() -> None:
 
 
 def test_ranks_of_several_machines_go_where_their_rendezvous_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_loopback", lambda: str(threading.get_ident()).encode())
+    monkeypatch.setattr(ranks_module, "_loopback", lambda: str(threading.get_ident()))
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # As Debian has it for its own name.
     real, went = ranks_module.knock, list[str]()
 

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.parallel import SiteGroup
@@ -43,90 +44,62 @@ def info_of(step: int) -> StepInfo:
     return StepInfo(step, 1.0, TOKENS, 0, 2_000_000, step, 1.0, 0.1, applied=True)
 
 
-class Part:
+def part(cursor: int = 0, joins: bool | str = True, ending: Ending | None = None) -> Any:
     """An agent that does as it is told."""
+    made = Mock(has_joined=joins is True, stop=None, ending=ending)
+    made.known = made
+    made.start.side_effect = JoinFailed(joins, "no") if isinstance(joins, str) else [cursor]
+    made.is_redone.return_value, made.next_turn.return_value = False, None
+    made.progress.return_value = cursor / 10
+    made.state.return_value = {"base.0": torch.full((1,), float(cursor))}, {"machine": cursor}
+    made.ledgers.return_value = [Ledger(30, 30, 0, 0, 0, 0, 0)]
 
-    def __init__(self, cursor: int = 0, joins: bool | str = True) -> None:
-        self.cursor, self.joins = cursor, joins
-        self.has_joined = joins is True
-        self.stop: StopTraining | None = None
-        self.ending: Ending | None = None
-        self.known = self
-        self.steps: list[int] = []
-        self.left = self.closed = self.withdrawn = False
-        self.ledger = Ledger(30, 30, 0, 0, 0, 0, 0)
+    def leave() -> None:
+        made.stop = made.stop or StopTraining(None, "asked to leave")
 
-    def stops(self, stop: StopTraining = FINISHED, ending: Ending | None = Ending.FINISHED) -> None:
-        self.stop, self.ending = stop, ending
+    def finish(*, final: bool) -> Finished:
+        made.leave()
+        return Finished("failed" if made.stop.failed else "finished", "it is over", {}, final)
 
-    def start(self, away_s: float) -> int:
-        if isinstance(self.joins, str):
-            raise JoinFailed(self.joins, "no")
-        return self.cursor
-
-    def is_redone(self, info: StepInfo) -> bool:
-        return False
-
-    def after_step(self, info: StepInfo) -> None:
-        self.steps.append(info.step)
-
-    def next_turn(self) -> None:
-        return None
-
-    def leave(self) -> None:
-        self.left = True
-        self.stop = self.stop or StopTraining(None, "asked to leave")
-
-    def progress(self) -> float:
-        return self.cursor / 10
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        return {"base.0": torch.full((1,), float(self.cursor))}, {"machine": self.cursor}
-
-    def ledgers(self) -> list[Ledger]:
-        return [self.ledger]
-
-    def finish(self, *, final: bool) -> Finished:
-        self.leave()
-        return Finished("failed" if self.stop and self.stop.failed else "finished", "it is over", {}, final)
-
-    def withdraw(self) -> None:
-        self.withdrawn = not self.closed
-
-    def close(self) -> None:
-        self.closed = True
+    made.leave.side_effect, made.finish.side_effect = leave, finish
+    return made
 
 
-def site_of(*parts: Part, events: Events | None = None, join_timeout_s: float = 0.2) -> Agents:
+def stops(made: Any, stop: StopTraining = FINISHED, ending: Ending | None = Ending.FINISHED) -> None:
+    made.stop, made.ending = stop, ending
+
+
+def site_of(*parts: Any, events: Events | None = None, join_timeout_s: float = 0.2) -> Agents:
     voice = OneVoice([[index] for index in range(len(parts))], (events or Events()).emit)
-    return Agents(parts, voice, Orders(SiteGroup()), join_timeout_s)  # type: ignore[arg-type]
+    return Agents(parts, voice, Orders(SiteGroup()), join_timeout_s)
 
 
 def test_it_begins_where_the_furthest_is_when_one_syncer_answers_and_not_when_none_does() -> None:
-    agents = site_of(Part(cursor=4), Part(cursor=9), Part(joins=False))
+    agents = site_of(part(cursor=4), part(cursor=9), part(joins=False))
     assert (agents.start(), agents.progress()) == (9, 0.9)
-    parts = [Part(joins=False), Part(joins=False)]
+    parts = [part(joins=False), part(joins=False)]
     with pytest.raises(JoinFailed, match="none of the syncers answers") as caught:
         site_of(*parts).start()
     assert caught.value.kind == "unreachable"
-    assert all(part.closed for part in parts)
-    parts = [Part(), Part(joins="mismatch")]
+    assert all(each.close.called for each in parts)
+    parts = [part(), part(joins="mismatch")]
     with pytest.raises(JoinFailed, match=r"no \(syncer 1\)"):
         site_of(*parts).start()
-    assert (parts[0].closed, parts[0].withdrawn) == (True, True), "one refusal is the site's"
+    assert [call[0] for call in parts[0].method_calls] == ["start", "withdraw", "close"], "one refusal is the site's"
 
 
 def test_every_agent_hears_of_every_step_and_all_ends_make_the_end() -> None:
-    parts, events = [Part(), Part()], Events()
+    parts, events = [part(), part()], Events()
     agents = site_of(*parts, events=events, join_timeout_s=0.0)
     agents.start()
     assert not agents.after_step(info_of(1)).stop
-    parts[0].stops()
+    stops(parts[0])
     assert not any(agents.after_step(info_of(step)).stop for step in (2, 3)), "who has joined is waited for"
-    parts[1].stops()
+    stops(parts[1])
     assert agents.after_step(info_of(4)) == Verdict(True, "the run is finished")
-    assert [part.steps for part in parts] == [[1, 2, 3, 4]] * 2
-    parts[1].ledger = Ledger(50, 40, 0, 0, 0, 0, 10)
+    steps = [[call.args[0].step for call in each.after_step.mock_calls] for each in parts]
+    assert steps == [[1, 2, 3, 4]] * 2
+    parts[1].ledgers.return_value = [Ledger(50, 40, 0, 0, 0, 0, 10)]
     parts[1].stop = EVICTED
     finished = agents.finish()
     assert (finished.ending, finished.why) == ("failed", "it is over"), "as the part that failed meanwhile says it"
@@ -138,49 +111,48 @@ def test_every_agent_hears_of_every_step_and_all_ends_make_the_end() -> None:
 
 def test_one_drain_or_one_failure_is_enough_and_all_leave_at_the_same_step() -> None:
     for stop, ending in ((DRAINED, Ending.DRAINED), (EVICTED, None)):
-        parts = [Part(), Part()]
+        parts = [part(), part()]
         agents = site_of(*parts)
-        parts[1].stops(stop, ending)
+        stops(parts[1], stop, ending)
         assert agents.after_step(info_of(1)) == Verdict(True, f"{stop.why} (syncer 1)")
-    parts = [Part(), Part()]
+    parts = [part(), part()]
     agents = site_of(*parts)
     agents.leave_soon()
     assert agents.after_step(info_of(1)).stop
-    assert all(part.left for part in parts)
+    assert all(each.leave.called for each in parts)
 
 
 @pytest.mark.parametrize(("both", "goes_on"), [(False, False), (True, False), (True, True)])
 def test_a_syncer_that_had_finished_before_is_waited_for_only_where_the_run_was_given_more_tokens(
     both: bool, goes_on: bool
 ) -> None:
-    parts = [Part(), Part(joins=False)]
-    parts[0].ending, parts[1].ending = Ending.FINISHED if both else None, Ending.FINISHED
+    parts = [part(ending=Ending.FINISHED if both else None), part(joins=False, ending=Ending.FINISHED)]
     agents = site_of(*parts, join_timeout_s=600.0)
     agents.start()
     if goes_on:
         parts[0].ending = None  # As its syncer answered.
     assert not agents.after_step(info_of(1)).stop, "fragments of the other syncer go on"
-    parts[0].stops()
+    stops(parts[0])
     assert agents.after_step(info_of(2)).stop == (not goes_on)
     assert agents.finish().ending == ("left" if goes_on else "finished")
-    assert [part.left for part in parts] == [True, goes_on], "no goodbye can be said there"
-    assert parts[1].closed == (not goes_on)
+    assert [each.leave.called for each in parts] == [True, goes_on], "no goodbye can be said there"
+    assert parts[1].close.called == (not goes_on)
 
 
 def test_a_syncer_that_never_answers_is_waited_for_with_a_bound_once_the_run_is_finished() -> None:
-    parts = [Part(), Part(joins=False)]
+    parts = [part(), part(joins=False)]
     agents = site_of(*parts, join_timeout_s=0.2)
     agents.start()
     threading.Event().wait(0.3)
     assert not agents.after_step(info_of(1)).stop, "while the run goes on a site waits for it without a bound"
-    parts[0].stops()
+    stops(parts[0])
     assert not agents.after_step(info_of(2)).stop
     threading.Event().wait(0.3)
     assert agents.after_step(info_of(3)) == Verdict(True, "the run is finished, and syncer 1 did not answer for 0.2 s")
 
 
 def test_a_checkpoint_holds_each_part_and_gives_it_back() -> None:
-    tensors, meta = site_of(Part(cursor=3), Part(cursor=4)).state()
+    tensors, meta = site_of(part(cursor=3), part(cursor=4)).state()
     assert sorted(tensors) == ["0.base.0", "1.base.0"]
     whole = Resumed(3, tensors, meta)
     found = part_restored(whole, 1, 2)
