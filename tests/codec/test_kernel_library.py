@@ -60,13 +60,6 @@ def best() -> int:
     return kernels.level
 
 
-def cpu_with(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    """Have the library find a CPU whose best level is ``level``."""
-    library = kernel_library._loaded()
-    assert not isinstance(library, str)
-    monkeypatch.setattr(library, "diloco_level", lambda: level)
-
-
 def test_the_best_level_runs_where_none_is_forced_and_every_lesser_one_can_be(best: int) -> None:
     wanted = {"": (best, f"native ({LEVELS[best]}, the best that this CPU has)")}
     wanted |= {LEVELS[at]: (at, f"native ({LEVELS[at]}, forced by DILOCO_KERNELS)") for at in range(best + 1)}
@@ -90,7 +83,9 @@ def test_the_best_level_runs_where_none_is_forced_and_every_lesser_one_can_be(be
 def test_a_level_that_cannot_be_is_one_line_and_plain_torch(
     best: int, monkeypatch: pytest.MonkeyPatch, level: int, name: str, words: str
 ) -> None:
-    cpu_with(monkeypatch, level)
+    library = kernel_library._loaded()
+    assert not isinstance(library, str)
+    monkeypatch.setattr(library, "diloco_level", lambda: level)  # The best one of this CPU.
     assert force(name) == f"kernels: plain (DILOCO_KERNELS={name}: {words})"
     assert kernels() is None
     assert force("baseline") == ""

@@ -497,9 +497,9 @@ def bring(incoming: Incoming, payload: bytes, start: int = 0, stop: int | None =
     incoming.accept(Frame(start, memoryview(payload)[start:stop]))
 
 
-@pytest.mark.parametrize("encoding", ["int4:32", "int4:32+zstd1", "fp32"])
-def test_one_down_link_and_several_give_the_version(encoding: str) -> None:
-    held, codec = dice("held", 0), make_codec(encoding)
+def test_one_down_link_and_several_give_the_version() -> None:
+    held, encoding = dice("held", 0), "int4:32+zstd1"
+    codec = make_codec(encoding)
     one, after = publish(dice("one", 0), held, codec)
     two, later = publish(dice("two", 0), after, codec)
     for header, payload, wanted in (
