@@ -54,6 +54,10 @@ WAITING: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2, "final_wait_n
 """Settings of a syncer that makes no version of one site's updates."""
 
 
+def info_of(step: int) -> StepInfo:
+    return StepInfo(step, 1.0, TOKENS, step * TOKENS, 2_000_000, step, 1.0, 0.1, applied=True)
+
+
 class DirectClient:
     def __init__(self, syncer: Syncer, site: str = "a") -> None:
         self.syncer, self.site_id, self.run_id = syncer, site, RUN
@@ -206,8 +210,7 @@ class Site:
         for name, values in self.parameters.items():
             dice = torch.Generator().manual_seed(hash((self.steps, len(name))) & 0xFFFF)
             values.add_(0.01 * torch.randn(values.shape, generator=dice))
-        info = StepInfo(self.steps, 1.0, TOKENS, 0, 2_000_000, self.steps, 1.0, 0.1, applied=True)
-        return self.agent.after_step(info)
+        return self.agent.after_step(info_of(self.steps))
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

@@ -46,7 +46,7 @@ from diloco.syncer.restoring import Known, begin_lineage
 from diloco.syncer.server import Syncer
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import JoinAsk, JoinReply
-from tests.learner.direct import ALONE, TOKENS, DirectClient, Site, started, undecided, versions
+from tests.learner.direct import ALONE, TOKENS, DirectClient, Site, info_of, started, undecided, versions
 from tests.learner.participant import held
 from tests.syncer.building import LAYOUT, NO_WAIT, RUN, dice, eventually, serving
 from tests.wire.fake_syncer import push_header
@@ -238,10 +238,6 @@ def joined(watermark: int = 0, merged: int = 0, **told: Any) -> JoinAnswered:
     return JoinAnswered(1, 1, (FragmentStanding(0, 0, "", watermark, 0, merged, 0, (), ()),), 0, 0, None, **told)
 
 
-def step(number: int) -> StepInfo:
-    return StepInfo(number, 1.0, TOKENS, number * TOKENS, 1000, number, 1.0, 0.1, applied=True)
-
-
 def trained(steps: int, inner_steps: int = 100, **told: Any) -> LearnerSync:
     """A site that has trained ``steps`` steps on version 0 and sent nothing."""
     machine = LearnerSync(LearnerOptions(inner_steps=inner_steps))
@@ -300,7 +296,7 @@ def test_the_checkpoints_own_step_is_counted_once_and_what_came_after_it_is_lost
     place: Place, counted: int | None, redo: int, crashed_at: int, merged: int, expected: tuple[int, ...]
 ) -> None:
     before = None if counted is None else trained(counted)
-    machine = place.restored(before, step(redo) if redo else None, crashed_at)
+    machine = place.restored(before, info_of(redo) if redo else None, crashed_at)
     machine.handle(joined(int(merged > 0), merged * TOKENS), 0)
     ledger = site_ledger(machine.state)
     assert ledger.balanced()
@@ -312,7 +308,7 @@ def test_a_checkpoint_taken_while_a_retake_is_due_can_be_resumed(place: Place) -
     machine = trained(4, inner_steps=3)
     machine.handle(SealFailed(0, 1), 0)
     assert machine.state.fragments[0].retaking is not None
-    resumed = place.restored(machine, step(5), 5)
+    resumed = place.restored(machine, info_of(5), 5)
     effects = [*resumed.handle(joined(), 0), *resumed.handle(BoundaryReached(), 0)]
     assert [type(effect) for effect in effects] == [Retake]
 

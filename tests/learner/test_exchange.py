@@ -19,7 +19,6 @@ from diloco.codec.base import digest
 from diloco.codec.registry import make_codec
 from diloco.inner import GroupError
 from diloco.inner.holding import Holding
-from diloco.inner.trainer import StepInfo
 from diloco.learner import exchange
 from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners
@@ -31,6 +30,7 @@ from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
 from diloco.sync.progress import FragmentProgress, LearnerState, Sent
 from diloco.wire.messages import PullHeader, Unreachable
 from diloco.wire.pulling import PulledVersion
+from tests.learner.direct import info_of
 from tests.learner.participant import Heard, held
 from tests.syncer.building import LAYOUT, dice, eventually
 
@@ -384,8 +384,6 @@ def test_a_version_that_is_taken_again_is_told_as_its_base_only_where_it_is_the_
 
 # --- The other ranks of a site hold what rank 0 has adopted, and stop when it stops ----------------------------------
 
-INFO = StepInfo(1, 1.0, 10, 0, 1000, 1, 1.0, 0.1, applied=True)
-
 PARTS = [part_of(LAYOUT, [0]), part_of(LAYOUT, [1])]
 
 
@@ -412,8 +410,8 @@ def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent
     assert not follower.follow()
     now = lambda: [gather(fragment, parameters) for fragment in LAYOUT.fragments]  # noqa: E731
     assert all(map(torch.equal, now(), [first, second]))
-    assert not follower.after_step(INFO).stop
-    assert follower.after_step(INFO).stop
+    assert not follower.after_step(info_of(1)).stop
+    assert follower.after_step(info_of(1)).stop
     assert all(map(torch.equal, now(), [third, second]))
     follower.finish()
     assert all(map(torch.equal, now(), [third, last]))

@@ -6,7 +6,6 @@ import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ from diloco.sync.events import (
     JoinAnswered,
     Outcome,
     PushAnswered,
-    RegionEvent,
     Sealed,
     SealFailed,
     UpstreamFetched,
@@ -34,26 +32,22 @@ from diloco.sync.state import Part, Status
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import Refused, Unreachable
-from tests.syncer.building import LAYOUT, NUMEL, RUN, Events, agreement, dice, eventually, serving
+from tests.learner.participant import Heard
+from tests.syncer.building import LAYOUT, NUMEL, RUN, agreement, dice, eventually, serving
 
 E = TypeVar("E")
 
 LEDGER = Ledger(processed=90, merged=20, refused=0, in_flight=40, unsent=30, overwritten=0, lost=0)
 
 
-@dataclass
-class Below:
+class Below(Heard):
     """A region's syncer that takes down what it is told."""
 
-    told: list[RegionEvent] = field(default_factory=list)
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    ended: list[str] = field(default_factory=list)
-    events: Events = field(default_factory=Events)
-    is_full: bool = False
-    says: Standing | None = None
-
-    def tell(self, event: RegionEvent) -> None:
-        self.told.append(event)
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+        self.is_full = False
+        self.says: Standing | None = None
 
     def keep(self, fragment: int, values: memoryview, digest: str) -> str:
         if self.is_full:
@@ -65,9 +59,6 @@ class Below:
 
     def standing(self) -> Standing | None:
         return self.says
-
-    def give_up(self, why: str) -> None:
-        self.ended.append(why)
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in list(self.told) if isinstance(event, kind)]
@@ -116,7 +107,7 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
 def region(tmp_path: Path, syncer: Syncer) -> Iterator[tuple[Upward, Below]]:
     with upward(tmp_path / "region", syncer) as (above, below):
         yield above, below
-        assert not below.ended
+        assert not below.gave_up
 
 
 def test_a_version_is_kept_before_the_machine_hears_of_it(region: tuple[Upward, Below]) -> None:
@@ -224,5 +215,5 @@ def test_a_goodbye_that_is_not_to_be_said_is_waited_for_with_a_bound(tmp_path: P
 def test_one_that_is_put_out_says_so(tmp_path: Path, syncer: Syncer) -> None:
     with upward(tmp_path / "region", syncer) as (_, below):
         syncer.api.evict("region-a")
-        eventually(lambda: below.ended, "the end of its part")
-        assert "region region-a sends nothing more" in below.ended[0]
+        eventually(lambda: below.gave_up, "the end of its part")
+        assert "region region-a sends nothing more" in below.gave_up[0]

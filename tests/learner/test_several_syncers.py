@@ -14,7 +14,7 @@ import torch
 
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.trainer import Resumed, StepInfo, Verdict
+from diloco.inner.trainer import Resumed, Verdict
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
@@ -29,7 +29,7 @@ from diloco.sync.progress import Ledger
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.options import SecurityOptions, ServerOptions
-from tests.learner.direct import TOKENS, DirectClient, cloned
+from tests.learner.direct import TOKENS, DirectClient, cloned, info_of
 from tests.learner.participant import held
 from tests.syncer.building import LAYOUT, NO_WAIT, RUN, SHARED, Events, eventually, version_zero
 
@@ -38,10 +38,6 @@ FINISHED = StopTraining(Ending.FINISHED, "the run is finished")
 
 DRAINED = StopTraining(Ending.DRAINED, "the run is drained")
 EVICTED = StopTraining(None, "evicted", failed=True)
-
-
-def info_of(step: int) -> StepInfo:
-    return StepInfo(step, 1.0, TOKENS, 0, 2_000_000, step, 1.0, 0.1, applied=True)
 
 
 def part(cursor: int = 0, joins: bool | str = True, ending: Ending | None = None) -> Any:
