@@ -180,7 +180,6 @@ class _Windows:
     """A split cut into windows of ``length`` + 1 tokens that share one token with the next; none crosses a shard."""
 
     def __init__(self, manifest: CorpusManifest, split: str, length: int) -> None:
-        require(length >= 1, "sequence_length", length, "at least 1")
         shards = manifest.split(split).shards
         self._length = length
         kind = manifest.token_dtype
@@ -230,11 +229,8 @@ class TokenStream:
         units: UnitPlaces | None = None,
     ) -> None:
         """With ``units`` the site draws leased ones of the whole text, and has no share of its own."""
-        require(batch_sequences >= 1, "batch_sequences", batch_sequences, "at least 1")
-        require(num_sites >= 1, "num_sites", num_sites, "at least 1")
-        require(0 <= site_index < num_sites, "site_index", site_index, f"0 to num_sites-1={num_sites - 1}")
-        require(world >= 1, "world", world, "at least 1")
-        require(0 <= rank < world, "rank", rank, f"0 to world-1={world - 1}")
+        assert 0 <= site_index < num_sites, (site_index, num_sites)
+        assert 0 <= rank < world, (rank, world)
         assert units is None or num_sites == 1, "leased units are of the whole text"
         self._windows = _Windows(manifest, split, sequence_length)
         require(
@@ -276,7 +272,6 @@ def validation_batches(
 
     ``num_batches`` 0 takes every window.  No window is taken twice: there may be fewer batches, and a shorter last one.
     """
-    require(batch_sequences >= 1, "batch_sequences", batch_sequences, "at least 1")
     require(num_batches >= 0, "num_batches", num_batches, "0 (all) or more")
     windows = _Windows(manifest, "validation", sequence_length)
     wanted = min(num_batches * batch_sequences or windows.count, windows.count)
@@ -296,7 +291,6 @@ class UnitPlaces:
     """The units at the places of a site's list: rank 0 gets them from ``source``, the others from rank 0."""
 
     def __init__(self, unit_sequences: int, source: UnitSource, group: SiteGroup) -> None:
-        require(unit_sequences >= 1, "unit_sequences", unit_sequences, "at least 1")
         self.unit_sequences, self._source, self._group = unit_sequences, source, group
 
     def numbers(self, cursor: int, stop: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:

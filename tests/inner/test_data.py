@@ -83,25 +83,10 @@ def test_a_batch_is_a_pure_function_of_seed_place_and_cursor(manifest: CorpusMan
     for each in (one, stream(manifest, Source(1))):
         with pytest.raises(ValueError, match="cursor is -1"):
             each.batch(-1)
-    with pytest.raises(ValueError, match="unit_sequences is 0"):
-        UnitPlaces(0, Source(1), alone())
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ({"num_sites": 0}, "num_sites is 0: at least 1"),
-        ({"site_index": -1}, "site_index is -1: 0 to num_sites-1=0"),
-        ({"world": 0}, "world is 0: at least 1"),
-        ({"rank": -1, "world": 2}, "rank is -1: 0 to world-1=1"),
-        ({"rank": 2, "world": 2}, "rank is 2: 0 to world-1=1"),
-    ],
-)
-def test_a_place_that_does_not_exist_is_refused_by_name(
-    manifest: CorpusManifest, place: dict[str, int], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        drawn(manifest, 1, **place)
+    for field, value in (("num_sites", 10**6), ("sequence_length", 10**7), ("split", "test")):
+        place: dict[str, Any] = {"split": "train", "sequence_length": 16, "batch_sequences": 4, field: value}
+        with pytest.raises(ValueError, match=f"{field} is {value!r}: "):
+            TokenStream(manifest, **place)
 
 
 def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManifest) -> None:

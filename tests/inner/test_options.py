@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from diloco.inner.data import CorpusManifest, TokenStream
 from diloco.inner.evaluate import SamplingOptions
 from diloco.inner.holding import ParallelOptions, check_cut
 from diloco.inner.model import ComputeOptions, ModelOptions
@@ -87,17 +86,3 @@ def test_options_that_do_not_go_together_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         made(**told)
-
-
-def test_a_place_that_cannot_be_is_named(manifest: CorpusManifest) -> None:
-    place = {"split": "train", "sequence_length": 16, "batch_sequences": 4}
-    for field, value in (
-        ("site_index", 2),
-        ("rank", 1),
-        ("num_sites", 10**6),
-        ("sequence_length", 10**7),
-        ("split", "test"),
-        ("world", 0),
-    ):
-        with pytest.raises(ValueError, match=f"{field} is {value!r}: "):
-            TokenStream(manifest, **{**place, field: value})
