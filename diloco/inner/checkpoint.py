@@ -226,11 +226,6 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} does not hold every value of {name} once")
         return found
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors, each read on access."""
-        return Prefixed(self.entries, "", self.read)
-
     def part(self, name: str) -> Mapping[str, Tensor]:
         """Return the tensors under ``name/``, without that prefix, each read on access."""
         return Prefixed(self.entries, f"{name}/", self.read)

@@ -233,7 +233,7 @@ def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
         raise ColdError(f"{found.path} has versions {' '.join(map(str, versions))}: a cold site is never a source")
     bases = []
     for index, (version, wanted) in enumerate(zip(versions, digests, strict=True)):
-        base = found.tensors[f"{begin}base.{index}"]
+        base = found.read(f"{begin}base.{index}")
         here = digest(base, wanted)
         if here != wanted:
             raise ColdError(

@@ -218,7 +218,7 @@ def record_site(root: Path) -> Recording:
         assert newest >= told // 2, f"checkpoint {told // 2} was complete, but {newest} is the newest now"
         if kept is not None:
             values = torch.full((5,), float(newest))
-            assert torch.equal(kept.tensors["parameters/w"], values), f"checkpoint {newest} holds other values"
+            assert torch.equal(kept.read("parameters/w"), values), f"checkpoint {newest} holds other values"
         digests = Outbox(folder / "site" / "outbox", QuietDisk()).digests()
         for level, header, number in put:
             found = digests.get((0, number))

@@ -510,7 +510,7 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Reader]]:
 
 def checkpoint_in(folder: Path) -> object:
     found = checkpoint.load(folder)
-    return found.meta, dict(found.tensors)
+    return found.meta, {name: found.read(name) for name in found.entries}
 
 
 def lease(path: Path) -> Reader:

@@ -101,11 +101,7 @@ def test_the_part_of_one_of_several_syncers_is_read_alone(tmp_path: Path) -> Non
     alone = read_site(folder)
     found = checkpoint.latest(folder / "checkpoints")
     assert found is not None
-    tensors = {
-        name.replace("extra/", "extra/1.", 1): value
-        for name, value in found.tensors.items()
-        if name.startswith("extra/")
-    }
+    tensors = {f"extra/1.{name}": value for name, value in found.part("extra").items()}
     meta = {**found.meta, "extra": {"parts": [{}, found.meta["extra"]]}}
     checkpoint.save(folder / "checkpoints", "step-99999999", tensors, meta, keep=3)
     with pytest.raises(ColdError):
