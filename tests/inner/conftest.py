@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from diloco.durable import Disk, Step
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest
-from diloco.inner.trainer import ExtraState, StepInfo, Trainer, Verdict
+from diloco.inner.trainer import ExtraState, Resumed, StepInfo, Trainer, Verdict
 from tests.layouts import heard, ranks
 
 
@@ -82,6 +83,18 @@ def steps_of(
         return Verdict()
 
     made.run(until_step=until_step, after_step=after_step, extra_state=extra_state)
+    return found
+
+
+def written(made: Trainer) -> None:
+    """Wait until nothing is being written: its next step finds out how that has ended."""
+    futures.wait([each.writer._written for each in made._savings if each.writer._written is not None], 60)
+
+
+def resumed(made: Trainer) -> Resumed:
+    """What is restored of its newest checkpoint; there is one."""
+    found = made.resume()
+    assert found is not None
     return found
 
 

@@ -22,7 +22,7 @@ from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup, local
 from diloco.inner.trainer import StepInfo, Trainer, capture_state
 from tests.inner import spread_program
-from tests.inner.conftest import NoRoom, damage
+from tests.inner.conftest import NoRoom, damage, resumed
 from tests.inner.spread_program import CASES, build
 
 Facts = list[tuple[str, dict[str, object]]]
@@ -38,12 +38,7 @@ def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
     """Train; each checkpoint in memory is written before the next step begins."""
 
     def also(info: StepInfo) -> None:
-        if trainer._memory is not None:
-            try:
-                trainer._memory.wait(60)
-            except CheckpointError as error:
-                trainer._memory._why = str(error)  # What the next step would have found by itself.
-            trainer.group.all_reduce_sum([0.0])
+        trainer.group.all_reduce_sum([0.0])
         if dies and info.step == until:
             raise DeadError
 
@@ -82,10 +77,8 @@ class Life:
     def goes_on(self, step: int, *, dies: bool) -> None:
         """A life that goes on from ``step`` in memory; one that does not die ends as if there had been no death."""
         trainer = self.begin()
-        found = trainer.resume()
-        assert found is not None
-        assert found.step == step, found.step
-        assert found.meta == {"at": step}
+        found = resumed(trainer)
+        assert (found.step, found.meta) == (step, {"at": step})
         assert found.tensors[f"mine.{self.group.rank}"].tolist() == [step, step]
         assert str(self.memory) in str(self.said("resumed")[0]["path"])
         trained(trainer, DIES if dies else END, dies=dies)

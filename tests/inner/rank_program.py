@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
+from tests.inner.conftest import resumed
 from tests.inner.spread_program import CASES, build, trained
 
 
@@ -54,9 +55,7 @@ def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path)
     assert [path for path in newest.entries if path.startswith("random/")] == ["random/0/cpu", "random/1/cpu"]
     save_file(dict(trainer.model.named_parameters()), out / f"straight-{rank}.safetensors")
     again = build(CASES["ddp"], corpus, group, out / "checkpoints")
-    resumed = again.resume()
-    assert resumed is not None
-    assert resumed.step == 3
+    assert resumed(again).step == 3
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), again.model.parameters(), strict=True))
     (out / f"steps-{rank}.json").write_text(json.dumps(told))
     tell("done")

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner import checkpoint, precision
-from diloco.inner.checkpoint import CheckpointError, LateError, PartWriter, names
+from diloco.inner.checkpoint import CheckpointError, LateError, names
 from diloco.inner.data import TokenStream, load_manifest, validation_batches
 from diloco.inner.evaluate import evaluate
 from diloco.inner.holding import ParallelOptions, Spread
@@ -29,7 +29,7 @@ from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, prepar
 from diloco.inner.optimizer import InnerOptions, Muon, build_optimizers, whole
 from diloco.inner.parallel import SiteGroup, is_cut, local, put
 from diloco.inner.trainer import ExtraState, Log, StepInfo, Trainer, TrainerOptions
-from tests.inner.conftest import NoRoom, damage, steps_of
+from tests.inner.conftest import NoRoom, damage, resumed, steps_of, written
 
 SEQUENCES = 8
 """Of one micro-batch of the whole site, however many ranks draw it."""
@@ -80,19 +80,23 @@ def build(
     disk: Disk = PLAIN_DISK,
     seed: int = 5,
     log: Log | None = None,
+    **changes: Any,
 ) -> Trainer:
-    """A trainer of ``case`` for the ranks of ``group``; one rank alone draws the same batches."""
+    """A trainer of ``case`` for the ranks of ``group``; one rank alone draws the same batches.
+
+    ``changes`` are of its options.
+    """
     sharded = group.world > 1 and case.parallel["parallel"] != "ddp"
     with torch.device("meta") if sharded else contextlib.nullcontext():
         model = Transformer(ModelOptions(**case.model), seed)
     if group.world > 1:
         prepare(model, ComputeOptions(**case.compute), group.device)
     spread = Spread(model, group, ParallelOptions(**case.parallel) if group.world > 1 else None)
-    inner = InnerOptions(batch_sequences=SEQUENCES // spread.data_world, warmup_steps=2, **case.inner)
+    inner = InnerOptions(**{"batch_sequences": SEQUENCES // spread.data_world, "warmup_steps": 2, **case.inner})
     place = {"rank": spread.data_rank, "world": spread.data_world}
     stream = TokenStream(load_manifest(corpus), "train", 16, inner.batch_sequences, **place)
     steps = {"checkpoint_steps": 2 if folder else 0, "memory_checkpoint_every_steps": 2 if memory else 0}
-    options = TrainerOptions(precision="fp32", **steps)
+    options = TrainerOptions(**{"precision": "fp32", **steps, **changes})
     where: dict[str, Any] = {"checkpoint_dir": folder, "memory_dir": memory, "disk": disk, "spread": spread, "log": log}
     progress = lambda: 0.5 if group.is_first else 0.0  # noqa: E731
     return Trainer(model, build_optimizers(model, inner), stream, options, group, progress=progress, **where)
@@ -106,12 +110,11 @@ def trained(
 ) -> list[tuple[float, float]]:
     """Train; loss and norm of the gradient at every step, after which ``also`` is called."""
 
-    def written(info: StepInfo) -> None:
-        if trainer.saving is not None:
-            trainer.saving.writer.wait(60)  # so that the next step finds it written
+    def after_writing(info: StepInfo) -> None:
+        written(trainer)
         also(info)
 
-    return [(info.loss, info.grad_norm) for info in steps_of(trainer, until_step, written, extra)]
+    return [(info.loss, info.grad_norm) for info in steps_of(trainer, until_step, after_writing, extra)]
 
 
 def gathered(value: Tensor) -> Tensor:
@@ -226,22 +229,9 @@ def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
     folder, notes = out / "full", []
     disk = NoRoom() if group.rank == 2 else PLAIN_DISK
     trainer = build(CASES["fsdp"], corpus, group, folder, disk=disk, log=lambda *told: notes.append(told))
-    assert trainer.saving is not None
-    writer = trainer.saving.writer
-    assert isinstance(writer, PartWriter)
-    told: list[StepInfo] = []
-
-    def also(info: StepInfo) -> None:
-        told.append(info)
-        try:
-            writer.wait(60)
-        except CheckpointError:
-            writer._why = "full"  # what the next step would have found by itself
-
-    with pytest.raises(CheckpointError, match=r"step-0000000004-end") as error:
-        steps_of(trainer, 4, also)
-    assert len(told) == 4
-    assert "No space" in str(error.value)
+    with pytest.raises(CheckpointError, match=r"step-0000000004-end.*No space"):
+        trained(trainer, 4)
+    assert trainer.step == 4
     assert [fields["note"] for what, fields in notes if what == "note"] == ["checkpoint not written"] * 2
     group.all_reduce_sum([0.0])
     assert not list(folder.iterdir())
@@ -269,9 +259,7 @@ def damage_one(corpus: Path, group: SiteGroup, out: Path) -> None:
         damage(folder / NAMES[-1] / "rank-00002.safetensors")
     group.all_reduce_sum([0.0])
     notes: list[Any] = []
-    found = build(CASES["fsdp"], corpus, group, folder, log=lambda *told: notes.append(told)).resume()
-    assert found is not None
-    assert found.step == 2
+    assert resumed(build(CASES["fsdp"], corpus, group, folder, log=lambda *told: notes.append(told))).step == 2
     (whys,) = [fields["why"] for what, fields in notes if what == "note"]
     assert f"{NAMES[-1]}/rank-00002.safetensors is damaged" in whys
 

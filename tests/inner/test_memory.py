@@ -13,7 +13,7 @@ from diloco.inner.data import CorpusManifest
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup
 from tests.inner import memory_program
-from tests.inner.conftest import damage, run_ranks
+from tests.inner.conftest import damage, resumed, run_ranks
 from tests.inner.memory_program import DIES, NEWEST, Life, trained
 from tests.inner.spread_program import CASES, build
 
@@ -28,8 +28,7 @@ def life(manifest: CorpusManifest, tmp_path: Path) -> Life:
 def test_two_ranks_on_one_machine_and_on_two(manifest: CorpusManifest, tmp_path: Path) -> None:
     run_ranks(memory_program, 2, manifest.directory, tmp_path)
     one = build(CASES["fsdp"], manifest.directory, SiteGroup(device="cpu"), memory=tmp_path / "one-machine")
-    found = one.resume()
-    assert found is not None
+    found = resumed(one)
     assert found.step == 4
     assert {name: tensor.tolist() for name, tensor in found.tensors.items()} == {"mine.0": [4, 4], "mine.1": [4, 4]}
 
@@ -39,16 +38,13 @@ def test_the_newer_of_memory_and_disk_is_taken(life: Life, tmp_path: Path) -> No
     trained(life.begin(folder=disk), DIES, dies=True)
     (disk / names(disk)[-1]).rename(disk / "step-0000000003")
     damage(disk / "step-0000000003" / "model.safetensors")
-    found = life.begin(folder=disk).resume()
-    assert found is not None
-    assert (found.step, life.said("note")) == (4, [])  # Nothing of the disk was read.
+    assert resumed(life.begin(folder=disk)).step == 4
+    assert life.said("note") == [], "nothing of the disk was read"
     (disk / "step-0000000003").rename(disk / "step-0000000009")
-    found = life.begin(folder=disk).resume()
-    assert found is not None
-    assert found.step == 4
+    assert resumed(life.begin(folder=disk)).step == 4
     assert "step-0000000009/model.safetensors is damaged" in str(life.said("note")[0]["why"])
     damage(disk / "step-0000000009" / "model.safetensors")  # Which makes it whole.
-    assert life.begin(folder=disk).resume() is not None
+    resumed(life.begin(folder=disk))
     assert str(disk) in str(life.said("resumed")[0]["path"])
 
 
@@ -57,7 +53,7 @@ def test_what_is_damaged_in_memory_is_said_and_the_disk_or_nothing_is_taken(life
     trained(life.begin(folder=disk), DIES, dies=True)
     for name, file in zip(NEWEST, ("manifest.json", "rank-00000.json"), strict=True):
         damage(life.memory / name / file)
-    assert life.begin(folder=disk).resume() is not None
+    resumed(life.begin(folder=disk))
     assert str(disk) in str(life.said("resumed")[0]["path"])
     whys = " ".join(str(each["why"]) for each in life.said("note"))
     assert f"{NEWEST[0]}/manifest.json is damaged" in whys or f"{NEWEST[0]}/manifest.json cannot be read" in whys

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import (
     StepInfo,
     Trainer,
-    TrainerOptions,
     TrainingError,
     Verdict,
     capture_state,
     load_parameters,
 )
-from tests.inner.conftest import steps_of
+from tests.inner.conftest import resumed, steps_of, written
+from tests.inner.spread_program import Case, build, trained
 from tests.sooner import sooner
 
 Facts = list[tuple[str, dict[str, object]]]
@@ -40,23 +40,14 @@ def make(
     facts: Facts | None = None,
     progress: Any = None,
     dim: int = 16,
-    seed: int = 0,
     **options: Any,
 ) -> Trainer:
-    model = Transformer(ModelOptions(vocab_size=257, layers=1, dim=dim, heads=2, context=16), seed)
-    chosen = InnerOptions(**{"optimizer": "muon", "batch_sequences": 4, "warmup_steps": 3, **(inner or {})})
-    stream = TokenStream(manifest, "train", 16, chosen.batch_sequences, seed=seed)
+    model = {"vocab_size": 257, "layers": 1, "dim": dim, "heads": 2, "context": 16}
+    case = Case({}, {"optimizer": "muon", "batch_sequences": 4, "warmup_steps": 3, **(inner or {})}, model)
     log = None if facts is None else lambda what, fields: facts.append((what, fields))
-    return Trainer(
-        model,
-        build_optimizers(model, chosen),
-        stream,
-        TrainerOptions(**{"precision": "fp32", "checkpoint_steps": 2 if folder else 0, **options}),
-        SiteGroup(device="cpu"),
-        checkpoint_dir=folder,
-        progress=progress,
-        log=log,
-    )
+    made = build(case, manifest.directory, SiteGroup(device="cpu"), folder, seed=0, log=log, **options)
+    made._asked_progress = progress
+    return made
 
 
 def everything(made: Trainer) -> dict[str, torch.Tensor]:
@@ -105,20 +96,13 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
                 raise InterruptedError
             with torch.no_grad():  # what adopting a version does
                 made.model.get_parameter("norm.weight").mul_(1.0 + info.step / 100)
-            assert made.saving is not None
-            made.saving.writer.wait(20)  # so that step 4 finds a free writer
 
-        steps_of(made, until, also)
+        trained(made, until, also=also)
         return made
 
-    straight = run(tmp_path / "a", 8, die=False)
-    wanted = everything(straight)
-    try:
+    wanted = everything(run(tmp_path / "a", 8, die=False))
+    with contextlib.suppress(InterruptedError):
         run(tmp_path / "b", stop, die=True)
-    except InterruptedError:
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint-writer":
-                thread.join(20)
     wanted_names = ["step-0000000002", "step-0000000004"] + (["step-0000000005-end"] if stop == 5 else [])
     assert names(tmp_path / "b") == wanted_names
     torch.manual_seed(999)
@@ -147,10 +131,9 @@ def test_a_checkpoint_comes_before_after_step_and_a_resume_calls_it_again(
         steps_of(make(manifest, tmp_path, deterministic=True), 9, also, extra_state)
     assert calls == [1, "extra", 2, 3, "extra", 4]
 
-    resumed = make(manifest, tmp_path, deterministic=True)
-    found = resumed.resume()
-    assert found is not None
-    assert (found.step, resumed.tokens, resumed.cursor) == (4, 4 * 64, 16)
+    second = make(manifest, tmp_path, deterministic=True)
+    found = resumed(second)
+    assert (found.step, second.tokens, second.cursor) == (4, 4 * 64, 16)
     assert found.meta == {"calls": 5}
     assert found.tensors["agent/d"].tolist() == [5.0]
     again: list[StepInfo] = []
@@ -159,9 +142,9 @@ def test_a_checkpoint_comes_before_after_step_and_a_resume_calls_it_again(
         again.append(info)
         return Verdict(stop=True, reason="drained")
 
-    end = resumed.run(after_step=once_more)
+    end = second.run(after_step=once_more)
     assert again == infos[-1:]
-    assert (end, resumed.step) == ("drained", 4)
+    assert (end, second.step) == ("drained", 4)
     # The checkpoint at the end of a run was taken after after_step, which is therefore not called again.
     assert names(tmp_path)[-1] == "step-0000000004-end"
     third = make(manifest, tmp_path, deterministic=True)
@@ -179,14 +162,14 @@ def test_a_resume_passes_over_a_damaged_checkpoint_in_words(manifest: CorpusMani
     make(manifest, tmp_path, deterministic=True).run(until_step=4)
     (tmp_path / "step-0000000004-end" / "optimizer.safetensors").write_bytes(b"x")
     facts: Facts = []
-    found = make(manifest, tmp_path, facts=facts).resume()
-    assert found is not None
-    assert found.step == 4
+    assert resumed(make(manifest, tmp_path, facts=facts)).step == 4
     assert "optimizer.safetensors" in str(notes(facts)[0])
     assert [what for what, _ in facts] == ["note", "resumed"]
     with pytest.raises(CheckpointError, match=r"is of another model: blocks\.0"):
         make(manifest, tmp_path, dim=32).resume()
-    make(manifest, tmp_path, facts=facts, seed=4).resume()
+    other = make(manifest, tmp_path, facts=facts)
+    other.stream = TokenStream(manifest, "train", 16, 4, seed=4)
+    other.resume()
     assert "other data than before" in notes(facts, "note")
     with pytest.raises(CheckpointError, match="already holds step-0000000004-end, and this run did not resume"):
         make(manifest, tmp_path).run(until_step=2)
@@ -203,14 +186,9 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
             raise CheckpointError(f"{root / name} could not be written: No space left on device")
         return real(root, name, *rest)
 
-    def settle(info: StepInfo) -> None:
-        if made.saving is not None and made.saving.writer._written is not None:
-            futures.wait([made.saving.writer._written], 20)
-
     monkeypatch.setattr(checkpoint, "save", full)
     facts: Facts = []
-    made = make(manifest, tmp_path, facts=facts, deterministic=deterministic, checkpoint_steps=2)
-    assert len(steps_of(made, 5, settle)) == 5
+    assert len(trained(make(manifest, tmp_path, facts=facts, deterministic=deterministic), 5)) == 5
     assert [str(why).split("/")[-1] for why in notes(facts)] == [
         f"step-000000000{number} could not be written: No space left on device" for number in (2, 4)
     ]
@@ -255,8 +233,7 @@ def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
             at_step_2.append(made.model.get_parameter("norm.weight").detach().clone())
         if info.step == 7:
             gate.set()
-            assert made.saving is not None
-            made.saving.writer.wait(20)
+            written(made)
 
     steps_of(made, 9, also)
     # Step 4 was due while step 2 was being written; the first step with a free writer is 8.
@@ -283,9 +260,7 @@ def test_a_last_checkpoint_that_failed_late_is_written_by_the_next_run(
         made.run(until_step=1)
     monkeypatch.setattr(checkpoint, "save", real)
     gate.set()
-    assert made.saving is not None
-    assert made.saving.writer._written is not None
-    futures.wait([made.saving.writer._written], 20)
+    written(made)
     made.run(until_step=1)
     assert notes(facts) == ["No space left on device"]
     assert names(tmp_path) == ["step-0000000001-end"]
@@ -311,8 +286,7 @@ def test_lost_steps_are_not_applied_but_told_and_end_in_words(manifest: CorpusMa
     assert torch.isfinite(made.model.get_parameter("head.weight")).all()
     assert not torch.equal(made.model.get_parameter("head.weight"), head)
     # What was due at step 3 waited for the next sound one; nothing was written with a NaN in it.
-    assert made.saving is not None
-    made.saving.writer.wait(20)
+    written(made)
     assert names(tmp_path) == ["step-0000000004"]
     assert [fields["step"] for what, fields in facts if fields.get("note") == "step not applied"] == [2, 3, 5, 6, 7]
 
