@@ -10,6 +10,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,13 @@ def write(folder: Path, **files: bytes) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+def refused(words: str, cache: Path, path: Path | str, kind: str = "text", **changes: Any) -> None:
+    """What is said of a text that cannot be prepared, in one line."""
+    with pytest.raises(DataError, match=words) as raised:
+        prepare_corpus(options(path, kind, **changes), cache)
+    assert "\n" not in str(raised.value)
+
+
 def test_duplicates_and_what_is_not_text_are_left_out(tmp_path: Path) -> None:
     files = write(tmp_path / "t", a=b"one", b=b"two", c=b"one", d=b"\xff\xfe", e=b"")
     found = read_corpus("text", files)
@@ -77,11 +85,11 @@ def test_jsonl_takes_a_field_and_names_a_bad_line(tmp_path: Path) -> None:
     made = prepare_corpus(options(file, "jsonl", field="body"), tmp_path / "cache")
     both = bytes(token for split in ("train", "validation") for token in tokens_of(made, split) if token < 256).decode()
     assert both in ("".join(texts), "".join(reversed(texts)))
-    with pytest.raises(DataError, match=r'data:1 has no field "body2" that is a string \(data\.field'):
-        prepare_corpus(options(file, "jsonl", field="body2"), tmp_path / "cache")
+    refused(
+        r'data:1 has no field "body2" that is a string \(data\.field', tmp_path / "cache", file, "jsonl", field="body2"
+    )
     (file,) = write(tmp_path / "bad", data=b'{"text": "a"}\nnot json\n')
-    with pytest.raises(DataError, match=":2 is not a line"):
-        read_corpus("jsonl", [file])
+    refused(":2 is not a line", tmp_path / "cache", file, "jsonl")
 
 
 def test_the_standard_library_is_read_without_its_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,15 +106,13 @@ def test_the_standard_library_is_read_without_its_tests(monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_is_not_there_or_holds_nothing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere.*there is no such"):
-        source_files("text", str(tmp_path / "nowhere"), "**/*")
+    refused(r"nowhere.*there is no such", tmp_path / "cache", tmp_path / "nowhere")
     write(tmp_path / ".git", head=b"not a text")
     (tmp_path / ".hidden.md").touch()
-    for pattern, words in (("*.md", "no file in it matches"), ("**/*", "no file in it"), ("**.md", "can only be")):
-        with pytest.raises(DataError, match=words):
-            source_files("text", str(tmp_path), pattern)
-    with pytest.raises(DataError, match=r"pattern is '/\*': Non-relative"):
-        source_files("text", str(tmp_path), "/*")
+    refused("no file in it matches", tmp_path / "cache", tmp_path, pattern="*.md")
+    refused("no file in it", tmp_path / "cache", tmp_path)
+    refused("can only be", tmp_path / "cache", tmp_path, pattern="**.md")
+    refused(r"pattern is '/\*': Non-relative", tmp_path / "cache", tmp_path, pattern="/*")
 
 
 def test_what_runs_write_below_the_text_is_none_of_it(tmp_path: Path) -> None:
@@ -280,9 +286,10 @@ DOCUMENTS = [np.arange(first, first + 3 + first % 9, dtype=np.uint16) for first 
 SHARD = 16
 
 
-def written(folder: Path, upto: int | None = None, text: str = "this") -> tuple[list[Shard], int]:
+def written(folder: Path, upto: int | None = None) -> tuple[list[Shard], int]:
     """The shards after the documents before ``upto``, and with how many of them there were already."""
-    writer = ShardWriter(Notes(folder, text, 2), "train", SHARD, ByteTokenizer(False))
+    folder.mkdir(exist_ok=True)
+    writer = ShardWriter(Notes(folder, "this", 2), "train", SHARD, ByteTokenizer(False))
     begun = writer.documents
     for ids in DOCUMENTS[begun:upto]:
         writer.write(ids)
@@ -295,14 +302,12 @@ def content(folder: Path) -> list[int]:
 
 
 def test_wherever_it_is_broken_off_it_goes_on_and_ends_in_the_same(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
     wanted, begun = written(tmp_path / "whole")
     assert begun == 0
     assert content(tmp_path / "whole") == [int(number) for ids in DOCUMENTS for number in ids]
     assert {shard.tokens for shard in wanted[:-1]} == {SHARD}
     for upto in range(0, len(DOCUMENTS), 3):
         folder = tmp_path / str(upto)
-        folder.mkdir()
         written(folder, upto)
         (folder / "train-00099.bin").write_bytes(b"a shard without a note")
         with (folder / NOTES).open("ab") as notes:
@@ -412,8 +417,7 @@ def test_one_file_or_some_of_a_folder_are_read_once(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prepare_corpus(options(root, "hf", documents_max=75), cache) == front
     as_jsonl(root / "part-2", ["changed"])
-    with pytest.raises(DataError, match=r"kind 'hf' needs the library datasets .*: pip install 'diloco\[datasets\]'"):
-        prepare_corpus(options(root, "hf", documents_max=75), cache)
+    refused(r"kind 'hf' needs the library datasets .*: pip install 'diloco\[datasets\]'", cache, root, "hf")
 
 
 def test_a_split_of_its_own_is_validation(tmp_path: Path) -> None:
@@ -424,12 +428,9 @@ def test_a_split_of_its_own_is_validation(tmp_path: Path) -> None:
     made = prepare_corpus(options(root, "hf", validation_split="test", documents_max=15), tmp_path / "cache")
     assert tokens_of(made, "train") == as_ids(TEXTS[:15])
     assert tokens_of(made, "validation") == as_ids(TEXTS[100:115])
-    for changes, words in (
-        ({"validation_split": "dev"}, r"validation_split is 'dev': .*set has train, test"),
-        ({"split": "trains"}, r"^split is 'trains': .*set has train, test"),
-    ):
-        with pytest.raises(DataError, match=words):
-            prepare_corpus(options(root, "hf", **changes), tmp_path / "cache")
+    cache, there = tmp_path / "cache", ".*set has train, test"
+    refused(f"validation_split is 'dev': {there}", cache, root, "hf", validation_split="dev")
+    refused(f"^split is 'trains': {there}", cache, root, "hf", split="trains")
 
 
 @pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet], as_jsonl))
@@ -487,13 +488,9 @@ def test_what_cannot_be_streamed_is_said_in_one_line(tmp_path: Path) -> None:
         ({"path": "nobody/nothing"}, r"^path is 'nobody/nothing': there is no such file or folder here, and of the"),
     ]
     for changes, words in cases:
-        with pytest.raises(DataError, match=words) as raised:
-            prepare_corpus(options(**{"kind": "hf", "path": root, **changes}), cache)
-        assert "\n" not in str(raised.value)
+        refused(words, cache, **{"kind": "hf", "path": root, **changes})
     (root / "part-1.jsonl").write_text('{"text": "a"}\nnot json\n')
-    with pytest.raises(DataError, match=r"broke off after 40 documents: .*JSON.*; the next start resumes") as raised:
-        prepare_corpus(options(root, "hf"), cache)
-    assert "\n" not in str(raised.value)
+    refused(r"broke off after 40 documents: .*JSON.*; the next start resumes", cache, root, "hf")
 
 
 # --- Token ids that lie in files already ------------------------------------------------------------------------------
@@ -547,22 +544,16 @@ def test_the_identity_is_that_of_the_tokens_and_of_no_place(tmp_path: Path, mani
     copy = tmp_path / "copy"
     shutil.copytree(manifest.directory, copy)
     assert prepare_corpus(options(copy, "tokens"), cache).identity == manifest.identity, "as we have prepared it"
-    with pytest.raises(DataError, match=r"was made by the tokenizer bytes, and data\.tokenizer is bpe1024"):
-        prepare_corpus(options(copy, "tokens", tokenizer="bpe1024"), cache)
-    with pytest.raises(DataError, match=r"end_of_file is False, and .* was made with True"):
-        prepare_corpus(options(copy, "tokens", end_of_file=False), cache)
+    made = r"was made by the tokenizer bytes, and data\.tokenizer is bpe1024"
+    refused(made, cache, copy, "tokens", tokenizer="bpe1024")
+    refused(r"end_of_file is False, and .* was made with True", cache, copy, "tokens", end_of_file=False)
     (copy / "manifest.json").write_text('{"of": "another program"}')
-    with pytest.raises(DataError, match=r"copy .* again, or remove its manifest\.json"):
-        prepare_corpus(options(copy, "tokens"), cache)
+    refused(r"copy .* again, or remove its manifest\.json", cache, copy, "tokens")
 
 
 def test_what_cannot_be_read_is_said_by_file_and_setting(tmp_path: Path, manifest: CorpusManifest) -> None:
     folder, cache = laid_out(tmp_path / "there", manifest), tmp_path / "cache"
-
-    def refuses(words: str, **changes: Any) -> None:
-        with pytest.raises(DataError, match=words):
-            prepare_corpus(options(folder, "tokens", **changes), cache)
-
+    refuses = partial(refused, cache=cache, path=folder, kind="tokens")
     refuses(r"a\.bin has the id \d+, and the tokenizer bytes has 257 ids: set data", dtype="uint32")
     refuses("no file in it matches", pattern="*.npy")
     found = prepare_corpus(options(folder, "tokens"), cache)
