@@ -31,6 +31,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -467,6 +468,8 @@ class Writer:
     def __init__(self, root: Path, keep: int, synchronous: bool, wait_s: float, spread: Spread, disk: Disk) -> None:
         self._root, self._keep, self.synchronous, self._wait_s, self._disk = root, keep, synchronous, wait_s, disk
         self.group, self._place = spread.group, spread.place
+        self._tidies = self.group.is_first
+        """Whether this rank is the one that publishes and removes in its folder."""
         self._written: Future[object] | None = None
 
     def begin(self, *, resumed: bool) -> None:
@@ -498,7 +501,7 @@ class Writer:
         CheckpointError if a write failed, LateError if one is not done in time.
         """
         with failing_alike(self.group):
-            self.wait(self._wait_s)
+            self.wait()
 
     # The thread.
 
@@ -530,12 +533,12 @@ class Writer:
             # A daemon, so that a disk that hangs cannot keep a dying process alive; wait() is the orderly end.
             threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
 
-    def wait(self, bound_s: float) -> None:
-        """Wait for the write under way; LateError after ``bound_s`` seconds, CheckpointError if the write failed."""
+    def wait(self) -> None:
+        """Wait for the write under way; LateError after ``wait_s`` seconds, CheckpointError if the write failed."""
         if self._written is not None:
-            futures.wait([self._written], bound_s)
+            futures.wait([self._written], self._wait_s)
         if self.busy:
-            raise LateError(f"a checkpoint in {self._root} is still being written after {bound_s:g} s")
+            raise LateError(f"a checkpoint in {self._root} is still being written after {self._wait_s:g} s")
 
 
 class WholeWriter(Writer):
@@ -557,15 +560,11 @@ class WholeWriter(Writer):
 class PartWriter(Writer):
     """Each rank writes its own part (format 2)."""
 
-    def __init__(self, root: Path, keep: int, synchronous: bool, wait_s: float, spread: Spread, disk: Disk) -> None:
-        super().__init__(root, keep, synchronous, wait_s, spread, disk)
-        self._name = ""
-        """Name of the checkpoint whose parts are being written; empty if none."""
-        self._meta: Mapping[str, Any] = {}
-        self._why = ""
-        """Why this rank's part could not be written; empty if it has not failed."""
-        self._tidies = self.group.is_first
-        """Whether this rank is the one that publishes and removes in its folder."""
+    _name = ""
+    """Name of the checkpoint whose parts are being written; empty if none."""
+    _meta: Mapping[str, Any] = MappingProxyType({})
+    _why = ""
+    """Why this rank's part could not be written; empty if it has not failed."""
 
     def begin(self, *, resumed: bool) -> None:
         """See ``Writer``; what writers that died have left is removed."""
@@ -636,7 +635,7 @@ class PartWriter(Writer):
         """See ``Writer``; waits for the parts, and then for their publication."""
         try:
             with failing_alike(self.group):
-                self.wait(self._wait_s)
+                self.wait()
                 if self._why:
                     raise CheckpointError(self._why)
         except CheckpointError:

@@ -202,7 +202,7 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     assert made.words() == [0.0, 0.0, 0.0]
     assert made.heard([0.0, 0.0]) == ""
     gate.set()
-    made.wait(20)
+    made.wait()
     assert names(tmp_path) == []  # It is whole, and no rank has said so yet.
     assert made.words() == [0.0, 1.0, 0.0]
     assert made.heard([1.0, 0.0]) == ""
@@ -210,7 +210,7 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     assert names(tmp_path) == ["step-1"]
     assert made.words() == [1.0, 0.0, 0.0]
     made.submit("step-2", state(1.0))
-    made.wait(20)
+    made.wait()
     assert "another rank could not write its part of" in made.heard([0.0, 1.0])
     made.settle()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"], "nothing is left of it"
@@ -310,7 +310,7 @@ def test_a_writer_that_a_panic_ends_is_free_again_and_tells_the_next_caller(tmp_
     made = WholeWriter(tmp_path, 2, False, 30.0, spread(), PLAIN_DISK)
     made.start(panics)
     with pytest.raises(PanicException):
-        made.wait(30.0)
+        made.wait()
     assert not made.busy
 
 

@@ -13,7 +13,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import repeat
 from pathlib import Path
@@ -78,9 +78,9 @@ def joined(served: Served, model: Any = None, **arguments: Any) -> diloco.Outer:
 class Loop:
     """A user's own loop."""
 
-    def __init__(self, served: Served, model: nn.Module | None = None, **arguments: Any) -> None:
+    def __init__(self, served: Served, model: nn.Module | None = None, lr: float = 0.05, **arguments: Any) -> None:
         self.model = model or cold_model()
-        self.optimizer = sgd(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         own = {"optimizer": self.optimizer, "tokens_per_step": TOKENS}
         self.outer = joined(served, self.model, **{**own, **arguments})
 
@@ -132,12 +132,17 @@ def test_a_loop_trains_a_run_to_its_end(place: Path) -> None:
         assert not all(torch.equal(before[name], each) for name, each in values(loop.model).items())
 
 
-def at_once(*each: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=one) for one in each]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
+def train_together(*loops: Loop) -> None:
+    """Each on batches of its own to the end of the run, from when all have joined."""
+    meet = threading.Barrier(len(loops))
+
+    def train(at: int) -> None:
+        with loops[at].outer:
+            meet.wait(60.0)
+            until_stop(lambda number: loops[at].step(1000 * at + number))
+
+    with ThreadPoolExecutor(len(loops)) as threads:
+        list(threads.map(train, range(len(loops))))
 
 
 @pytest.mark.parametrize("adopt", ["rebase", "blend"])
@@ -147,12 +152,7 @@ def test_every_site_ends_with_the_final_version_of_a_finished_run_whatever_the_c
     rules = (f"outer.adopt={adopt}", "codec.up=int4", "outer.num_fragments=2", PATIENT)
     with serving(place, "run.tokens=900", *rules) as served:
         loops = [Loop(served, small_model(), site=site) for site in ("fra", "iad")]
-
-        def trained(loop: Loop, first: int) -> None:
-            with loop.outer:
-                until_stop(lambda number: loop.step(first + number))
-
-        at_once(*(partial(trained, loop, 1000 * at) for at, loop in enumerate(loops)))
+        train_together(*loops)
         final = [each.published for each in served.syncer.holdings.values]
     for loop in loops:
         assert loop.outer.why == "the run is finished"
@@ -598,23 +598,8 @@ def test_buffers_that_the_run_publishes_end_as_the_average_of_the_sites_and_othe
     rules = ["outer=nesterov", f"outer.adopt={adopt}", "outer.quorum=all", "outer.lock_step=true", PATIENT]
     rules += ["codec.up=int4", "codec.down=int4", "outer.publish=*.running_mean,*.running_var"]
     with serving(place, "run.tokens=190", *rules, model=batch_norm()) as served:
-        models = [batch_norm() for _ in range(2)]
-        still = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
-        made = [{"optimizer": each, "site": site} for each, site in zip(still, ("fra", "iad"), strict=True)]
-        loops = [Loop(served, model, **arguments) for model, arguments in zip(models, made, strict=True)]
-        meet = threading.Barrier(2)
-
-        def trained(at: int) -> None:
-            def step(number: int) -> bool:
-                backward(models[at], 1000 * at + number)
-                still[at].step()
-                return loops[at].outer.should_stop
-
-            with loops[at].outer:
-                meet.wait(60.0)
-                until_stop(step)
-
-        at_once(partial(trained, 0), partial(trained, 1))
+        loops = [Loop(served, batch_norm(), lr=0.0, site=site) for site in ("fra", "iad")]
+        train_together(*loops)
     alone = [batch_norm() for _ in range(2)]
     most = max(loop.outer.steps for loop in loops)
     assert most >= 9, "after steps 4 and 9 the sites have exchanged their buffers"
@@ -628,10 +613,10 @@ def test_buffers_that_the_run_publishes_end_as_the_average_of_the_sites_and_othe
                 for model in alone:
                     getattr(model[1], name).copy_(mean)
     for name in ("running_mean", "running_var"):
-        ours, theirs = (getattr(model[1], name) for model in models)
+        ours, theirs = (getattr(loop.model[1], name) for loop in loops)
         assert torch.equal(ours, theirs)
         assert torch.allclose(ours, getattr(alone[0][1], name), atol=1e-6)
-    assert [int(model[1].num_batches_tracked) for model in models] == [loop.outer.steps for loop in loops]
+    assert [int(loop.model[1].num_batches_tracked) for loop in loops] == [loop.outer.steps for loop in loops]
 
 
 def test_ranks_that_know_nothing_of_each_other_are_not_one_site_each(monkeypatch: pytest.MonkeyPatch) -> None:
