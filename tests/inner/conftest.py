@@ -15,6 +15,7 @@ import pytest
 from diloco.durable import Disk, Step
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest
+from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.trainer import ExtraState, Resumed, StepInfo, Trainer, Verdict
 from tests.layouts import heard, ranks
 
@@ -39,6 +40,10 @@ def options(path: Path | str, kind: str = "text", **changes: Any) -> DataOptions
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> CorpusManifest:
     root = tmp_path_factory.mktemp("corpus")
     return prepare_corpus(options(write_text(root / "text")), root / "cache")
+
+
+def tiny(dim: int = 16, tied: bool = False) -> Transformer:
+    return Transformer(ModelOptions(vocab_size=40, layers=1, dim=dim, heads=2, context=8, tied=tied), 1)
 
 
 def tokens_of(manifest: CorpusManifest, split: str) -> list[int]:

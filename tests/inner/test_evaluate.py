@@ -109,8 +109,6 @@ def test_tokens_are_drawn_by_their_chances() -> None:
 
 
 def test_a_prompt_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt is '': at least one token"):
-        list(generate(small(), [], SamplingOptions()))
     with pytest.raises(ValueError, match="prompt is 50: tokens below the model's 50"):
         list(generate(small(), [1, 50], SamplingOptions()))
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import (
     InnerOptimizers,
     InnerOptions,
@@ -15,15 +14,12 @@ from diloco.inner.optimizer import (
     orthogonalize,
 )
 from diloco.inner.parallel import SiteGroup
-
-
-def tiny(tied: bool = False) -> Transformer:
-    return Transformer(ModelOptions(vocab_size=40, layers=1, dim=16, heads=2, context=8, tied=tied), 1)
+from tests.inner.conftest import tiny
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_takes_the_hidden_matrices_and_adamw_all_else(tied: bool) -> None:
-    model = tiny(tied)
+    model = tiny(tied=tied)
     optimizers = build_optimizers(model, InnerOptions(optimizer="muon"))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -12,9 +12,7 @@ import torch
 
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError, LateError, names
-from diloco.inner.data import CorpusManifest, TokenStream, validation_batches
-from diloco.inner.evaluate import evaluate
-from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.data import CorpusManifest, TokenStream
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import (
@@ -25,7 +23,7 @@ from diloco.inner.trainer import (
     capture_state,
     load_parameters,
 )
-from tests.inner.conftest import resumed, steps_of, written
+from tests.inner.conftest import resumed, steps_of, tiny, written
 from tests.inner.spread_program import Case, build, trained
 from tests.sooner import sooner
 
@@ -66,16 +64,6 @@ def put(made: Trainer, value: float) -> None:
 
 def notes(facts: Facts, field: str = "why") -> list[object]:
     return [fields.get(field) for what, fields in facts if what == "note"]
-
-
-def test_the_loss_falls(manifest: CorpusManifest) -> None:
-    made = make(manifest, dim=32, inner={"batch_sequences": 8}, precision="auto")
-    held_out = validation_batches(manifest, 16, 16, 8)
-    before = evaluate(made.model, held_out)
-    first, *_ = steps_of(made, 60)
-    assert before == pytest.approx(math.log(257), abs=0.15)
-    assert first.loss == pytest.approx(before, abs=0.3)
-    assert evaluate(made.model, held_out) < 0.6 * before
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -351,16 +339,12 @@ def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkey
     assert len(slept) == 3, "other ranks wait for the first: two that sleep by each other's step sleep longer each time"
 
 
-def tiny(dim: int = 16, tied: bool = True) -> Transformer:
-    return Transformer(ModelOptions(vocab_size=40, layers=1, dim=dim, heads=2, context=8, tied=tied), 1)
-
-
 def test_of_a_tied_pair_one_is_saved_and_what_is_of_another_model_is_named(tmp_path: Path) -> None:
-    model = tiny()
+    model = tiny(tied=True)
     tensors = capture_state(model, build_optimizers(model, InnerOptions()))
     found = checkpoint.load(checkpoint.save(tmp_path, "step-1", tensors, {}))
     assert set(found.part("model")) == {name for name, _ in model.named_parameters()}, "and no tables"
     with pytest.raises(CheckpointError, match=r"another model: .* is \(.*\) here and \(.*\) there"):
-        load_parameters(found, tiny(dim=32))
+        load_parameters(found, tiny(dim=32, tied=True))
     with pytest.raises(CheckpointError, match=r"head\.weight is \(40, 16\) here and nothing there"):
-        load_parameters(found, tiny(tied=False))
+        load_parameters(found, tiny())

@@ -1,105 +1,88 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from diloco.codec.base import digest
-from diloco.codec.registry import make_codec
-from diloco.codec.site_pass import publish
 from diloco.config import build
 from diloco.config.compose import compose
 from diloco.config.errors import VerbError
-from diloco.config.placing import syncer_configs
 from diloco.config.schema import RunConfig
 from diloco.models import evaluate
-from diloco.models.evaluate import Evaluator, Observed, Observer
+from diloco.models.evaluate import Evaluator, Observed
 from diloco.outer.fragments import gather, named_parameters_once
-from diloco.wire.messages import PullAsk, PullHeader, Unreachable
+from diloco.wire.client import SyncClient
+from diloco.wire.messages import PullAsk
 from diloco.wire.pulling import PulledVersion, PullSink
+from tests.loopback.cluster import closed_port
+from tests.models.pasts import Hand, configured
 from tests.runs.processes import TINY, Place
-
-CODEC = "int4:32"
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    monkeypatch.chdir(tmp_path)
-    Place(tmp_path)
-    return compose([*TINY, "run.name=x", "outer.num_fragments=2"])
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
-class Shelf:
-    """Plays the syncer's end of Pull, by the rules of the down-link."""
+def begun(ends: ExitStack, root: Path, *settings: str) -> Hand:
+    """A syncer and its site ``a``."""
+    hand = Hand(configured(root, "codec.down=int4:32", *settings))
+    ends.callback(hand.stop)
+    hand.join("a")
+    return hand
 
-    def __init__(self, values: list[torch.Tensor]) -> None:
-        self.published = values
-        self.versions = [0] * len(values)
-        self.downlinks: list[bytes] = [b""] * len(values)
-        self.asked: list[int] = []
-        self.damaged = False
 
-    def advance(self, fragment: int, theta: torch.Tensor) -> None:
-        self.downlinks[fragment], self.published[fragment] = publish(theta, self.published[fragment], make_codec(CODEC))
-        self.versions[fragment] += 1
-
-    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
-        del sink
-        fragment, version = ask.fragment, self.versions[ask.fragment]
-        self.asked.append(ask.have_version)
-        whole = ask.have_version < max(0, version - 1)
-        encoding, parts = CODEC, [self.downlinks[fragment]] if ask.have_version < version else []
-        if whole:
-            encoding, parts = "fp32", [make_codec("fp32").encode(self.published[fragment])]
-        told = "0" * 64 if self.damaged else digest(self.published[fragment])
-        numel, lengths = self.published[fragment].numel(), tuple(map(len, parts))
-        header = PullHeader(
-            fragment, ask.have_version, version, whole, encoding, numel, sum(lengths), lengths, told, 0, ()
-        )
-        return PulledVersion(header, tuple(memoryview(part) for part in parts))
+def check_holds_what_was_published(seen: Observed, config: RunConfig, *hands: Hand) -> None:
+    model = build.build_model(config)
+    seen.write_into(model)
+    for hand in hands:
+        for fragment, held in zip(hand.layout.fragments, hand.syncer.holdings.values, strict=True):
+            assert torch.equal(gather(fragment, named_parameters_once(model)), held.published)
 
 
 def test_an_observer_holds_what_was_published_bit_for_bit_fetches_the_rest_whole_and_refuses_another_model(
-    config: RunConfig,
+    tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = build.layout_of(config)
-    shelf: Any = Shelf(build.version_zero(config, layout))
-    observer = Observer(shelf, "x", layout)
-    assert observer.versions == [-1, -1]
-    for _ in range(2):
-        observer.refresh()
-        assert observer.versions == [0, 0]
-    generator = torch.Generator().manual_seed(3)
+    asked, pull = list[int](), SyncClient.pull
+
+    def pulled(client: SyncClient, ask: PullAsk, sink: PullSink) -> PulledVersion:
+        asked.append(ask.have_version)
+        return pull(client, ask, sink)
+
+    monkeypatch.setattr(SyncClient, "pull", pulled)
+    hand = begun(ends, tmp_path)
+    seen = Observed(hand.config, hand.address, ends.callback)
+    assert seen.versions == [-1, -1]
+    assert [seen.refresh() for _ in range(2)] == [True, False]
     for _ in range(3):
-        for fragment in (0, 1):
-            shelf.advance(fragment, torch.randn(layout.fragments[fragment].numel, generator=generator))
-        observer.refresh()
-    assert observer.versions == [3, 3]
-    assert shelf.asked == [-1, -1, 0, 0, 0, 0, 1, 1, 2, 2]
-    model = build.build_model(config)
-    observer.write_into(model)
-    for fragment, values in zip(layout.fragments, shelf.published, strict=True):
-        assert torch.equal(gather(fragment, named_parameters_once(model)), values)
-    shelf.advance(0, torch.ones(layout.fragments[0].numel))
-    shelf.damaged = True
-    observer.refresh()
-    assert observer.versions == [-1, -1], "these are not the published values"
-    shelf.damaged = False
-    shelf.asked.clear()
-    observer.refresh()
-    assert observer.versions == [4, 3]
-    assert shelf.asked == [-1, -1]
-    there = build.layout_of(compose([*TINY, "run.name=x", "outer.num_fragments=2", "model.dim=64"]))
-    other: Any = Shelf([torch.zeros(fragment.numel) for fragment in there.fragments])
-    with pytest.raises(VerbError, match=f"fragment 0 has {there.fragments[0].numel} values at the syncer and"):
-        Observer(other, "x", layout).refresh()
+        hand.push("a", 0)
+        hand.push("a", 1)
+        assert seen.refresh()
+    assert (seen.versions, asked) == ([3, 3], [-1, -1, 0, 0, 0, 0, 1, 1, 2, 2])
+    check_holds_what_was_published(seen, hand.config, hand)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "digest", lambda *told: "of other values")
+        assert seen.refresh() is None, "these are not the published values"
+    asked.clear()
+    assert seen.refresh()
+    assert (seen.versions, asked) == ([3, 3], [-1, -1])
+    other = configured(tmp_path / "other", "model.dim=64")
+    there, here = (build.layout_of(config).fragments[0].numel for config in (hand.config, other))
+    with pytest.raises(VerbError, match=f"fragment 0 has {there} values at the syncer and {here} by the settings"):
+        Observed(other, hand.address, ends.callback).refresh()
 
 
-def test_an_untrained_model_scores_like_chance_on_the_part_and_on_the_whole(config: RunConfig) -> None:
-    config.data.validation_sequences = 1
+def test_an_untrained_model_scores_like_chance_on_the_part_and_on_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Place(tmp_path)
+    config = compose([*TINY, "run.name=x", "data.validation_sequences=1"])
     evaluator, model = Evaluator(config, build.corpus(config)), build.build_model(config)
     part, whole = evaluator.score(model), evaluator.score(model, whole=True)
     for score in (part, whole):
@@ -108,64 +91,27 @@ def test_an_untrained_model_scores_like_chance_on_the_part_and_on_the_whole(conf
     assert evaluator.score(model) == part != whole
 
 
-# --- A run whose parts lie with two syncers ---------------------------------------------------------------------------
-
-
-class Door:
-    """An admin's end of one syncer."""
-
-    def __init__(self, tokens: int) -> None:
-        self.said: dict[str, Any] = {"run_tokens": tokens, "phase": "running", "ending": None}
-        self.away = False
-
-    def status(self) -> dict[str, Any]:
-        if self.away:
-            raise Unreachable("gone")
-        return self.said
-
-    def close(self) -> None: ...
-
-
-@pytest.mark.usefixtures("config")
 def test_the_published_model_of_two_syncers_is_read_from_both_and_is_the_whole_model(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, ends: ExitStack
 ) -> None:
-    config = compose([*TINY, "run.name=x", "outer.num_fragments=3", "outer.num_syncers=2"])
-    layouts = [build.layout_of(part) for part in syncer_configs(config)]
-    shelves: dict[str, Any] = {
-        address: Shelf(build.version_zero(part, layout))
-        for address, part, layout in zip(("a:1", "b:2"), syncer_configs(config), layouts, strict=True)
-    }
-    doors = {"a:1": Door(100), "b:2": Door(400)}
-    for shelf in shelves.values():
-        shelf.close = lambda: None
-    monkeypatch.setattr(evaluate, "SyncClient", lambda address, *_: shelves[address])
-    monkeypatch.setattr(evaluate, "AdminClient", lambda address, *_: doors[address])
-    seen = Observed(config, "a:1/b:2", lambda close: None)
-    doors["b:2"].away = True
-    assert seen.refresh() is None, "half a model is none"
-    doors["b:2"].away = False
+    two = ("outer.num_fragments=3", "outer.num_syncers=2")
+    first, second = (begun(ends, tmp_path / str(at), *two, f"cluster.syncer.index={at}") for at in range(2))
+    config = configured(tmp_path / "seen", *two)
+    half = Observed(config, f"{first.address}/127.0.0.1:{closed_port()}", ends.callback)
+    assert half.refresh() is None, "half a model is none"
+    seen = Observed(config, f"{first.address}/{second.address}", ends.callback)
     assert seen.refresh()
     assert seen.versions == [0, 0, 0]
-    counts = [len(layout.fragments) for layout in layouts]
-    assert seen.run_tokens == (100 * counts[0] + 400 * counts[1]) // 3
-
-    shelves["b:2"].advance(0, torch.ones(layouts[1].fragments[0].numel))
-    doors["a:1"].away = True
+    second.push("a", 0)
+    first.syncer.stop(0.1)
     assert seen.refresh(), "one that is away keeps nobody from seeing what the other publishes"
-    held = build.held_of(syncer_configs(config)[1])[0]
-    assert [version for place, version in enumerate(seen.versions) if place != held] == [0, 0]
-    assert seen.versions[held] == 1
-    model = build.build_model(config)
-    seen.write_into(model)
-    for fragment, values in zip(layouts[1].fragments, shelves["b:2"].published, strict=True):
-        assert torch.equal(gather(fragment, named_parameters_once(model)), values)
-
-    doors["a:1"].away = False
-    doors["a:1"].said |= {"phase": "ended", "ending": "finished"}
-    seen.refresh()
-    assert not seen.ended, "the other goes on"
-    doors["b:2"].said |= {"phase": "ended", "ending": "drained"}
-    seen.refresh()
-    assert seen.ended
-    assert seen.drained
+    counts = [len(hand.layout.fragments) for hand in (first, second)]
+    assert seen.run_tokens == second.syncer.api.status()["run_tokens"] * counts[1] // 3 > 0
+    held = build.held_of(second.config)[0]
+    assert seen.versions == [int(place == held) for place in range(3)]
+    check_holds_what_was_published(seen, config, first, second)
+    for ending, drained in (("finished", False), ("drained", True)):
+        seen._statuses = [{"phase": "ended", "ending": "finished"}, {"phase": "running", "ending": None}]
+        assert not seen.ended, "the other goes on"
+        seen._statuses[1] = {"phase": "ended", "ending": ending}
+        assert (seen.ended, seen.drained) == (True, drained)

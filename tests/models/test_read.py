@@ -57,8 +57,6 @@ def test_any_version_that_is_kept_can_be_taken(past: Past) -> None:
             assert digests_of(taken) == published[number]
     values = named_parameters_once(taken.model())
     assert all(torch.equal(values[name], taken.parameters[name]) for name in values)
-    with pytest.raises(VerbError, match=r"--version is 7: .*holds no more than version 6"):
-        take(str(run), version=7)
 
 
 @pytest.mark.gpu
@@ -89,8 +87,6 @@ def test_a_running_syncer_gives_its_newest(tmp_path: Path) -> None:
         assert digests_of(taken) == digests_of(take(str(tmp_path / "past")))
     finally:
         hand.stop()
-    with pytest.raises(VerbError, match="does not answer"):
-        take_from_syncer("127.0.0.1:1", hand.config)
 
 
 def checkpointed(folder: Path, config: RunConfig, seed: int) -> dict[str, torch.Tensor]:
