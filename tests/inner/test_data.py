@@ -143,12 +143,8 @@ class Source:
         return [(unit, 1) for unit in self.units[place : place + count]]
 
 
-def alone() -> SiteGroup:
-    return SiteGroup(0, 0, 1, "127.0.0.1", 0, "cpu", 10.0)
-
-
 def stream(manifest: CorpusManifest, source: Source, batch: int = 4) -> TokenStream:
-    return TokenStream(manifest, "train", 16, batch, seed=3, units=UnitPlaces(UNIT, source, alone()))
+    return TokenStream(manifest, "train", 16, batch, seed=3, units=UnitPlaces(UNIT, source, SiteGroup(device="cpu")))
 
 
 def test_a_unit_is_the_same_sequences_at_every_site_and_all_of_them_are_an_epoch(manifest: CorpusManifest) -> None:
@@ -179,7 +175,9 @@ def test_a_batch_begins_anywhere_goes_over_the_end_of_a_unit_and_remembers_no_un
 
 def test_a_batch_of_many_small_units_is_told_in_several_goes(manifest: CorpusManifest) -> None:
     source = Source(*range(0, 200, 2))
-    here = TokenStream(manifest, "train", 16, PIECES_MAX + 5, seed=3, units=UnitPlaces(1, source, alone()))
+    here = TokenStream(
+        manifest, "train", 16, PIECES_MAX + 5, seed=3, units=UnitPlaces(1, source, SiteGroup(device="cpu"))
+    )
     plain = TokenStream(manifest, "train", 16, 1, seed=3)
     wanted = [plain.window_indices(2 * place)[0] for place in range(PIECES_MAX + 5)]
     assert here.window_indices(0).tolist() == wanted

