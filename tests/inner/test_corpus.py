@@ -10,8 +10,8 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,6 @@ from diloco.inner.corpus import (
 )
 from diloco.inner.data import CorpusManifest, DataError, Shard, TokenStream, load_manifest, validation_batches
 from diloco.inner.tokenizer import ByteTokenizer
-from tests.forked import forkserver
 from tests.inner.conftest import options, tokens_of, write_text
 from tests.sooner import sooner
 
@@ -171,29 +170,15 @@ def test_preparing_again_changes_nothing_and_identity_follows_the_text(tmp_path:
     assert prepare_corpus(options(text, tokenizer="bpe1024"), cache).identity != first.identity
 
 
-def prepare(text: Path, cache: Path, told: Connection) -> None:
-    told.send(prepare_corpus(options(text), cache).identity)
-
-
-def test_what_a_dead_process_left_is_removed_and_a_second_process_finds_the_same(tmp_path: Path) -> None:
-    text = write_text(tmp_path / "text", num_files=6)
-    cache = tmp_path / "cache"
-    context = forkserver()
-    here, there = context.Pipe(duplex=False)
-    both = [context.Process(target=prepare, args=(text, cache, there)) for _ in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join(60.0)
-    assert [process.exitcode for process in both] == [0, 0]
-    identities = {here.recv() for _ in both}
-    assert len(identities) == 1
-    (directory,) = (entry for entry in cache.iterdir() if entry.is_dir())
-    left = cache / f"{directory.name}.tmp-1"
-    shutil.move(directory, left)
+def test_of_two_at_once_one_prepares_and_what_a_dead_one_of_an_earlier_release_left_is_removed(tmp_path: Path) -> None:
+    """Two threads, since the lock is an open file's and not a process's."""
+    wanted, cache = options(write_text(tmp_path / "text", num_files=6)), tmp_path / "cache"
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(prepare_corpus, [wanted] * 2, [cache] * 2)
+    assert first == second
+    left = first.directory.rename(cache / f"{first.directory.name}.tmp-1")
     (left / "manifest.json").unlink()
-    made = prepare_corpus(options(text), cache)
-    assert made.identity in identities
+    assert prepare_corpus(wanted, cache) == first
     assert not left.exists()
 
 
