@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from diloco.durable import Disk, Step
+from diloco.inner import checkpoint
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest
 from diloco.inner.model import ModelOptions, Transformer
@@ -89,6 +91,20 @@ def steps_of(
 
     made.run(until_step=until_step, after_step=after_step, extra_state=extra_state)
     return found
+
+
+def held_back(patch: pytest.MonkeyPatch, name: str, error: Exception | None = None) -> threading.Event:
+    """What lets a function of ``checkpoint`` begin, which then raises ``error`` if there is one."""
+    gate, real = threading.Event(), getattr(checkpoint, name)
+
+    def waits(*arguments: Any) -> Any:
+        assert gate.wait(20)
+        if error is not None:
+            raise error
+        return real(*arguments)
+
+    patch.setattr(checkpoint, name, waits)
+    return gate
 
 
 def written(made: Trainer) -> None:

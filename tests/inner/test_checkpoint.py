@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from concurrent import futures
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 
 from diloco.durable import PLAIN_DISK, Disk, Step
-from diloco.inner import checkpoint
 from diloco.inner.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -30,7 +27,7 @@ from diloco.inner.checkpoint import (
 )
 from diloco.inner.holding import Spread
 from diloco.inner.parallel import Box, SiteGroup
-from tests.inner.conftest import NoRoom, damage
+from tests.inner.conftest import NoRoom, damage, held_back
 from tests.power import RecordingDisk, cuts_at, lay_out, state_after, told_at, without_syncs
 
 
@@ -187,15 +184,7 @@ def test_what_is_kept_are_copies_and_of_copies_one() -> None:
 def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    real = checkpoint.write_part
-
-    def slow(*arguments: Any) -> None:
-        assert gate.wait(20)
-        real(*arguments)
-
-    monkeypatch.setattr(checkpoint, "write_part", slow)
-    made = writer(tmp_path)
+    gate, made = held_back(monkeypatch, "write_part"), writer(tmp_path)
     made.begin(resumed=False)
     assert made.words() == [1.0, 0.0, 0.0]
     made.submit("step-1", state(1.0))

@@ -58,31 +58,26 @@ def flat(pieces: Sequence[Piece], values: dict[str, Tensor]) -> Tensor:
     return torch.cat([values[piece.name].reshape(-1)[piece.start : piece.stop] for piece in pieces])
 
 
-class Counted:
-    """The values that this rank sends to others."""
+class Counting(SiteGroup):
+    """Counts the values that this rank sends to others, and its broadcasts."""
 
-    def __init__(self, group: SiteGroup) -> None:
-        self.sent, self._exchange, self._broadcast = 0, group.all_to_all, group.broadcast_
-        self.broadcasts, self.group = 0, group
-        group.all_to_all = self.all_to_all  # type: ignore[method-assign]
-        group.broadcast_ = self.broadcast_  # type: ignore[method-assign]
+    sent = broadcasts = 0
 
     def all_to_all(self, message: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        assert to[self.group.rank] == 0, "nothing is sent to oneself"
+        assert to[self.rank] == 0, "nothing is sent to oneself"
         self.sent += sum(to)
-        return self._exchange(message, to, of)
+        return super().all_to_all(message, to, of)
 
     def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
         self.broadcasts += 1
-        self._broadcast(tensor, src)
+        super().broadcast_(tensor, src)
 
 
-def check_layout(name: str, group: SiteGroup) -> dict[str, object]:
+def check_layout(name: str, group: Counting) -> dict[str, object]:
     """Gather at every rank and scatter from every rank, whole parameters and pieces of them."""
     parameters = named_parameters_once(LAYOUTS[name](Odd(), group.world))
     assert {each: tuple(value.shape) for each, value in parameters.items()} == SHAPES
-    holding, counted = Holding(parameters, group), Counted(group)
-    told: dict[str, object] = {}
+    holding, told = Holding(parameters, group), dict[str, object]()
     for at in range(group.world):
         values = dice("theta", at)
         values["cube"][0, 0, :2] = torch.tensor([float("nan"), -0.0])
@@ -98,20 +93,19 @@ def check_layout(name: str, group: SiteGroup) -> dict[str, object]:
             with bf16_by_default():
                 holding.scatter(pieces, flat(pieces, new) if group.rank == at else None, of=at)
         assert all(same(found, new[each]) for each, found in whole(parameters).items()), at
-    counted.sent = counted.broadcasts = 0
+    group.sent = group.broadcasts = 0
     holding.gather(WHOLE, torch.empty(sum(map(prod, SHAPES.values()))) if group.is_first else None)
     held = {each: tuple(holding.part(each).shape) for each in SHAPES}
-    told |= {"sent": counted.sent, "held": held, "is_whole": holding.is_whole(WHOLE)}
+    told |= {"sent": group.sent, "held": held, "is_whole": holding.is_whole(WHOLE)}
     placed = [each for value in parameters.values() if isinstance(value, DTensor) for each in value.placements]
     told["strided"] = any(hasattr(placement, "split_factor") for placement in placed)
-    assert counted.broadcasts == 0
+    assert group.broadcasts == 0
     assert not any(each.differs for each in holding.compared())
     with torch.no_grad():
         part = holding.part("norm.weight")
         part.add_(float(group.rank == 1))
     told["differ"] = [(sorted(each.names), each.ranks, each.digests) for each in holding.compared() if each.differs]
     told["compared"] = {name: each.ranks for each in holding.compared() for name in each.names}
-    group.all_to_all, group.broadcast_ = counted._exchange, counted._broadcast  # type: ignore[method-assign]
     return told
 
 
@@ -162,6 +156,8 @@ def check_stages(group: SiteGroup) -> dict[str, object]:
 
 
 def program(group: SiteGroup, tell: Callable[[Any], None]) -> None:
+    group.__class__ = Counting
+    assert isinstance(group, Counting)
     found = {name: check_layout(name, group) for name in LAYOUTS}
     tell(found | {"errors": check_errors(group), "stages": check_stages(group)})
 

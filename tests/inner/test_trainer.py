@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from diloco.inner.trainer import (
     capture_state,
     load_parameters,
 )
-from tests.inner.conftest import resumed, steps_of, tiny, written
+from tests.inner.conftest import held_back, resumed, steps_of, tiny, written
 from tests.inner.spread_program import Case, build, trained
 from tests.sooner import sooner
 
@@ -204,15 +204,7 @@ def test_the_last_checkpoint_must_be_written_unless_its_parameters_are_not_finit
 def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
     manifest: CorpusManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    real = checkpoint.save
-
-    def slow(*arguments: Any) -> Path:
-        assert gate.wait(20)
-        return real(*arguments)
-
-    monkeypatch.setattr(checkpoint, "save", slow)
-    facts: Facts = []
+    gate, facts = held_back(monkeypatch, "save"), Facts()
     made = make(manifest, tmp_path, facts=facts)
     at_step_2: list[torch.Tensor] = []
 
@@ -235,18 +227,12 @@ def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
 def test_a_last_checkpoint_that_failed_late_is_written_by_the_next_run(
     manifest: CorpusManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, real = threading.Event(), checkpoint.save
-
-    def fails(*arguments: Any) -> Path:
-        assert gate.wait(20)
-        raise CheckpointError("No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save", fails)
     facts: Facts = []
     made = make(manifest, tmp_path, facts=facts, checkpoint_wait_s=0.1)
-    with pytest.raises(LateError, match="is still being written"):
-        made.run(until_step=1)
-    monkeypatch.setattr(checkpoint, "save", real)
+    with monkeypatch.context() as patch:
+        gate = held_back(patch, "save", CheckpointError("No space left on device"))
+        with pytest.raises(LateError, match="is still being written"):
+            made.run(until_step=1)
     gate.set()
     written(made)
     made.run(until_step=1)
@@ -326,10 +312,7 @@ def test_a_step_is_timed_without_what_comes_after_it_and_told_as_a_share_of_the_
 
 def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    here = threading.get_ident()  # The patch is seen by every thread, and a test runner has some of its own.
-    monkeypatch.setattr(
-        "diloco.inner.trainer.time.sleep", lambda s: slept.append(s) if threading.get_ident() == here else None
-    )
+    monkeypatch.setattr("diloco.inner.trainer.time", SimpleNamespace(**{**vars(time), "sleep": slept.append}))
     for seconds, info in zip(slept, steps_of(make(manifest, slowdown=4.0), 3), strict=True):
         assert 0 < seconds / 3.0 <= info.step_ns / 1e9
     make(manifest).run(until_step=1)
