@@ -315,10 +315,8 @@ class MemoryWriter(PartWriter):
 def verify_part(folder: Path, rank: str) -> None:
     """Raise CheckpointError unless the files of ``rank`` in ``folder`` are undamaged."""
     listed, file = files_of(folder, rank)
-    told = read_sealed(listed)
-    with reading(file):
-        digest = told["sha256_of_file"]
-    check_digest(file, digest)
+    with reading(listed):
+        check_digest(file, read_sealed(listed)["sha256_of_file"])
 
 
 def _wrong(path: Path, rank: str) -> str:
