@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from diloco.inner import checkpoint
+from diloco.inner.data import TokenStream, UnitPlaces, load_manifest
 from diloco.inner.parallel import SiteGroup
 from tests.inner.conftest import resumed
 from tests.inner.spread_program import CASES, build, trained
+from tests.inner.test_data import Source
 
 
 def check_collectives(group: SiteGroup) -> None:
@@ -37,9 +40,22 @@ def check_collectives(group: SiteGroup) -> None:
     group.all_reduce_sum([0.0])
 
 
+def check_units(group: SiteGroup, corpus: Path) -> None:
+    """Every rank draws what rank 0 is told, and together they draw what one rank would."""
+    told = Source(7, 3, 8) if group.is_first else Source()
+    drawn = []
+    for ranks, source in ((group, told), (SiteGroup(device="cpu"), Source(7, 3, 8))):
+        place: dict[str, Any] = {"rank": ranks.rank, "world": ranks.world, "units": UnitPlaces(8, source, ranks)}
+        stream = TokenStream(load_manifest(corpus), "train", 16, 8 // ranks.world, seed=3, **place)
+        drawn.append([ranks.all_gather(torch.from_numpy(stream.window_indices(cursor))) for cursor in (0, 8, 16)])
+    assert [torch.cat(parts).tolist() for parts in drawn[0]] == [whole.tolist() for (whole,) in drawn[1]]
+    assert told.asked == ([0, 1, 2] if group.is_first else [])
+
+
 def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:
     """Run as one rank; raises when anything differs."""
     check_collectives(group)
+    check_units(group, corpus)
     # Other seeds on other ranks: wrapping must bring all to rank 0's values.
     trainer = build(CASES["ddp"], corpus, group, out / "checkpoints", seed=5 + group.rank)
     passes: list[bool] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,25 +181,3 @@ def test_a_batch_of_many_small_units_is_told_in_several_goes(manifest: CorpusMan
     wanted = [plain.window_indices(2 * place)[0] for place in range(PIECES_MAX + 5)]
     assert here.window_indices(0).tolist() == wanted
     assert source.asked == [0, PIECES_MAX]
-
-
-def test_all_ranks_draw_what_rank_0_is_told(manifest: CorpusManifest) -> None:
-    source, told, found = Source(7, 3, 8), list[list[int]](), dict[int, list[list[int]]]()
-
-    class Rank(SimpleNamespace):
-        def broadcast_small(self, values: list[int]) -> list[int]:
-            """One after the other: rank 0 says all, and then rank 1 hears it."""
-            if self.is_first:
-                told.append(values)
-            return told[-1] if self.is_first else told.pop(0)
-
-    for rank in range(2):
-        group: Any = Rank(rank=rank, world=2, is_first=rank == 0)
-        units = UnitPlaces(UNIT, source, group)
-        mine = TokenStream(manifest, "train", 16, 4, rank=group.rank, world=group.world, seed=3, units=units)
-        found[rank] = [mine.window_indices(cursor).tolist() for cursor in (0, 8, 16)]
-    plain = stream(manifest, Source(7, 3, 8), batch=8)
-    assert [[*a, *b] for a, b in zip(found[0], found[1], strict=True)] == [
-        plain.window_indices(cursor).tolist() for cursor in (0, 8, 16)
-    ]
-    assert source.asked == [0, 1, 2]

@@ -375,9 +375,6 @@ def test_a_checkpoint_is_gone_on_from_in_any_layout_and_by_fewer_ranks(name: str
     ("options", "world", "sizes"),
     [
         ({}, 4, (4, 1, 1)),
-        ({"parallel": "fsdp"}, 4, (1, 4, 1)),
-        ({"parallel": "hsdp", "shard_ranks": 2}, 8, (4, 2, 1)),
-        ({"parallel": "tp"}, 4, (1, 1, 4)),
         ({"parallel": "tp+fsdp", "tensor_ranks": 2}, 8, (1, 4, 2)),
         ({"parallel": "tp+fsdp", "tensor_ranks": 2, "shard_ranks": 2}, 8, (2, 2, 2)),
     ],
