@@ -166,7 +166,6 @@ class Reader:
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Read ``tokens``, from one to ``room`` of them, and return the logits [vocab] after the last."""
-        require(1 <= len(tokens) <= self.room, "tokens", len(tokens), f"from 1 to the room of {self.room}")
         model, begin = self._model, self.length
         end = begin + len(tokens)
         x = model.embedding(torch.tensor([list(tokens)], device=model.cosines.device))

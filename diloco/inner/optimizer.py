@@ -266,7 +266,6 @@ def build_optimizers(model: Transformer, options: InnerOptions, precision: str =
     ``model`` is the plain module, not its DDP wrapper, after ``Spread`` has sharded it.  ``precision`` is the format of
     Muon's own products, "bf16" or "fp32".  It must be the same on all ranks of a site: see ``resolve_precision``.
     """
-    require(precision in ("bf16", "fp32"), "precision", precision, "bf16 or fp32")
     left = dict(model.named_parameters())
     if options.optimizer == "sgd":
         return InnerOptimizers({"sgd": torch.optim.SGD(left.items(), lr=options.lr)}, options)

