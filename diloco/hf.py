@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import require
 from diloco.integrations import SiteCallback, required
 
@@ -77,10 +79,7 @@ class DiLoCoCallback(SiteCallback, TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write the site's state into the Trainer's checkpoint atomically; the checkpoint is valid without it."""
         if found := self.state_dict():
-            there = _state_of(args, state)
-            beside = there.with_name(f"{there.name}.new")
-            torch.save(found, beside)
-            beside.replace(there)
+            PLAIN_DISK.keep(_state_of(args, state), partial(torch.save, found), Step.FILE)
 
 
 def _state_of(args: TrainingArguments, state: TrainerState) -> Path:

@@ -96,12 +96,8 @@ def test_a_trainer_that_loads_another_model_before_it_leaves_is_refused(tmp_path
 def test_a_checkpoint_has_the_sites_state_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from diloco.hf import DiLoCoCallback
 
-    class Joined:
-        def state_dict(self) -> dict[str, object]:
-            return {"steps": 7}
-
     callback = DiLoCoCallback(syncer="127.0.0.1:1", site="fra", tokens_per_step=TOKENS)
-    callback.outer = Joined()  # type: ignore[assignment]
+    callback.outer = SimpleNamespace(state_dict=lambda: {"steps": 7})  # type: ignore[assignment]
     args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=7)
     (tmp_path / "checkpoint-7").mkdir()
     whole = torch.save
