@@ -23,7 +23,7 @@ its own ranks' parts and three times the parts of the ranks that send it their s
 from __future__ import annotations
 
 import contextlib
-import os
+import shutil
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -228,8 +228,7 @@ class MemoryWriter(PartWriter):
     def _write_own(self, name: str, parts: Mapping[str, Part]) -> None:
         self._bytes = sum(part.values.nbytes for part in parts.values())
         with writing(self._root / name):
-            told = os.statvfs(self._root)
-        free = told.f_bavail * told.f_frsize
+            free = shutil.disk_usage(self._root).free
         if self._bytes > (1.0 - ROOM_LEFT) * free:
             where = f"{self._root}, where {free:,} are free and a tenth must stay free"
             raise CheckpointError(f"{self._bytes:,} bytes do not fit into {where}")

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -63,22 +64,20 @@ def test_what_is_damaged_in_memory_is_said_and_the_disk_or_nothing_is_taken(life
 
 
 @pytest.mark.parametrize(
-    ("statvfs", "words"),
+    ("usage", "words"),
     [
-        ([SimpleNamespace(f_bavail=1, f_frsize=4096)], "4,096 are free and a tenth must stay free"),
+        (Mock(return_value=SimpleNamespace(free=4096)), "4,096 are free and a tenth must stay free"),
         # As the system does with what users who logged out have in /dev/shm.
-        ([], f"{NEWEST[0]} could not be written: [Errno 2] No such file or directory"),
+        (
+            Mock(side_effect=FileNotFoundError(2, "No such file")),
+            f"{NEWEST[0]} could not be written: [Errno 2] No such",
+        ),
     ],
 )
 def test_a_folder_without_room_or_removed_meanwhile_costs_checkpoints_in_memory_and_no_training(
-    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statvfs: list[object], words: str
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usage: Mock, words: str
 ) -> None:
-    def told(path: Path) -> object:
-        if not statvfs:
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return statvfs[0]
-
-    monkeypatch.setattr(os, "statvfs", told)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
     disk = tmp_path / "disk"
     trained(life.begin(folder=disk), DIES, dies=True)
     whys = [str(each["why"]) for each in life.said("note")]
