@@ -31,7 +31,7 @@ from diloco.codec import kernel_library
 from diloco.config import build, connecting, syncer_settings
 from diloco.config import compose as configs
 from diloco.config.errors import A_NAME, ConfigError, VerbError
-from diloco.config.keys import nearest
+from diloco.config.keys import hint
 from diloco.config.model_files import NOTHING_TO_TRAIN, frozen_digest, published_of, trained_and_frozen
 from diloco.config.placing import towards
 from diloco.config.run_dir import RunDir, SiteDir, held
@@ -307,8 +307,7 @@ def _own(syncer: str, site: str, tokens_per_step: object, settings: dict[str, ob
     there = [each.name for each in fields(SiteSection) if each.name not in OTHERWISE]
     for name in settings:
         if name not in there:
-            near = nearest(name, there)
-            raise ValueError(f"{name} is no argument of join" + (f": did you mean {near}?" if near else ""))
+            raise ValueError(f"{name} is no argument of join: {hint(name, there)}")
     own = {"site.id": site, "site.syncer": syncer} | {f"site.{name}": value for name, value in settings.items()}
     with _naming_arguments():
         config = configs.of_values(own)
