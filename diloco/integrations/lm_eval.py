@@ -57,21 +57,18 @@ class OurModel(TemplateLM):
             )
         return end
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
+    def tok_encode(self, string: str, **_: object) -> list[int]:
         """Return the tokens of ``string``, without special tokens."""
-        del add_special_tokens, kwargs
         return [int(token) for token in self._ids.encode_batch([string])[0]]
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[object, list[int], list[int]]], **kwargs: object
+        self, requests: Sequence[tuple[object, list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
-        del kwargs
         pairs = [(before, behind) for _, before, behind in requests]
         return list(likelihoods(self._model, pairs, precision=self._precision))
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: object) -> list[float]:
         """Return each whole text's log likelihood, in windows of the model's context that predict each token once."""
-        del disable_tqdm
         pairs: list[Pair] = []
         sizes = []
         for request in requests:
@@ -84,9 +81,8 @@ class OurModel(TemplateLM):
         scored = iter(likelihoods(self._model, pairs, precision=self._precision))
         return [sum(next(scored).nats for _ in range(size)) for size in sizes]
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
         """Return the model's continuation of each text, up to the first of the texts that end it."""
-        del disable_tqdm
         return [self._generated(*request.args) for request in requests]
 
     def _generated(self, text: str, told: Mapping[str, Any]) -> str:
