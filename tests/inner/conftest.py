@@ -15,6 +15,7 @@ import pytest
 
 from diloco.durable import Disk, Step
 from diloco.inner import checkpoint
+from diloco.inner.checkpoint import Checkpoint
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest
 from diloco.inner.model import ModelOptions, Transformer
@@ -22,9 +23,9 @@ from diloco.inner.trainer import ExtraState, Resumed, StepInfo, Trainer, Verdict
 from tests.layouts import heard, ranks
 
 
-def write_text(folder: Path, num_files: int = 12, seed: int = 5) -> Path:
+def write_text(folder: Path, num_files: int = 12) -> Path:
     """Files of pseudo-words in ``folder``: learnable, distinct and the same everywhere."""
-    draw = random.Random(seed)
+    draw = random.Random(5)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 5))) for _ in range(30)]
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(num_files):
@@ -112,9 +113,9 @@ def written(made: Trainer) -> None:
     futures.wait([each.writer._written for each in made._savings if each.writer._written is not None], 60)
 
 
-def resumed(made: Trainer) -> Resumed:
-    """What is restored of its newest checkpoint; there is one."""
-    found = made.resume()
+def resumed(made: Trainer, checkpoint: Checkpoint | None = None) -> Resumed:
+    """What is restored of that checkpoint, or of its newest one; there is one."""
+    found = made.resume(checkpoint)
     assert found is not None
     return found
 

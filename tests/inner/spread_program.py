@@ -211,13 +211,11 @@ def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) ->
     if name.endswith("as tp+fsdp"):
         case = replace(case, parallel=CASES["tp+fsdp"].parallel)
     trainer = build(case, corpus, group)
-    found = trainer.resume(checkpoint.load(out / f"{source}-checkpoints" / NAMES[-1]))
-    assert found is not None
+    found = resumed(trainer, checkpoint.load(out / f"{source}-checkpoints" / NAMES[-1]))
     assert found.step == SAVED
     if source != "plain":
-        assert {key: value.tolist() for key, value in found.tensors.items()} == {
-            f"mine.{rank}": [float(rank)] * 2 for rank in range(4)
-        }
+        mine = {f"mine.{rank}": [float(rank)] * 2 for rank in range(4)}
+        assert {key: value.tolist() for key, value in found.tensors.items()} == mine
         assert found.meta == {"rank": 0}
     told = trained(trainer)
     if group.is_first:
@@ -239,9 +237,7 @@ def lose_one(corpus: Path, group: SiteGroup, out: Path) -> None:
 
 def outlast(corpus: Path, group: SiteGroup, out: Path) -> None:
     """Where one rank still writes when the run ends, every rank says so."""
-    trainer, gate = build(CASES["fsdp"], corpus, group, out / "slow"), threading.Event()
-    assert trainer.saving is not None
-    trainer.saving.writer._wait_s = 0.2
+    trainer, gate = build(CASES["fsdp"], corpus, group, out / "slow", checkpoint_wait_s=0.2), threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 2:
             patch.setattr(checkpoint, "write_part", lambda *given: gate.wait(60))

@@ -349,13 +349,15 @@ def test_what_is_behind_the_last_mark_is_written_again(tmp_path: Path) -> None:
 TEXTS = [f"document {number}: " + "a word or two, " * (number % 7) for number in range(120)]
 
 
-def as_jsonl(path: Path, texts: Sequence[object], name: str = "text") -> None:
-    rows = ({"number": number, name: text} for number, text in enumerate(texts))
+def as_jsonl(path: Path, texts: Sequence[object]) -> None:
+    rows = ({"number": number, "text": text} for number, text in enumerate(texts))
     path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def as_parquet(path: Path, texts: Sequence[object], name: str = "text") -> None:
-    pq.write_table(pa.table({"number": range(len(texts)), name: texts}), path.with_suffix(".parquet"), row_group_size=7)
+def as_parquet(path: Path, texts: Sequence[object]) -> None:
+    pq.write_table(
+        pa.table({"number": range(len(texts)), "text": texts}), path.with_suffix(".parquet"), row_group_size=7
+    )
 
 
 Write = Callable[[Path, Sequence[object]], None]

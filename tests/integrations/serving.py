@@ -85,12 +85,12 @@ def mean_loss(model: nn.Module) -> float:
         return float(torch.stack([batch_loss(model, 100_000 + number) for number in range(64)]).mean())
 
 
-def until_stop(step: Callable[[int], bool], bound: int = 20_000) -> int:
+def until_stop(step: Callable[[int], bool]) -> int:
     """Call ``step`` with 0, 1, ... until it says that it should stop; how often it was called."""
-    for number in range(bound):
+    for number in range(20_000):
         if step(number):
             return number + 1
-    raise AssertionError(f"the run had not ended after {bound} steps")
+    raise AssertionError("the run had not ended after 20,000 steps")
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -101,11 +101,11 @@ def balanced(ledger: dict[str, int]) -> bool:
     return ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
 
 
-def supplied(outer: diloco.Outer, unit: int, ahead: int = 40) -> None:
-    """Wait until so many samples lie ahead of the loop, as far as it is to go on: it is faster than any real one, and
+def supplied(outer: diloco.Outer, unit: int) -> None:
+    """Wait until 40 samples lie ahead of the loop, as far as it is to go on: it is faster than any real one, and
     where its list ends it would draw its own over again."""
     agent = outer._agent
     if isinstance(agent, Agent):
         state = agent.machine.state
-        enough = lambda: state.units.end * unit >= state.cursor + ahead  # noqa: E731
+        enough = lambda: state.units.end * unit >= state.cursor + 40  # noqa: E731
         wait_for(lambda: enough() or state.stopping or state.left, "units of the data")
