@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from diloco.models.read import Evidence
     from diloco.models.sources import Past
     from diloco.sync.rounds import Selection
-    from diloco.syncer.backups import Vault
+    from diloco.syncer.backups import BackupError, BackupFacts, Vault
     from diloco.syncer.replaying import ReplayerWithout
     from diloco.syncer.restoring import Restore, Restored
     from diloco.syncer.store import RunCard
@@ -306,11 +306,12 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
 def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
     from diloco.syncer.backups import BackupError
 
-    vault, name = _backup(given.source, card.run_id)
-    facts = vault.facts(card.run_id, name)
-    found = vault.backups(card.run_id).values()
-    passed = [f"damaged and not used: {damaged}" for damaged in found if isinstance(damaged, BackupError)]
-    told = [each for each in found if not isinstance(each, BackupError)]
+    vault, name, found = _backup(given.source, card.run_id)
+    facts = found[name]
+    if isinstance(facts, BackupError):
+        raise facts
+    passed = [f"damaged and not used: {each}" for each in found.values() if isinstance(each, BackupError)]
+    told = [each for each in found.values() if not isinstance(each, BackupError)]
     highest = max(each.lineage for each in told), max(each.epoch for each in told)
     what = f"backup {name} of {facts.at}"
     restoring = _begin(past, card, given, _evidence(past, given), f"restored from the {what}", *highest)
@@ -318,22 +319,20 @@ def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[
     return restored, [what, *passed, "momentum as it was then"]
 
 
-def _backup(source: str, run_id: str) -> tuple[Vault, str]:
-    """Return the backup that ``source`` names: a backup itself, or the run's newest backup in that place."""
+def _backup(source: str, run_id: str) -> tuple[Vault, str, dict[str, BackupFacts | BackupError]]:
+    """Return the backup that ``source`` names, itself or as the run's newest in that place: its vault and its name
+    there, beside all of the run's backups there."""
     from diloco.syncer.backups import BackupError, Vault
 
-    vault = Vault(source)
-    if names := list(vault.backups(run_id)):
-        return vault, names[-1]
     above, _, name = source.rstrip("/").rpartition("/")
-    for url, wanted in ((above.rpartition("/")[0], name), (above, "")):
+    for url, wanted in ((source, ""), (above.rpartition("/")[0], name), (above if name == run_id else "", "")):
         if not url or url.endswith(":/"):
             continue
-        names = list(Vault(url).backups(run_id))
-        if wanted in names:
-            return Vault(url), wanted
-        if not wanted and name == run_id and names:
-            return Vault(url), names[-1]
+        vault = Vault(url)
+        found = vault.backups(run_id)
+        wanted = wanted or next(reversed(found), "")
+        if wanted in found:
+            return vault, wanted, found
     raise BackupError(f"{source!r} holds neither an image nor a backup of run {run_id}")
 
 
