@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rich.table import Table
+    from rich.text import Text
 
     from diloco.config.schema import RunConfig
     from diloco.observe.dashboard import Dashboard
@@ -267,30 +268,30 @@ def _print(status: Status, as_json: bool) -> None:
         print(json.dumps(status, sort_keys=True), flush=True)
         return
     from rich.console import Console
+    from rich.text import Text
 
     console = Console()
     console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    for part in _parts(status):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _parts(status: Status) -> list[Text | Table]:
+    """Return what is shown of a syncer or a standby, from the top down."""
+    from rich.text import Text
+
     if status.get("role") == "standby":
-        console.print(standby_line(status), soft_wrap=True, highlight=False, markup=False)
-        return
-    console.print(heading(status), soft_wrap=True, highlight=False, markup=False)
-    console.print(sites_table(status))
-    console.print(details(status), soft_wrap=True, highlight=False, markup=False, end="")
+        return [Text(standby_line(status))]
+    return [Text(heading(status)), sites_table(status), *map(Text, details(status).splitlines())]
 
 
 def _watch(address: str, settings: Sequence[str]) -> NoReturn:
     from rich.console import Console, Group
     from rich.live import Live
-    from rich.text import Text
 
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
-            status = status_of(address, settings)
-            if status.get("role") == "standby":
-                shown = Group(Text(standby_line(status)))
-            else:
-                shown = Group(Text(heading(status)), sites_table(status), Text(details(status)))
-            live.update(shown, refresh=True)
+            live.update(Group(*_parts(status_of(address, settings))), refresh=True)
             time.sleep(EVERY_S)
 
 
