@@ -16,14 +16,12 @@ from diloco.cli.main import main
 from diloco.cli.model import size_of, texts
 from diloco.config import build
 from diloco.config.compose import compose, write
-from diloco.config.errors import ConfigError
 from diloco.config.model_files import read_options, read_values
 from diloco.inner import checkpoint
 from diloco.inner.evaluate import SamplingOptions, generate
 from diloco.inner.tokenizer import make_tokenizer
 from diloco.models.evaluate import Evaluator
 from diloco.models.read import take
-from diloco.models.sources import Kind, kind_of
 from diloco.observe.eventlog import read_events
 from diloco.outer.fragments import named_parameters_once
 from tests.cli.conftest import Cli
@@ -132,36 +130,6 @@ def test_letters_come_whole_and_nothing_is_held_for_ever() -> None:
     parts = list(texts(iter(ids), bpe))
     assert "".join(parts) == "def f(x):\n    return é + x\n"
     assert len(parts) >= len(ids) - 1
-
-
-def test_what_lies_somewhere_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for file in (
-        "otter/config.json",
-        "runs/warm/config.yaml",
-        "runs/warm/train/checkpoints/step-1/manifest.json",
-        "runs/first/events.jsonl",
-        "runs/first/syncer/journal/x",
-        "runs/first/sites/a/config.yaml",
-        "runs/first/sites/a/checkpoints/step-1/manifest.json",
-        "runs/first/syncer/final/model.safetensors",
-    ):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text("")
-    warm, site = Path("runs/warm/train/checkpoints"), Path("runs/first/sites/a")
-    final = Path("runs/first/syncer/final/model.safetensors")
-    for source, kind, path in (
-        ("otter", Kind.FOLDER, Path("otter")),
-        ("warm", Kind.TRAINED, warm),
-        (str(warm / "step-1"), Kind.TRAINED, warm / "step-1"),
-        (str(site), Kind.TRAINED, site),
-        (str(final), Kind.TRAINED, final),
-        ("runs/first/syncer", Kind.DATA, Path("runs/first/syncer")),
-        ("first", Kind.RUN, Path("runs/first")),
-    ):
-        assert kind_of(source) == (kind, path), source
-    with pytest.raises(ConfigError, match="'nowhere' is no run folder"):
-        kind_of("nowhere")
 
 
 @pytest.fixture
