@@ -12,7 +12,7 @@ from diloco.cli import main
 from diloco.config import build, build_syncer
 from diloco.config.compose import GROUPS, compose, is_name, settle, shared_config
 from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError, advice, whole_steps
-from diloco.config.keys import default_text, leaves, nearest, type_of, unknown, wanted
+from diloco.config.keys import leaves, nearest, type_of, unknown, wanted
 from diloco.config.run_dir import HOW, WHO, RunDir, name_run, run_dir_of
 from diloco.config.schema import OuterSection, RunConfig, RunSection
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction
@@ -61,14 +61,6 @@ def test_every_key_has_a_type_free_names_take_any_name_and_of_others_the_nearest
         ("modle", "model"),
     ):
         assert unknown(typed) == f"unknown key {typed}: did you mean {meant}?"
-
-
-def test_defaults_are_told_as_a_file_has_them() -> None:
-    defaults = {key: default_text(item) for key, _, item in leaves()}
-    assert defaults["run.name"] == "null"
-    assert defaults["outer.lock_step"] == "false"
-    assert defaults["inner.betas"] == "[0.9, 0.95]"
-    assert defaults["data.path"] == '""'
 
 
 def test_codes_are_those_that_scripts_and_schedulers_know() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from diloco.config import build, syncer_settings
+from diloco.config import syncer_settings
 from diloco.config.compose import as_text, compose, shared_config, write
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.syncer_settings import Told, fill_in, of_client, of_site
@@ -83,15 +83,6 @@ def hand(tmp_path: Path) -> Iterator[Hand]:
     made = Hand(configured(tmp_path, "model.rope_theta=70000", "model.tied=true"))
     yield made
     made.stop()
-
-
-def test_what_is_left_out_is_as_it_is_there(hand: Hand) -> None:
-    config = of_client(hand.address, ["site.threads=2"])
-    assert build.model_options(config) == build.model_options(hand.config)
-    assert build.layout_of(config).fingerprint == hand.layout.fingerprint
-    assert (config.run.name, config.site.threads) == ("past", 2)
-    assert (config.data.tokenizer, config.data.end_of_file) == ("bytes", True)
-    assert of_client(f"127.0.0.1:1,{hand.address}", []).run.name == "past", "a standby may be the one that answers"
 
 
 def of_run(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
