@@ -146,14 +146,8 @@ def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Statu
     addresses = [each.strip() for each in address.split(",")]
     if len(addresses) == 1:
         return address, {}
-    found: dict[str, Status] = {}
     refused: list[VerbError] = []
-    for each in addresses:
-        try:
-            found[each] = status_of(each, settings)
-        except VerbError as error:
-            found[each] = {"unreachable": str(error)}
-            refused += [error] if error.code is not ExitCode.UNREACHABLE else []
+    found = asked_all(addresses, settings, refused)
     if refused and all("unreachable" in status for status in found.values()):
         raise refused[0]
     ranks = {
@@ -311,16 +305,24 @@ def sites_table(status: Status) -> Table:
 # --- ``diloco status`` of a run with several syncers -----------------------------------------------------------------
 
 
-def asked_all(addresses: Sequence[str], settings: Sequence[str]) -> dict[str, Status]:
-    """Return each syncer's status by its address; ``{"unreachable": why}`` for one that does not answer."""
+def asked_all(
+    addresses: Sequence[str], settings: Sequence[str], refused: list[VerbError] | None = None
+) -> dict[str, Status]:
+    """Return each process's status by its address; ``{"unreachable": why}`` for one that does not answer.
+
+    A refusal ends the verb; with a list for those that ``refused``, it counts as no answer and is added there.
+    """
     found: dict[str, Status] = {}
     for address in addresses:
         try:
             found[address] = status_of(address, settings)
         except VerbError as error:
-            if error.code is not ExitCode.UNREACHABLE:
-                raise
             found[address] = {"unreachable": str(error)}
+            if error.code is ExitCode.UNREACHABLE:
+                continue
+            if refused is None:
+                raise
+            refused.append(error)
     return found
 
 
