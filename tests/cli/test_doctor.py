@@ -60,6 +60,7 @@ def mine(tmp_path: Path) -> list[str]:
 def test_the_machine_alone_and_the_way_to_a_syncer(mine: list[str], address: str, cli: Cli) -> None:
     lines = cli.out("doctor", *mine).splitlines()
     assert [line.split()[1] for line in lines[:6]] == ["software", "devices", "format", "kernels", "limits", "store"]
+    assert all(word in line for word, line in zip(["torch", "core", "bf16", "", "open files"], lines, strict=False))
     assert lines[-1].endswith(" 0 fail")
     assert not any(" tcp " in line for line in lines)
 

@@ -31,11 +31,11 @@ from diloco.observe.console import syncer_log
 from diloco.observe.eventlog import read_events
 from diloco.runs.site_agent import join_text
 from diloco.sync.options import disagreement
-from diloco.wire.options import SecurityOptions, ServerOptions
+from diloco.wire.options import SecurityOptions
 from tests.config.test_build import small
 from tests.loopback.cluster import closed_port
 from tests.wire.certificates import LOOPBACK, Authority
-from tests.wire.fake_syncer import RUN, FakeSyncer, serve
+from tests.wire.fake_syncer import served
 
 
 def test_replication_and_a_lease_are_built_as_they_are_said_and_without_a_word_there_are_none() -> None:
@@ -99,9 +99,7 @@ def test_a_verb_and_a_site_say_how_tls_differs_at_the_two_ends_and_nothing_where
     authority = Authority(tmp_path)
     cert, key = authority.issue("syncer", *LOOPBACK)
     wants = SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True)
-    servers = [serve(FakeSyncer(), ServerOptions(run_id=RUN), *security) for security in ([wants], [])]
-    mutual, plain = (server.address for server in servers)
-    try:
+    with served(wants) as (mutual, _), served() as (plain, _):
         for verb in ["status"], ["standby", "status"]:
             assert main([*verb, mutual]) == 3
             said = capsys.readouterr().err
@@ -120,9 +118,6 @@ def test_a_verb_and_a_site_say_how_tls_differs_at_the_two_ends_and_nothing_where
         assert unanswered(plain, SecurityOptions(), "why") == "why"
         told = unanswered(plain, SecurityOptions(tls_ca=authority.ca), "why")
         assert told == f"why; {plain} does not speak TLS: leave site.tls_ca out"
-    finally:
-        for server in servers:
-            server.stop(0.2)
 
 
 # --- Several syncers in the configuration, and where one of several writes its events --------------------------------

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Size, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -450,12 +450,6 @@ def test_what_is_wrong_with_a_distributed_checkpoint_is_said(tmp_path: Path) -> 
         with pytest.raises(ConfigError, match=said), torch.device("meta" if shapes_only else "cpu"):
             load_values(str(folder), Transformer(OPTIONS), shapes_only=shapes_only)
 
-    def described_as(tensor: TensorStorageMetadata = about, **changed: Any) -> None:
-        places = good.storage_data | {index: replace(place, **changed)}
-        tensors = good.state_dict_metadata | {"lm_head.weight": tensor}
-        told = replace(good, storage_data=places, state_dict_metadata=tensors)
-        (folder / ".metadata").write_bytes(pickle.dumps(told))
-
     file.write_bytes(raw[: place.offset + 9])
     refused(r"__0_0\.distcp is cut short")
     file.write_bytes(raw[: place.offset] + bytes(place.length) + raw[place.offset + place.length :])
@@ -463,30 +457,27 @@ def test_what_is_wrong_with_a_distributed_checkpoint_is_said(tmp_path: Path) -> 
     file.unlink()
     refused(r".*No such file.*__0_0\.distcp")
     file.write_bytes(raw)
-    described_as(replace(about, chunks=[]))
-    refused(r"it has 0 of 4112 values")
-    huge = torch.Size([1 << 40, 16])
-    described_as(replace(about, size=huge, chunks=[replace(about.chunks[0], sizes=huge)]))
-    refused(r"__0_0\.distcp is cut short", shapes_only=False)
-    half = replace(about.chunks[0], sizes=torch.Size([128, 16]))
-    described_as(replace(about, size=torch.Size([256, 16]), chunks=[half, half]))
-    refused(r".* has \(257, 16\) of torch\.float32 in place of \(128, 16\)", shapes_only=False)
-    whole = about.chunks[0]
-    described_as(replace(about, size=torch.Size([514, 16]), chunks=[whole, whole]))
-    refused(r"two parts have the values at \(0, 0\)", shapes_only=False)
-    described_as(replace(about, chunks=[replace(whole, offsets=torch.Size([-1, 0]))]))
-    refused(r"a part at \(-1, 0\) of \(257, 16\) lies outside of it")
-    described_as(replace(about, properties=replace(about.properties, dtype=torch.complex64)))
-    refused(r"it is of torch\.complex64: no floating-point numbers")
-    described_as(relative_path="../model/__0_0.distcp")
-    refused(r"'\.\./model/__0_0\.distcp' is outside of the folder")
-    described_as(transform_descriptors=["zstd"])
-    refused(r"__0_0\.distcp is compressed")
+    huge, half, turned = Size([1 << 40, 16]), Size([128, 16]), Size([16, 257])
+    whole, of_complex = about.chunks[0], replace(about.properties, dtype=torch.complex64)
     other = next(p for i, p in good.storage_data.items() if i.fqn == "model.embed_tokens.weight")
-    turned = torch.Size([16, 257])
-    tensor = replace(about, size=turned, chunks=[replace(about.chunks[0], sizes=turned)])
-    described_as(tensor, offset=other.offset, length=other.length)
-    refused(r"__0_0\.distcp has \(257, 16\) of torch\.float32 in place of \(16, 257\)", shapes_only=False)
+    there = {"offset": other.offset, "length": other.length}
+    in_place = r"__0_0\.distcp has \(257, 16\) of torch\.float32 in place of "
+    for words, shapes_only, tensor, part in (
+        (r"it has 0 of 4112 values", True, {"chunks": []}, {}),
+        (r"__0_0\.distcp is cut short", False, {"size": huge, "chunks": [replace(whole, sizes=huge)]}, {}),
+        (rf"{in_place}\(128, 16\)", False, {"size": Size([256, 16]), "chunks": [replace(whole, sizes=half)] * 2}, {}),
+        (r"two parts have the values at \(0, 0\)", False, {"size": Size([514, 16]), "chunks": [whole, whole]}, {}),
+        (r"a part at \(-1, 0\) of \(257, 16\) lies", True, {"chunks": [replace(whole, offsets=Size([-1, 0]))]}, {}),
+        (r"it is of torch\.complex64: no floating-point numbers", True, {"properties": of_complex}, {}),
+        (r"'\.\./__0_0\.distcp' is outside of the folder", True, {}, {"relative_path": "../__0_0.distcp"}),
+        (r"__0_0\.distcp is compressed", True, {}, {"transform_descriptors": ["zstd"]}),
+        (rf"{in_place}\(16, 257\)", False, {"size": turned, "chunks": [replace(whole, sizes=turned)]}, there),
+    ):
+        places = good.storage_data | {index: replace(place, **part)}
+        tensors = good.state_dict_metadata | {"lm_head.weight": replace(about, **tensor)}
+        told = replace(good, storage_data=places, state_dict_metadata=tensors)
+        (folder / ".metadata").write_bytes(pickle.dumps(told))
+        refused(words, shapes_only=shapes_only)
     (folder / ".metadata").write_bytes(described[:-9])
     refused(r"", of=r"\.metadata: ")
     (folder / ".metadata").write_bytes(pickle.dumps(3))

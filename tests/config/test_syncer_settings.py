@@ -85,10 +85,11 @@ def hand(tmp_path: Path) -> Iterator[Hand]:
     made.stop()
 
 
-def of_run(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
-    """The syncer's run is of ``overrides``."""
-    told = Told("mine", shared_config(compose(overrides)))
-    monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: told)
+def of_run(monkeypatch: pytest.MonkeyPatch, *overrides: str, without: str = "", **more: str) -> Told:
+    """The syncer's run is of ``overrides``, and its settings come ``without`` that one and with ``more``."""
+    told = Told("mine", {key: text for key, text in shared_config(compose(overrides)).items() if key != without} | more)
+    monkeypatch.setattr(syncer_settings, "ask", lambda *asked: told)
+    return told
 
 
 def test_a_site_says_what_is_its_own_and_takes_the_rest_from_its_syncer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +103,8 @@ def test_a_site_says_what_is_its_own_and_takes_the_rest_from_its_syncer(monkeypa
 
 def test_a_preset_of_another_release_yields_to_the_run_in_what_came_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a run that goes on: the setting is not named, and the first release had none of its name."""
-    told = {key: text for key, text in shared_config(compose(PRESET)).items() if key != "outer.share_weighted"}
     assert compose(PRESET).outer.share_weighted
-    monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: Told("mine", told))
+    of_run(monkeypatch, *PRESET, without="outer.share_weighted")
     assert not of_site(["site.id=fra", *PRESET]).outer.share_weighted
     assert of_site(["site.id=fra", *PRESET, "outer.share_weighted=true"]).outer.share_weighted, "the syncer's own"
     with pytest.raises(
@@ -131,9 +131,8 @@ def test_a_site_that_contradicts_its_run_is_refused_by_name(monkeypatch: pytest.
 
 def test_a_syncer_decides_nothing_that_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("run.dir", "data.cache", "site.memory_folder", "cluster.syncer.folder"):
-        told = Told("mine", {**shared_config(compose([])), key: "/elsewhere"})
+        told = of_run(monkeypatch, **{key: "/elsewhere"})
         assert "/elsewhere" not in as_text(fill_in(["site.id=fra"], told)).values()
-        monkeypatch.setattr(syncer_settings, "ask", lambda *asked, told=told: told)
         with pytest.raises(VerbError, match=f"{key} is /elsewhere in run mine"):
             of_site(["site.id=fra"])
 
