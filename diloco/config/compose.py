@@ -54,6 +54,7 @@ SHARED = (
 HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every", "run.track")
 """Settings that only say how to resume a run on one machine: they may differ from those in its folder."""
 SHARED_SECTIONS = ("model", "outer", "codec")
+MAY_BE_KEPT = ("outer.", "codec.", "upstream.counted_from")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 LISTS = frozenset({"outer.publish", "site.syncer", "upstream.endpoint", "run.track"})
 """Settings whose text may have commas; elsewhere Hydra takes a comma for a sweep over several runs."""
@@ -246,16 +247,12 @@ def shared_config(config: RunConfig) -> dict[str, str]:
     agree with the syncer; to them, a run that uses the setting is another run.  Where units of the text are leased,
     the settings that define the units are included.
     """
-    plain, usual = asdict(config), {name: asdict(type(getattr(config, name))()) for name in SHARED_SECTIONS}
-    shared = {section: plain[section] for section in SHARED_SECTIONS}
-    shared["run"] = {name: plain["run"][name] for name in ("seed", "seconds", "tokens")}
-    shared["data"] = {"tokenizer": tokenizer_of(config).name, "end_of_file": plain["data"]["end_of_file"]}
-    defaults, always = dict(_flat(usual)), ALWAYS_SHARED.split()
-    found = [(key, value) for key, value in sorted(_flat(shared)) if key in always or value != defaults[key]]
+    values = dict(_flat(asdict(config))) | {"data.tokenizer": tokenizer_of(config).name}
+    usual = dict(_flat({name: asdict(type(getattr(config, name))()) for name in SHARED_SECTIONS}))
+    found = sorted({*ALWAYS_SHARED.split(), *(key for key in usual if values[key] != usual[key])})
     if config.data.leased:
-        found += [(f"data.{name}", plain["data"][name]) for name in ("leased", "unit_sequences", "unit_lease_s")]
-        found += [("inner.sequence_length", config.inner.sequence_length)]
-    return {key: _text(value) for key, value in found}
+        found += ["data.leased", "data.unit_sequences", "data.unit_lease_s", "inner.sequence_length"]
+    return {key: _text(values[key]) for key in found}
 
 
 def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> tuple[RunConfig, list[str]]:
@@ -267,21 +264,17 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
     that is not named also keeps the run's value.  Nothing is kept where the settings of the first release already
     differ: the file is then another run's, for instance from a start with the wrong preset.
     """
-    there, changed = read(path), []
-    before, now = shared_config(there), shared_config(config)
+    there = read(path)
     fixed = set(ALWAYS_SHARED.split()) - MAY_CHANGE
-    if differences(before, now).keys() & fixed:
+    if differences(shared_config(there), shared_config(config)).keys() & fixed:
         return config, []
-    for part, names in {"outer": None, "codec": None, "upstream": ("counted_from",)}.items():
-        now, before = getattr(config, part), getattr(there, part)
-        keys = {f"{part}.{name}": name for name in names or [each.name for each in fields(now)]}
-        later = {
-            name: getattr(before, name)
-            for key, name in keys.items()
-            if key not in named and key not in fixed and getattr(now, name) != getattr(before, name)
-        }
-        config = replace(config, **{part: replace(now, **later)})
-        changed += [f"{part}.{name}={_text(value)}" for name, value in later.items()]
+    now, changed = as_text(config), []
+    for key, before in as_text(there).items():
+        if key.startswith(MAY_BE_KEPT) and key not in named and key not in fixed and now[key] != before:
+            part, _, name = key.partition(".")
+            kept = replace(getattr(config, part), **{name: getattr(getattr(there, part), name)})
+            config = replace(config, **{part: kept})
+            changed.append(f"{key}={before}")
     return config, changed
 
 
