@@ -40,14 +40,15 @@ class Cli:
         """What a verb prints for a program."""
         return json.loads(self.out(*arguments, "--json"))
 
-    def refuses(self, code: int, words: str, *arguments: str) -> None:
-        """A verb ends with this code, prints nothing, and says these words in its one line."""
+    def refuses(self, code: int, words: str, *arguments: str) -> str:
+        """A verb ends with this code, prints nothing, and says these words in its one line, which is returned."""
         self.capsys.readouterr()
         assert main([*arguments]) == code
         said = self.capsys.readouterr()
         assert words in said.err
         assert said.err.count("\n") == 1, said.err
         assert arguments[0] == "doctor" or not said.out, "the doctor has looked at the machine before"
+        return said.err.rstrip()
 
 
 @pytest.fixture

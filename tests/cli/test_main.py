@@ -85,15 +85,12 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
 
 @pytest.mark.parametrize("verb", ["syncer", "train", "site"])
 def test_what_the_machine_refuses_is_one_line_and_exit_1(
-    verb: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: str, here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr(syncer_settings, "of_site", lambda settings, *, wait: compose(settings))  # No syncer is here.
     (here / "runs").write_text("a file where the folder of runs should be")
-    assert main([verb, *TINY, "run.name=x"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"diloco {verb}: runs/x")
-    assert told.rstrip().endswith(("Not a directory", "File exists")), told
-    assert told.count("\n") == 1, told
+    told = cli.refuses(1, f"diloco {verb}: runs/x", verb, *TINY, "run.name=x")
+    assert told.endswith(("Not a directory", "File exists")), told
 
 
 def test_a_full_disk_is_said_in_words(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
@@ -103,13 +100,11 @@ def test_a_full_disk_is_said_in_words(monkeypatch: pytest.MonkeyPatch, cli: Cli)
         cli.refuses(1, f"{where or 'diloco journal'}: the disk is full: free space there", "journal", "show", "x")
 
 
-def test_only_its_address_is_blamed_on_where_a_syncer_listens(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_its_address_is_blamed_on_where_a_syncer_listens(here: Path, cli: Cli) -> None:
     (here / "tokens").write_text("{}")
     (here / "tokens").chmod(0o644)
-    assert main(["syncer", *TINY, "cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.tokens_file=tokens"]) == 2
-    told = capsys.readouterr().err
-    assert "cluster.syncer.tokens_file tokens can be read by others" in told
-    assert "listen" not in told
+    asked = ["syncer", *TINY, "cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.tokens_file=tokens"]
+    assert "listen" not in cli.refuses(2, "cluster.syncer.tokens_file tokens can be read by others", *asked)
 
 
 def test_the_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
