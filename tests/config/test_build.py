@@ -82,8 +82,6 @@ def test_what_is_ahead_under_eager_follows_from_the_outer_step_unless_a_share_is
 
 
 def test_19_a_share_and_a_long_grace_are_left_where_they_cannot_be() -> None:
-    with pytest.raises(ConfigError, match=r"outer.adopt_alpha is null: from 0 to 1, with outer.share_weighted=true"):
-        build.ahead(compose(["outer=eager", "outer.share_weighted=true"]))
     window = compose(["outer=nesterov", "outer.kind=delayed_nesterov", "outer.window=3"])
     assert not build.outer_options(window).share_weighted
     for setting, percent in ("outer.adopt=rebase", 90), ("outer.adopt=overwrite", 0), ("outer.lock_step=true", 0):

@@ -287,8 +287,6 @@ def test_of_buffers_a_run_exchanges_those_that_its_settings_name(tmp_path: Path)
     words = r"outer\.publish has '\*_tracked': no floating-point buffer of run\.init_from=.*; these are there: 0\.run"
     with pytest.raises(ConfigError, match=words):
         build.layout_of(compose([*plain, "outer.publish=*_tracked"]))
-    with pytest.raises(ConfigError, match=r"outer\.publish is \['x'\]: only with model\.kind=file"):
-        build.layout_of(compose(["outer.publish=x"]))
     with pytest.raises(ConfigError, match=r"^outer\.inner_steps is 1: at least one step for each of num_fragments=2"):
         build_syncer.check(compose([*plain, "outer.publish=*_var", "outer.inner_steps=1", "site.overlap_steps=0"]))
 
