@@ -413,23 +413,18 @@ def _list(past: Past, given: argparse.Namespace) -> None:
     run_id = past.config.run.name or ""
     with failing(BackupError):
         found = Vault(url).backups(run_id)
-    if given.json:
-        plain = {
-            name: {"damaged": str(facts)}
-            if isinstance(facts, BackupError)
-            else {**asdict(facts), "files": len(facts.files)}
-            for name, facts in found.items()
-        }
-        print(json.dumps(plain))
-        return
+    plain, lines = dict[str, object](), list[str]()
     for name, facts in found.items():
         if isinstance(facts, BackupError):
-            print(f"{name}  cannot be read: {facts}")
+            plain[name] = {"damaged": str(facts)}
+            lines.append(f"{name}  cannot be read: {facts}")
             continue
         size = sum(each.bytes for each in facts.files.values())
         versions = " ".join(map(str, facts.versions))
-        print(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes, made {facts.at}")
-    print(f"{len(found)} backups of {run_id} in {url}; --from takes the last one, or {url}/{run_id}/NAME")
+        plain[name] = {**asdict(facts), "files": len(facts.files)}
+        lines.append(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes, made {facts.at}")
+    lines.append(f"{len(found)} backups of {run_id} in {url}; --from takes the last one, or {url}/{run_id}/NAME")
+    print(json.dumps(plain) if given.json else "\n".join(lines))
 
 
 def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[str]) -> None:

@@ -6,7 +6,7 @@ The errors name the section of the value: "inner.lr is -1.0: positive and finite
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -639,14 +639,10 @@ def preparing(console: Console | None = None) -> Iterator[Callable[[str, int, in
 
             where = console or Console(stderr=True)
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-            bars = Progress(*columns, console=where, disable=not where.is_terminal)
-            bars.start()
+            bars = stack.enter_context(Progress(*columns, console=where, disable=not where.is_terminal))
         if split not in tasks:
             tasks[split] = bars.add_task(f"tokens of {split}", total=None)
         bars.update(tasks[split], completed=done, total=total or None)
 
-    try:
+    with ExitStack() as stack:
         yield told
-    finally:
-        if bars is not None:
-            bars.stop()
