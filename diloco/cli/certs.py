@@ -67,14 +67,13 @@ def _init(given: argparse.Namespace) -> None:
 
     _only(given, "trust_domain", "force")
     folder = Path(given.target)
-    files = [folder / name for name in OWN_FILES]
-    _check_free(files, given.force)
+    _check_free([folder / name for name in OWN_FILES], given.force)
     authority = make_authority(given.trust_domain or "diloco", datetime.now(UTC))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_file(files[1], authority.key, 0o600)
-    write_file(files[0], authority.certificate, 0o644)
+    write_file(folder / "ca.key", authority.key, 0o600)
+    write_file(folder / "ca.pem", authority.certificate, 0o644)
     _write_revoked(folder, [], [])
-    write_file(files[3], b"", 0o644)
+    write_file(folder / "issued.jsonl", b"", 0o644)
     print(f"{folder}/ca.pem is the authority's certificate; {folder}/ca.key signs with it: keep that key to yourself")
 
 
