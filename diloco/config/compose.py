@@ -117,8 +117,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the configuration that :func:`write` wrote to ``path``, and apply ``overrides``.  Needs no Hydra."""
     from omegaconf.errors import OmegaConfBaseException
 
-    usual = {key: repr(value) for key, value in _flat(asdict(RunConfig()))}  # Defaults need no merge.
-    said = [(key, value) for key, value in _flat(of_yaml(path)) if usual.get(key) != repr(value)]
+    usual = {key: repr(value) for key, value in flat(asdict(RunConfig()))}  # Defaults need no merge.
+    said = [(key, value) for key, value in flat(of_yaml(path)) if usual.get(key) != repr(value)]
     values = [pair for key, value in said for pair in _checked(key, value)]
     for text in overrides:
         key, told = _parse_as_yaml(text, path)
@@ -247,8 +247,8 @@ def shared_config(config: RunConfig) -> dict[str, str]:
     agree with the syncer; to them, a run that uses the setting is another run.  Where units of the text are leased,
     the settings that define the units are included.
     """
-    values = dict(_flat(asdict(config))) | {"data.tokenizer": tokenizer_of(config).name}
-    usual = dict(_flat({name: asdict(type(getattr(config, name))()) for name in SHARED_SECTIONS}))
+    values = dict(flat(asdict(config))) | {"data.tokenizer": tokenizer_of(config).name}
+    usual = dict(flat({name: asdict(type(getattr(config, name))()) for name in SHARED_SECTIONS}))
     found = sorted({*ALWAYS_SHARED.split(), *(key for key in usual if values[key] != usual[key])})
     if config.data.leased:
         found += ["data.leased", "data.unit_sequences", "data.unit_lease_s", "inner.sequence_length"]
@@ -316,7 +316,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, 
 
 def as_text(config: RunConfig) -> dict[str, str]:
     """Return all settings by dotted name, as text."""
-    return {key: _text(value) for key, value in _flat(asdict(config))}
+    return {key: _text(value) for key, value in flat(asdict(config))}
 
 
 def choices() -> dict[str, list[str]]:
@@ -463,14 +463,14 @@ def _nested(values: Sequence[tuple[str, object]]) -> dict[str, Any]:
     return nested
 
 
-def _flat(plain: object, above: str = "") -> Iterator[tuple[str, object]]:
+def flat(plain: object, above: str = "") -> Iterator[tuple[str, object]]:
     """Yield the dotted names and values of nested dicts; an empty dict yields nothing."""
     if not isinstance(plain, dict):
         raise ConfigError(f"{above or 'the file'} is {_shown(plain)}: a section")
     for name, value in plain.items():
         key = f"{above}.{name}" if above else str(name)
         if isinstance(value, dict) and value:
-            yield from _flat(value, key)
+            yield from flat(value, key)
         elif not isinstance(value, dict):
             yield key, value
 

@@ -14,8 +14,9 @@ import json
 import os
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from diloco.config.compose import flat
 from diloco.durable import write_file
 from diloco.observe.eventlog import event_blocks
 from diloco.observe.history import RunHistory
@@ -189,7 +190,7 @@ class _TensorBoard(Tracker):
         self.id, self._event, self._scalar = name, Event, scalar_pb
         self._writer = EventFileWriter(str(folder))
         if not again:
-            self._writer.add_event(Event(summary=hparams_pb(flat(config), name)))
+            self._writer.add_event(Event(summary=hparams_pb(_flat(config), name)))
 
     def log(self, points: Sequence[Point]) -> None:
         for each in points:
@@ -232,7 +233,7 @@ class _MLflow(Tracker):
         from mlflow.tracking import MlflowClient
 
         self._client, self._metric = MlflowClient(), Metric
-        self.id, self._params = again, [Param(key, str(value)) for key, value in flat(config).items()]
+        self.id, self._params = again, [Param(key, str(value)) for key, value in _flat(config).items()]
         if again:
             known = self._client.get_run(again).data.params
             self._params = [each for each in self._params if each.key not in known]
@@ -267,12 +268,6 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 }
 
 
-def flat(config: Mapping[str, Any], above: str = "") -> dict[str, bool | int | float | str]:
+def _flat(config: Mapping[str, object]) -> dict[str, int | float | str]:
     """Return nested settings by dotted name, for trackers whose parameters are numbers and text."""
-    found: dict[str, bool | int | float | str] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{above}{name}.")
-        else:
-            found[f"{above}{name}"] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
-    return found
+    return {name: value if isinstance(value, int | float | str) else json.dumps(value) for name, value in flat(config)}
