@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from html import unescape
 from itertools import pairwise, product
 from pathlib import Path
@@ -51,29 +51,21 @@ class Run:
         return self.answer, {"a:1": self.answer} if self.answer and "fragments" in self.answer else {}
 
 
-@contextmanager
-def connected(url: str) -> Iterator[http.client.HTTPConnection]:
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=BOUND_S)
-    try:
-        yield connection
-    finally:
-        connection.close()
+def connected(url: str) -> closing[http.client.HTTPConnection]:
+    return closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=BOUND_S))
 
 
-def got(url: str, path: str = "/", **headers: str) -> tuple[int, dict[str, str], str]:
+def got(url: str, path: str = "/", order: str | None = None, **headers: str) -> tuple[int, dict[str, str], str]:
     with connected(url) as connection:
-        connection.request("GET", path, headers=headers)
+        connection.request("GET" if order is None else "POST", path, order, headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.headers), answer.read().decode()
 
 
-def posted(url: str, order: str, path: str = "/operate", **headers: str) -> tuple[int, str]:
+def posted(url: str, order: str, **headers: str) -> tuple[int, str]:
     """As the page does it, with the origin that a browser names, unless ``headers`` say otherwise."""
-    with connected(url) as connection:
-        connection.request("POST", path, order, {"Origin": url.rstrip("/"), **headers})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
+    status, _, said = got(url, "/operate", order, **{"Origin": url.rstrip("/"), **headers})
+    return status, said
 
 
 def messages(answer: http.client.HTTPResponse) -> Iterator[dict[str, str]]:
@@ -111,8 +103,7 @@ def test_another_page_gets_nothing(tmp_path: Path) -> None:
 
 def test_what_a_site_says_is_text(tmp_path: Path) -> None:
     bad = "<script>alert(1)</script>"
-    recorder = Recorder(5)
-    events = recorder.record()
+    events = Recorder(5).record()
     at = events[-1]["at"]
     events += [
         {"at": at, "who": "syncer", "what": "site_joined", "site": bad},

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,7 +66,8 @@ class Machine:
         self.leaves = self.killed = False
         self.how: tuple[ExitCode, str] | BaseException | None = None
         self.log = folder / "torchrun.log"
-        self._code: int | None = 0
+        self.ended_with: int | None = 0
+        """By its ranks; None while they run."""
         part = First if settings.site.node_rank == 0 else Another
         self._part = part(settings, SiteDir(folder), self, self)  # type: ignore[arg-type]
         self._part._say = self.said.append  # type: ignore[method-assign]
@@ -86,13 +87,15 @@ class Machine:
 
     def fails(self, code: ExitCode, words: str) -> None:
         how = self.ended()
-        assert isinstance(how, VerbError)
+        assert isinstance(how, VerbError | ConfigError)
         assert how.code is code
         assert re.search(words, str(how)), how
 
     def runs(self, start: int) -> None:
         """Wait until the ranks of this start run."""
-        wait_for(lambda: self.places and self.places[-1]["start"] == start and self._code is None, f"start {start}")
+        wait_for(
+            lambda: self.places and self.places[-1]["start"] == start and self.ended_with is None, f"start {start}"
+        )
 
     # What ``Stopping`` and ``Ranks`` are.
 
@@ -103,20 +106,17 @@ class Machine:
         return self.leaves
 
     def start(self, restarts: int, place: str) -> None:
-        assert self._code is not None, "those of before have ended"
+        assert self.ended_with is not None, "those of before have ended"
         assert restarts == 0, "the first machine counts them"
         self.places.append(json.loads(place))
-        self._code = None
+        self.ended_with = None
 
     def code(self) -> int | None:
-        return self._code
+        return self.ended_with
 
     def kill(self) -> None:
-        if self._code is None:
-            self._code = -9
-
-    def ends(self, code: int) -> None:
-        self._code = code
+        if self.ended_with is None:
+            self.ended_with = -9
 
 
 @pytest.fixture
@@ -152,9 +152,9 @@ def test_all_ranks_are_started_together_and_end_as_rank_0_did(made: Callable[...
     run_all(0, first, second)
     assert first.places[0] == {**second.places[0], "first": 0}
     assert second.places[0].items() >= {"first": 2, "world": 4, "start": 0}.items()
-    second.ends(0)  # They have done their part, and rank 0 writes its last checkpoint.
+    second.ended_with = 0  # They have done their part, and rank 0 writes its last checkpoint.
     says(tmp_path, 75, "site a drained")
-    first.ends(0)
+    first.ended_with = 0
     assert first.ended() == second.ended() == (ExitCode.DRAINED, "site a drained")
     assert [len(first.places), len(second.places)] == [1, 1]
     assert second.said == [] or "machine 1 waits for machine 0 at 127.0.0.1:0, at most 600 s" in second.said[0]
@@ -167,7 +167,7 @@ def test_a_loss_anywhere_is_a_new_start_everywhere_and_there_is_an_end_to_it(
     for start, lost in ((0, second), (1, first)):
         run_all(start, first, second)
         says(tmp_path, 1, "a rank was lost", again=True)
-        lost.ends(1)
+        lost.ended_with = 1
     run_all(2, first, second)
     second.killed = True  # The machine as a whole.
     assert isinstance(second.ended(), Killed)
@@ -178,7 +178,7 @@ def test_a_loss_anywhere_is_a_new_start_everywhere_and_there_is_an_end_to_it(
     assert "machine 1 went away; all ranks are started again" in said
     assert "the ranks of machine 1 ended with code 1" in said
     assert "the ranks of machine 0 ended with code 1" in said
-    again.ends(-9)
+    again.ended_with = -9
     for each in (first, again):
         words = r"site a has lost ranks 4 times \(site.rank_restarts=3\); at last the ranks of machine 1 ended"
         each.fails(ExitCode.FAILED, words)
@@ -195,7 +195,7 @@ def test_the_others_wait_for_a_first_machine_that_comes_back(made: Callable[...,
     first.runs(0)
     wait_for(lambda: len(second.places) == 2, "the ranks of the other machine")
     says(tmp_path, 4, "another run")
-    first.ends(0)
+    first.ended_with = 0
     for each in (first, second):
         each.fails(ExitCode.MISMATCH, "another run")
 
@@ -212,7 +212,7 @@ def test_a_request_to_stop_reaches_rank_0_wherever_it_comes(
     both[where].leaves = True
     assert asked.wait(BOUND_S)
     says(tmp_path, 75, "left in order")
-    both[0].ends(0)
+    both[0].ended_with = 0
     assert [each.ended() for each in both] == [(ExitCode.DRAINED, "left in order")] * 2
     assert both[1].code() == -9, "those that wait for ranks which have left are ended"
 
@@ -245,17 +245,13 @@ def test_a_machine_with_another_folder_or_other_settings_is_told(
 ) -> None:
     made(0)
     wait_for((tmp_path / "machines.json").is_file, "the first machine")
-    how = made(1, "site.nproc=3").ended()
-    assert isinstance(how, ConfigError)
-    assert str(how).startswith("site.nproc is 3 here and 2 on machine 0")
+    made(1, "site.nproc=3").fails(ExitCode.USAGE, "^site.nproc is 3 here and 2 on machine 0")
     monkeypatch.setattr(site_machines, "SEEN_S", 0.0)
     port = json.loads((tmp_path / "machines.json").read_text())["port"]
     (tmp_path / "there").mkdir()
     elsewhere = Machine(config("site.node_rank=1", f"site.rendezvous=127.0.0.1:{port}"), tmp_path / "there")
-    how = elsewhere.ended()
-    assert isinstance(how, ConfigError)
-    assert str(how).startswith("run.dir is 'runs': machine 0 at 127.0.0.1:")
-    assert str(how).endswith("the machines of a site share one folder")
+    words = "^run.dir is 'runs': machine 0 at 127.0.0.1:.*; the machines of a site share one folder$"
+    elsewhere.fails(ExitCode.USAGE, words)
 
 
 PRETENDED = """#!/bin/sh
@@ -323,9 +319,7 @@ def test_each_speaker_is_told_once_it_has_said_who_it_is(tmp_path: Path) -> None
     assert tell_speaker(folder, told) == told, "nobody is left to be told"
 
 
-@cache
-def three(*settings: str) -> RunConfig:
-    return compose(["site.nodes=3", "site.rendezvous=127.0.0.1:0", *settings])
+three = partial(config, "site.nodes=3")
 
 
 @pytest.mark.parametrize(
@@ -351,8 +345,8 @@ def test_only_a_few_settings_may_be_others_on_each_machine() -> None:
     here = site_machines.configs.as_text(three())
     own = ["site.node_rank=1", "site.rendezvous=a:1", "run.dir=there", "data.path=x", "data.cache=y"]
     assert differs(here, site_machines.configs.as_text(three(*own))) == ""
-    assert differs(here, site_machines.configs.as_text(three("site.nproc=2"))) == (
-        "site.nproc is 2 here and 1 on machine 0: the machines of a site have the same settings"
+    assert differs(here, site_machines.configs.as_text(three("site.nproc=3"))) == (
+        "site.nproc is 3 here and 2 on machine 0: the machines of a site have the same settings"
     )
 
 

@@ -323,36 +323,28 @@ def test_each_syncer_has_an_address_a_folder_and_what_is_typed_once_its_data_are
     assert other.restore == f"diloco restore {other.run_dir.root} --from s3://bucket/syncer-1"
 
 
+LISTENS = "cluster.syncer.listen"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["cluster.syncer.listen=127.0.0.1:7123"], "cluster.syncer.listen is '127.0.0.1:7123': diloco up gives each"),
-        (["cluster.syncer.metrics=9464"], "cluster.syncer.metrics is '9464': diloco up gives each"),
-        (["cluster.syncer.index=1"], "cluster.syncer.index is 1: diloco up gives each"),
-        (["cluster.syncer.processes=2"], "cluster.syncer.processes is 2: diloco up gives each"),
-        (
-            ["cluster.lease.kind=file", "cluster.lease.path=/x/lease"],
-            "cluster.lease.path is '/x/lease': several syncers need a file each",
-        ),
+        ([f"{LISTENS}=foo"], f"{LISTENS} is 'foo': host:port with a port of 0 to 65535"),
+        ([f"{LISTENS}=0.0.0.0:7123"], f"{LISTENS} is '0.0.0.0:7123': emulated links stay on this machine"),
+        ([*TWO, f"{LISTENS}=127.0.0.1:7123"], f"{LISTENS} is '127.0.0.1:7123': diloco up gives each"),
+        ([*TWO, "cluster.syncer.metrics=9464"], "cluster.syncer.metrics is '9464': diloco up gives each"),
+        ([*TWO, "cluster.syncer.index=1"], "cluster.syncer.index is 1: diloco up gives each"),
+        ([*TWO, "cluster.syncer.processes=2"], "cluster.syncer.processes is 2: diloco up gives each"),
+        ([*TWO, "cluster.lease.kind=file", "cluster.lease.path=/x"], "lease.path is '/x': several syncers need a file"),
     ],
 )
-def test_what_two_on_one_machine_cannot_share_is_named(tmp_path: Path, settings: list[str], words: str) -> None:
+def test_what_no_syncer_of_this_machine_can_have_and_what_two_cannot_share_is_named(
+    tmp_path: Path, settings: list[str], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_syncers(config_in(tmp_path, *TWO, *settings))
-    check_syncers(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123"))
-
-
-@pytest.mark.parametrize(
-    ("listen", "words"),
-    [
-        ("foo", "cluster.syncer.listen is 'foo': host:port with a port of 0 to 65535"),
-        ("0.0.0.0:7123", "cluster.syncer.listen is '0.0.0.0:7123': emulated links stay on this machine"),
-    ],
-)
-def test_a_place_to_listen_at_that_no_emulated_link_reaches_is_refused(tmp_path: Path, listen: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_syncers(config_in(tmp_path, f"cluster.syncer.listen={listen}"))
-    check_syncers(config_in(tmp_path, "cluster.syncer.listen=0.0.0.0:7123", "network.emulate=false"))
+        check_syncers(config_in(tmp_path, *settings))
+    for fine in ([f"{LISTENS}=127.0.0.1:7123"], [f"{LISTENS}=0.0.0.0:7123", "network.emulate=false"]):
+        check_syncers(config_in(tmp_path, *fine))
 
 
 @pytest.fixture
