@@ -30,7 +30,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.durable import write_file
 from diloco.learner.ranks import NEAR, Door, knock
 from diloco.runs.process import descendants
-from diloco.runs.site_rank import SEEN_S, has_ended
+from diloco.runs.site_rank import ONE_FOLDER, SEEN_S, has_ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -204,11 +204,8 @@ class Another(Machine):
                 said = True
             if self._stopping.asked:
                 raise VerbError(ExitCode.DRAINED, f"site {site.id} stopped while it waited for {whom}")
-            if time.monotonic() > apart:
-                told = f"{whom} does not see the same {self._folder.root} as this machine"
-                raise ConfigError(
-                    f"run.dir is {self._config.run.dir!r}: {told}; the machines of a site share one folder"
-                )
+            told = f"{whom} does not see the same {self._folder.root} as this machine; {ONE_FOLDER}"
+            require(time.monotonic() <= apart, "run.dir", self._config.run.dir, told)
             if time.monotonic() > until:
                 told = f"for {whom} (site.nodes_wait_s; {self._folder.meeting} has its port)"
                 raise VerbError(ExitCode.FAILED, f"site {site.id} has waited {site.nodes_wait_s:g} s {told}")

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 from diloco.codec import kernel_library
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads
-from diloco.config.errors import JOIN_CODES, ConfigError, ExitCode, RankLost, VerbError, require, section
+from diloco.config.errors import (
+    JOIN_CODES,
+    ConfigError,
+    ExitCode,
+    RankLost,
+    VerbError,
+    failing,
+    refusing,
+    require,
+    section,
+)
 from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
 from diloco.observe.console import SiteLines, lines_to, missing_lines, send_traces
@@ -62,7 +72,7 @@ def place_from_environment() -> Place | None:
     """Return this process's place from torchrun's variables, None without them; VerbError for bad values."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    try:
+    with failing(ValueError, code=ExitCode.USAGE, begin="torchrun's environment variables are invalid: "):
         return Place(
             rank=int(os.environ["RANK"]),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -71,8 +81,6 @@ def place_from_environment() -> Place | None:
             master_port=int(os.environ.get("MASTER_PORT", "0")),
             start=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
-    except ValueError as error:
-        raise VerbError(ExitCode.USAGE, f"torchrun's environment variables are invalid: {error}") from error
 
 
 def among_machines(place: Place, told: str) -> Place:
@@ -89,14 +97,11 @@ def in_words() -> Iterator[None]:
     from diloco.inner.data import DataError
     from diloco.inner.trainer import TrainingError
 
-    try:
-        yield
-    except DataError as error:
-        raise ConfigError(f"data: {error}") from error
-    except GroupError as error:
-        raise RankLost(ExitCode.FAILED, str(error)) from error
-    except (CheckpointError, TrainingError, TimeoutError) as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
+    with failing(CheckpointError, TrainingError, TimeoutError), refusing(DataError, begin="data: "):
+        try:
+            yield
+        except GroupError as error:
+            raise RankLost(ExitCode.FAILED, str(error)) from error
 
 
 @in_words()
@@ -185,11 +190,10 @@ def _lead(
 
     with closing(agent):
         try:
-            cursor = agent.start()
+            with failing(TimeoutError, code=ExitCode.UNREACHABLE, end=f" from {config.site.syncer}"):
+                cursor = agent.start()
         except JoinFailed as error:
             raise VerbError(JOIN_CODES[error.kind], join_text(config, error.kind, error.text)) from error
-        except TimeoutError as error:
-            raise VerbError(ExitCode.UNREACHABLE, f"{error} from {config.site.syncer}") from error
         measured = {"bf16_speed": bf16_speed(trainer.group.device)} if config.inner.precision == "auto" else {}
         emit("number_format", {"products": trainer.options.precision} | measured)
         trainer.skip_data(trainer.group.broadcast_small([cursor])[0])
@@ -340,6 +344,7 @@ def main(arguments: list[str]) -> int:
 
 SEEN_S = 30.0
 """How long a shared folder may take to show what another machine has written."""
+ONE_FOLDER = "the machines of a site share one folder"
 
 
 def check_one_folder(config: RunConfig, folder: SiteDir, group: SiteGroup, within_s: float = SEEN_S) -> None:
@@ -361,12 +366,8 @@ def check_one_folder(config: RunConfig, folder: SiteDir, group: SiteGroup, withi
     if group.is_first:
         with suppress(OSError):
             path.unlink()
-    if any(blind):
-        who = next(each for each in blind if each).decode()
-        raise ConfigError(
-            f"run.dir is {config.run.dir!r}: {who} does not see there what rank 0 writes; the machines of a "
-            "site share one folder"
-        )
+    who = next(filter(None, blind), b"").decode()
+    require(not who, "run.dir", config.run.dir, f"{who} does not see there what rank 0 writes; {ONE_FOLDER}")
 
 
 if __name__ == "__main__":
