@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -26,7 +26,7 @@ from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import checksum
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.convert import pack_join, pack_pull, pack_push, pack_report
-from diloco.wire.messages import Chunk, JoinAsk, PullAsk, PushCommit, PushHeader, ReportInfo
+from diloco.wire.messages import Chunk, JoinAsk, PullAsk, PushCommit, PushHeader
 from diloco.wire.options import SecurityOptions
 from diloco.wire.v1 import sync_pb2
 from tests.hunts import flooding
@@ -35,6 +35,7 @@ from tests.hunts.reporting import Hunt
 from tests.loopback.cluster import Process, SiteThread, eventually, files_under, free_port, serving
 from tests.loopback.toy import RUN, SHAPES, TOKENS_PER_STEP, Toy
 from tests.runs.processes import place_in, wait_for
+from tests.syncer import building
 
 BOUND_S = 30.0
 WAIT_S = 10.0
@@ -43,13 +44,12 @@ NUMEL = sum(fragment.numel for fragment in plan_layout(SHAPES, 1).fragments)
 GOOD = make_codec("fp32").encode(torch.ones(NUMEL))
 
 
-def update(payload: bytes = GOOD, **changes: object) -> PushHeader:
+def update(payload: bytes = GOOD, **changes: Any) -> PushHeader:
     """What site "a" might push as its first update, but for ``changes``."""
-    fields: dict[str, object] = {"run_id": RUN, "site_id": "a", "incarnation": 1, "fragment": 0, "sequence": 1}
-    fields |= {"base_version": 0, "tokens": 50, "steps": 5, "step_ns": 1_000_000, "cursor": 5, "final": False}
-    fields |= {"encoding": "fp32", "payload_bytes": len(payload), "numel": NUMEL}
-    fields["digest"] = hashlib.sha256(payload).hexdigest()
-    return PushHeader(**(fields | changes))  # type: ignore[arg-type]
+    digest = hashlib.sha256(payload).hexdigest()
+    facts: dict[str, Any] = {"run_id": RUN, "tokens": 50, "steps": 5, "cursor": 5, "payload_bytes": len(payload)}
+    header, _ = building.update(values=torch.ones(NUMEL))
+    return replace(header, **(facts | {"digest": digest} | changes))
 
 
 def raw_update(**changes: object) -> bytes:
@@ -71,10 +71,8 @@ def layout_of(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> dict[str, obje
     return {"layout_fingerprint": layout.fingerprint, "layout_json": layout.to_json().encode()}
 
 
-def report(**changes: object) -> bytes:
-    fields: dict[str, object] = dict.fromkeys(ReportInfo.__slots__, 1)
-    fields |= {"run_id": RUN, "site_id": "a", "loss": 2.5, "tokens_per_s": 1.0, "versions": (0,), "digests": ()}
-    return pack_report(ReportInfo(**(fields | {"link": None, "units": None} | changes)))  # type: ignore[arg-type]
+def report(**changes: Any) -> bytes:
+    return pack_report(building.report(**({"run_id": RUN, "versions": (0,)} | changes)))
 
 
 @dataclass
