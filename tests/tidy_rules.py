@@ -81,7 +81,6 @@ READ_ONLY_TYPES = re.compile(r"^(Final\[|ClassVar\[)*(\w+\.)*(Mapping|Sequence|A
 SHAPELESS_NAMES = frozenset({"util", "utils", "helper", "helpers", "manager", "managers", "common", "misc"})
 GUARDS = frozenset({"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"})
 FUNCTION_LINES_MAX = 70
-UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 
 
 @dataclass(frozen=True)
@@ -263,14 +262,6 @@ def functions_are_short(module: Module) -> Iterator[str]:
                 yield f"line {node.lineno}: {node.name} has {lines} lines, more than {FUNCTION_LINES_MAX}"
 
 
-def no_print_below_config(module: Module) -> Iterator[str]:
-    if module.floor in WITH_USERS or module.name.endswith(".__main__"):
-        return
-    for node in module.nodes:
-        if isinstance(node, ast.Call) and dotted(node.func) == "print":
-            yield f"line {node.lineno}: print below config"
-
-
 def durable_steps_have_names(module: Module) -> Iterator[str]:
     """Every write that a crash may interrupt goes through ``Disk``, which tests replace, under a named step.
 
@@ -312,12 +303,6 @@ def _writes(node: ast.Call) -> bool:
     """Return whether one of the arguments is a mode for writing."""
     texts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]
     return any(re.fullmatch(r"[rwxabt+]{1,3}", text) and set("wxa+") & set(text) for text in texts)
-
-
-def nothing_unfinished(module: Module) -> Iterator[str]:
-    for number, line in enumerate(module.text.splitlines(), 1):
-        if UNFINISHED.search(line):
-            yield f"line {number}: {line.strip()}"
 
 
 def no_error_is_swallowed(module: Module) -> Iterator[str]:
