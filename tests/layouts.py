@@ -107,13 +107,7 @@ def by_hand(model: Odd, world: int) -> nn.Module:
 
 
 LAYOUTS: Mapping[str, Callable[[Odd, int], nn.Module]] = {
-    "plain": plain,
-    "ddp": ddp,
-    "fsdp": fsdp,
-    "hsdp": hsdp,
-    "tp": tp,
-    "tp_fsdp": tp_fsdp,
-    "by_hand": by_hand,
+    made.__name__: made for made in (plain, ddp, fsdp, hsdp, tp, tp_fsdp, by_hand)
 }
 
 

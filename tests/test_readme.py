@@ -22,7 +22,7 @@ from diloco.config.keys import leaves, type_of
 from diloco.observe.eventlog import read_events
 from diloco.wire.options import ServerOptions
 from tests.loopback.cluster import free_port
-from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import TINY, Place, Verb, all_end, place_in, wait_for
 from tests.sooner import sooner
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
@@ -130,11 +130,6 @@ def start(place: Place, command: str, ports: Mapping[str, str] | None = None) ->
     return place.verbs[-1]
 
 
-def all_end(*verbs: Verb) -> None:
-    for verb in verbs:
-        assert verb.end(120.0) == 0, verb.text()
-
-
 def listening(place: Place, command: str, ports: Mapping[str, str]) -> Verb:
     """Start a syncer, and wait until it serves."""
     syncer = start(place, command, ports)
@@ -191,8 +186,7 @@ def test_a_whole_run(place: Place, command: str) -> None:
     if "init_from" in command:
         warm = Path("runs/warm/train/checkpoints")
         assert (place.folder / warm).is_dir(), "the command above it was not run"
-    verb = start(place, command)
-    assert verb.end(90.0) == 0, verb.text()
+    all_end(start(place, command))
 
 
 @pytest.mark.parametrize("command", sooner(LATER, *written("^diloco (launch|certs|sim experiment=decoupled)")))

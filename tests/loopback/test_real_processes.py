@@ -14,7 +14,7 @@ import pytest
 from diloco.observe.eventlog import Event
 from diloco.runs.process import descendants
 from tests.loopback.upgrading import SITES, Upgrade
-from tests.runs.processes import ROOT, TINY, Place, Verb, wait_for
+from tests.runs.processes import ROOT, TINY, Place, Verb, all_end, wait_for
 from tests.runs.test_supervise import alive
 
 MACHINES_BOUND_S = 120.0
@@ -43,8 +43,7 @@ def test_a_syncer_and_two_sites_train_to_a_budget_and_tell_a_stranger_what_diffe
     assert wrong.end() == 4, wrong.text()
     assert len(wrong.text().splitlines()) == 1, wrong.text()
     assert "outer.lr is 0.7 in run pair and 0.1 here: leave that setting out" in wrong.text()
-    assert [site.end() for site in sites] == [0, 0], sites[0].text() + sites[1].text()
-    assert syncer.end() == 0, syncer.text()
+    all_end(*sites, syncer)
 
     for name in formats:
         assert [event["products"] for event in place.seen("pair", name, "number_format")] == [formats[name]]
@@ -61,43 +60,12 @@ def test_a_syncer_and_two_sites_train_to_a_budget_and_tell_a_stranger_what_diffe
     code, text = place.run("journal", "show", "runs/pair")
     assert code == 0, text
     assert "OuterStepDone" in text
-    assert follower.end() == 0, follower.text()
+    all_end(follower, again)
     scores = place.seen("pair", "eval", "eval")
     assert [score["whole"] for score in scores] == [False] * (len(scores) - 1) + [True]
     assert scores[-1]["versions"] == [len(published)]
     assert len(scores) > 1
     assert float(str(scores[-1]["val_loss"])) < 5.0
-    assert again.end() == 0, again.text()
-
-
-@pytest.mark.slow
-def test_a_killed_site_goes_on_and_ctrl_c_leaves_in_order(place: Place) -> None:
-    syncer, address = place.syncer("again")
-    site = place.site("again", address, "site-a")
-    wait_for(lambda: len(place.seen("again", "site-a", "checkpoint")) >= 3, "checkpoints", site.text)
-    site.kill()
-    site = place.site("again", address, "site-a")
-    wait_for(lambda: len(place.seen("again", "site-a", "joined")) == 2, "a second join", site.text)
-    (resumed,) = place.seen("again", "site-a", "checkpoint_read")
-    assert int(str(resumed["step"])) >= 20
-    wait_for(lambda: place.seen("again", "site-a", "resumed"), "a word about what was lost", site.text)
-    steps = len(place.seen("again", "site-a", "step"))
-    wait_for(lambda: len(place.seen("again", "site-a", "step")) > steps + 10, "steps after the return", site.text)
-    site.signal(signal.SIGINT)
-    assert site.end() == 75, site.text()
-    (done,) = place.seen("again", "site-a", "site_done")
-    balanced(done)
-    assert "the same command resumes" in site.text()
-
-    syncer.signal(signal.SIGTERM)
-    assert syncer.end() == 75, syncer.text()
-    versions = len(place.seen("again", "syncer", "published"))
-    assert versions >= 1
-    syncer, _ = place.syncer("again")
-    wait_for(lambda: len(place.seen("again", "syncer", "syncer_started")) == 2, "a second start", syncer.text)
-    started = place.seen("again", "syncer", "syncer_started")[1]
-    assert started["epoch"] == 2
-    assert started["versions"] == [versions]
 
 
 @pytest.mark.slow
@@ -115,8 +83,8 @@ def test_a_site_of_four_ranks_that_leaves_and_goes_on_as_two_loses_no_token(plac
         wait_for(more, "versions", sites[-1].text, MACHINES_BOUND_S)
         leaves = sites[-1] if ranks == 4 else syncer
         leaves.signal(signal.SIGTERM)
-        assert leaves.end(MACHINES_BOUND_S) == 75, leaves.text()
-    assert [verb.end(MACHINES_BOUND_S) for verb in (*sites, alone)] == [75, 75, 75], sites[-1].text()
+        all_end(leaves, code=75)
+    all_end(*sites, alone, code=75)
     left, done = place.seen("ranks", "site-a", "site_done")
     for each in (left, done, *place.seen("ranks", "site-b", "site_done")):
         assert balanced(each)["tokens_lost"] == 0
@@ -146,12 +114,9 @@ def test_a_request_to_stop_reaches_the_ranks_and_a_kill_does_not_leave_them_behi
 SETTINGS = ["outer.num_fragments=2", "inner.checkpoint_every_steps=10", "run.seconds=1000"]
 
 
-def machine(place: Place, address: str, node_rank: int, *settings: str) -> Verb:
+def machine(place: Place, address: str, node_rank: int) -> Verb:
     several = ["site.nodes=2", f"site.node_rank={node_rank}", "site.rendezvous=127.0.0.1:0", "site.parallel=fsdp"]
-    name = f"machine-{node_rank}-{len(place.verbs)}"
-    verb = place.site("machines", address, "site-a", *SETTINGS, *several, *settings)
-    verb.name = name
-    return verb
+    return place.site("machines", address, "site-a", *SETTINGS, *several)
 
 
 def ranks_of(verb: Verb) -> list[int]:
@@ -194,21 +159,9 @@ def test_a_lost_rank_is_a_new_start_of_all_machines_and_a_lost_machine_is_waited
     versions = len(place.seen("machines", "syncer", "published"))
     waits(lambda: len(place.seen("machines", "syncer", "published")) > versions + 1, "versions")
     second.signal(signal.SIGTERM)  # Each machine can be asked to stop.
-    assert [first.end(MACHINES_BOUND_S), second.end(MACHINES_BOUND_S)] == [75, 75], first.text()
+    all_end(first, second, code=75)
     (done,) = place.seen("machines", "site-a", "site_done")
     balanced(done)
-
-
-@pytest.mark.slow
-def test_a_mistake_on_the_second_machine_alone_ends_the_site_with_its_reason(place: Place) -> None:
-    own = ["data.path=nowhere", "data.cache=elsewhere"]
-    _, address = place.syncer("machines", *SETTINGS)
-    second, first = (machine(place, address, node_rank, *own[: 2 * node_rank]) for node_rank in (1, 0))
-    assert [first.end(MACHINES_BOUND_S), second.end(MACHINES_BOUND_S)] == [2, 2], first.text()
-    for verb in (first, second):
-        assert "rank 1, on " in verb.text()
-        assert ": data: path is 'nowhere': there is no such file or folder" in verb.text()
-        assert "started again" not in verb.text()
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked:
     listen = "cluster.syncer.listen=127.0.0.1:0"
     syncer = place.start("syncer", "syncer", *run, listen, *mine, *more, source=source)
     serves = place.folder / "runs/marked/syncer.address"
-    wait_for(lambda: serves.is_file() or syncer.process.poll() is not None, "the syncer", syncer.text)
+    syncer.until(serves.is_file, "the syncer")
     address, admin = serves.read_text(), callers["admin"]
     sites = {}
     for name, own in (("site-a", ["site.nproc=2", "site.metrics=0"]), ("site-b", [])):

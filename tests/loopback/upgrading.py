@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.loopback.cluster import free_port
-from tests.runs.processes import TINY, Place, Verb, wait_for
+from tests.runs.processes import TINY, Place, Verb, all_end
 
 RUN = "otter"
 SITES = ("site-a", "site-b")
@@ -45,8 +45,6 @@ class Upgrade:
     said: list[str] = field(default_factory=list)
     kills: int = 0
     """Of syncers, which may have made a version of each fragment that they did not come to say."""
-    drain_s: float = 0.0
-    """From the word to the end of the syncer, with a last round of all sites in between."""
 
     def run(self) -> dict[str, Any]:
         """All of it; what was done, with counts.  Raises ``AssertionError`` for what must not be."""
@@ -57,38 +55,36 @@ class Upgrade:
         self._merged("new syncer, old sites")
         for site in SITES:
             sites[site].signal(signal.SIGTERM)
-            assert sites[site].end(BOUND_S) == 75, sites[site].text()
+            all_end(sites[site], code=75, bound_s=BOUND_S)
             sites[site] = self._site(site, self.new)
             self._merged(f"new syncer, new {site}")
         syncer = self._replaced(syncer, self.new, "outer.sites_max=30", gracefully=True)
         self._merged("a second new syncer with more room, new sites")
         began = time.monotonic()
         syncer.signal(signal.SIGTERM)
-        assert syncer.end(BOUND_S) == 75, syncer.text()
-        self.drain_s = time.monotonic() - began
-        for verb in sites.values():
-            assert verb.end(BOUND_S) == 75, verb.text()
-        return {**self._audited(), "drain_s": round(self.drain_s, 1)}
+        all_end(syncer, code=75, bound_s=BOUND_S)
+        drain_s = round(time.monotonic() - began, 1)
+        all_end(*sites.values(), code=75, bound_s=BOUND_S)
+        return {**self._audited(), "drain_s": drain_s}
 
     def _syncer(self, source: Path, *changed: str) -> Verb:
-        number = sum(verb.name.startswith("syncer") for verb in self.place.verbs)
         listen = f"cluster.syncer.listen=127.0.0.1:{self.port}"
         before = len(self.place.seen(RUN, "syncer", "syncer_started"))
-        verb = self.place.start(f"syncer-{number}", "syncer", *SETTINGS, listen, *changed, source=source)
-        self._until(verb, lambda: len(self.place.seen(RUN, "syncer", "syncer_started")) > before, "a start")
+        name = f"syncer-{len(self.place.verbs)}"
+        verb = self.place.start(name, "syncer", *SETTINGS, listen, *changed, source=source)
+        verb.until(lambda: len(self.place.seen(RUN, "syncer", "syncer_started")) > before, "a start", BOUND_S)
         return verb
 
     def _site(self, site: str, source: Path) -> Verb:
-        number = sum(verb.name.startswith(site) for verb in self.place.verbs)
         address = [f"site.syncer=127.0.0.1:{self.port}", f"site.id={site}"]
-        return self.place.start(f"{site}-{number}", "site", *SETTINGS, *address, source=source)
+        return self.place.start(f"{site}-{len(self.place.verbs)}", "site", *SETTINGS, *address, source=source)
 
     def _replaced(self, syncer: Verb, source: Path, *changed: str, gracefully: bool) -> Verb:
         """Another syncer in the place of this one, with settings that are ``changed``.  A program that knows no
         hand-over is simply killed."""
         if gracefully:
             syncer.signal(signal.SIGHUP)
-            assert syncer.end(BOUND_S) == 75, syncer.text()
+            all_end(syncer, code=75, bound_s=BOUND_S)
         else:
             syncer.kill()
             self.kills += 1
@@ -97,7 +93,7 @@ class Upgrade:
     def _merged(self, what: str) -> None:
         """Wait until each site has had so many updates merged since now."""
         begin = len(self.place.events(RUN))
-        self._until(self.place.verbs[-1], lambda: min(self._merges(begin).values()) >= MERGES, what)
+        self.place.verbs[-1].until(lambda: min(self._merges(begin).values()) >= MERGES, what, BOUND_S)
         self.said.append(what)
 
     def _merges(self, begin: int) -> dict[str, int]:
@@ -107,12 +103,6 @@ class Upgrade:
             for site in merged if isinstance(merged, dict) else {}:
                 counts[str(site)] += 1
         return counts
-
-    def _until(self, verb: Verb, condition: Any, what: str) -> None:
-        ended = lambda: [each for each in self.place.verbs if each.process.poll() not in (None, 75, -9)]  # noqa: E731
-        wait_for(lambda: condition() or ended() or verb.process.poll() is not None, what, verb.text, BOUND_S)
-        assert not ended(), "\n".join(f"{each.name}: {each.text()}" for each in ended())
-        assert condition(), f"{verb.name} ended before {what}: {verb.text()}"
 
     def _audited(self) -> dict[str, Any]:
         """The books of the run: versions rose by one, and every acknowledged update has one fate."""

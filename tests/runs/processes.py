@@ -80,6 +80,11 @@ class Verb:
                 self.process.wait(5.0)
             raise AssertionError(f"{self.name} still runs after {bound_s} s:\n{self.text()}") from error
 
+    def until(self, condition: Callable[[], object], what: str, bound_s: float = START_S) -> None:
+        """Wait for ``what`` of this process, which must not end before."""
+        wait_for(lambda: condition() or self.process.poll() is not None, what, self.text, bound_s)
+        assert self.process.poll() is None or condition(), self.text()
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
@@ -88,6 +93,12 @@ class Verb:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
+
+
+def all_end(*verbs: Verb, code: int = 0, bound_s: float = 120.0) -> None:
+    """Every one of them ends, with this exit code."""
+    for verb in verbs:
+        assert verb.end(bound_s) == code, f"{verb.name}: {verb.text()}"
 
 
 class Place:
@@ -121,8 +132,7 @@ class Place:
         listen = "cluster.syncer.listen=127.0.0.1:0"
         verb = self.start(f"syncer-{number}", "syncer", *TINY, f"run.name={run}", listen, *settings)
         address = self.folder / "runs" / run / "syncer.address"
-        wait_for(lambda: address.is_file() or verb.process.poll() is not None, "the syncer", lambda: verb.text())
-        assert address.is_file(), verb.text()
+        verb.until(address.is_file, "the syncer")
         return verb, address.read_text()
 
     def site(self, run: str, address: str, site_id: str, *settings: str) -> Verb:
