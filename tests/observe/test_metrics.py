@@ -39,6 +39,7 @@ from diloco.observe.metrics import (
 )
 from diloco.sync.events import Reason
 from diloco.sync.options import PROTOCOL
+from tests.hunts.flooding import dial, is_over
 from tests.loopback.cluster import serving
 from tests.runs.processes import ROOT, wait_for
 from tests.syncer.building import eventually, join, new_syncer, push, report, update
@@ -85,18 +86,7 @@ def some() -> Iterator[Metric]:
 
 
 def dialled(address: str, count: int) -> list[socket.socket]:
-    host, _, port = address.removeprefix("http://").removesuffix("/metrics").rpartition(":")
-    return [socket.create_connection((host, int(port)), timeout=20) for _ in range(count)]
-
-
-def is_over(connection: socket.socket, timeout_s: float) -> bool:
-    connection.settimeout(timeout_s)
-    try:
-        return connection.recv(1) == b""
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
+    return [dial(address.removeprefix("http://").removesuffix("/metrics")) for _ in range(count)]
 
 
 def test_silent_connections_make_room_and_a_scrape_is_answered_all_the_same() -> None:
@@ -110,8 +100,7 @@ def test_silent_connections_make_room_and_a_scrape_is_answered_all_the_same() ->
                 break
         else:
             pytest.fail("a crowd of silent connections keeps every scrape out")
-        left = [each for each in silent if not is_over(each, 0.05)]
-        assert len(left) <= metrics.SILENT_MAX
+        wait_for(lambda: sum(not is_over(each) for each in silent) <= metrics.SILENT_MAX, "the others are hung up on")
         assert "diloco_a" in read(address)
         wait_for(lambda: told, "a word of it")
         (note,) = told
@@ -124,16 +113,13 @@ def test_who_sends_a_byte_now_and_then_is_hung_up_on_in_time(monkeypatch: pytest
     monkeypatch.setattr(metrics, "REQUEST_S", 0.3)
     with page_at("site.metrics", "0", some) as address:
         (slow,) = dialled(address, 1)
-        for byte in b"GET /metrics HTTP/1.1\r\n":
-            try:
+        with slow, suppress(OSError):
+            for byte in b"GET /metrics HTTP/1.1\r\n":
                 slow.sendall(bytes([byte]))
-            except OSError:
-                break
-            if is_over(slow, 0.1):
-                break
-        else:
+                time.sleep(0.1)
+                if is_over(slow):
+                    return
             pytest.fail("it was listened to for ever")
-        slow.close()
 
 
 def test_one_page_too_many_is_told_to_come_back() -> None:
