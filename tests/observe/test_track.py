@@ -8,6 +8,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from diloco.observe import track
 from diloco.observe.eventlog import read_events
 from diloco.observe.history import RunHistory
 from diloco.observe.summary import summarize
-from diloco.observe.track import TRACKERS, Point, Sender, Tracker
+from diloco.observe.track import TRACKERS, Point, Tracker
 from diloco.runs import process
 from tests.loopback.cluster import eventually
 from tests.observe.recorded import SITES, Recorder, append
@@ -166,40 +167,23 @@ def test_a_tracker_that_is_down_gets_everything_later_and_is_noted_once(
     class Unsteady(Tracker):
         def log(self, points: Sequence[Point]) -> None:
             asked.append(points)
+            if len(asked) == 2:  # What has come meanwhile is sent as well, at the end.
+                append(run / "events.jsonl", EVENTS[len(EVENTS) // 2 :])
+                os.kill(os.getpid(), signal.SIGTERM)
             if len(asked) <= 2:
                 raise ConnectionError("no answer")
-            os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(track, "TRACKERS", {**TRACKERS, "jsonl": Unsteady})
     monkeypatch.setattr(status, "TRACK_AGAIN_S", 0.0)
     before = len(notes(run))
     assert main(["track", str(run), "jsonl", "--follow"]) == 0
-    assert len(asked) == 3
     curves = track.Curves()
-    assert list(asked[-1]) == [point for event in EVENTS[: len(EVENTS) // 2] for point in curves.take(event)]
+    known = [point for event in EVENTS for point in curves.take(event)]
+    # The note of it is of today, years after the recorded run: seconds of that run mean nothing behind it.
+    sent = [point._replace(seconds=each.seconds) for point, each in zip(chain(*asked[2:]), known, strict=True)]
+    assert sent == known
     (note,) = notes(run)[before:]
     assert note == "jsonl takes no points, and what waits is sent once it does: ConnectionError('no answer')"
-
-
-def test_what_comes_while_a_tracker_is_down_is_sent_at_the_end_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    got = list[Point]()
-
-    class Late(Tracker):
-        def log(self, points: Sequence[Point]) -> None:
-            if sum(map(len, events)) == len(EVENTS) // 2:
-                raise ConnectionError("no answer")
-            got.extend(points)
-
-    monkeypatch.setattr(track, "TRACKERS", {**TRACKERS, "jsonl": Late})
-    events = [EVENTS[: len(EVENTS) // 2]]
-    (run / "track" / "jsonl").mkdir(parents=True)
-    sender, curves = Sender(run / "track" / "jsonl", {}), track.Curves()
-    with pytest.raises(ConnectionError):
-        sender.send(ends=False)
-    events.append(EVENTS[len(EVENTS) // 2 :])
-    append(run / "events.jsonl", events[1])
-    assert sender.send(ends=True) == len(got)
-    assert got == [point for event in EVENTS for point in curves.take(event)]
 
 
 def test_a_damaged_state_is_named(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
