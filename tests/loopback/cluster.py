@@ -15,6 +15,7 @@ from pathlib import Path
 
 from diloco.learner.agent import Finished
 from diloco.syncer.server import Syncer
+from diloco.wire.client import AdminClient
 from tests.forked import forkserver
 from tests.loopback.toy import Toy, ToySite, Twin, main
 
@@ -38,6 +39,12 @@ def closed_port() -> int:
     """A port at which nothing listens: this process holds it, so that no other can take it."""
     _HELD.bind(("127.0.0.1", 0))
     return int(_HELD.getsockname()[1])
+
+
+def drain(address: str) -> None:
+    """As an operator does it."""
+    with AdminClient(address) as operator:
+        operator.drain()
 
 
 def files_under(folder: Path) -> list[Path]:

@@ -10,9 +10,8 @@ import pytest
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import FRAME, decode_records, units
 from diloco.syncer.standby import Standby
-from diloco.wire.client import AdminClient
 from diloco.wire.messages import Item, Unreachable
-from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port
+from tests.loopback.cluster import Log, Process, SiteThread, drain, eventually, free_port
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
 
 
@@ -69,8 +68,7 @@ def test_what_was_acknowledged_and_not_replicated_is_sent_again_by_the_site_that
                 for fragment, sequence in lacks:
                     again = {"fragment": fragment, "sequence": sequence, "outcome": "accepted"}
                     site.log.wait_for("pushed", 2, BOUND_S, where=lambda e, again=again: again.items() <= e.items())
-                with AdminClient(second) as operator:
-                    operator.drain()
+                drain(second)
                 done = site.join(BOUND_S)
                 assert done.ending == "drained"
                 assert (done.ledger["lost"], done.ledger["refused"]) == (0, 0)

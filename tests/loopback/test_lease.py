@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from diloco.syncer.replaying import Rules
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.client import AdminClient
-from tests.loopback.cluster import Log, Process, SiteThread, free_port
+from tests.loopback.cluster import Log, Process, SiteThread, drain, free_port
 from tests.loopback.toy import RUN, Toy
 from tests.syncer.leases import running_etcd
 from tests.syncer.test_standby import a_toy
@@ -27,14 +26,8 @@ TELLS = {"refused", "standby_attached", "final"}
 pytestmark = pytest.mark.slow  # Its clocks are those of a lease.
 
 
-@dataclass
-class Pair:
-    """A syncer, and the standby that is its heir."""
-
-    toy: Toy
-    first: Process
-    second: Process
-    addresses: tuple[str, str]
+Pair = tuple[Toy, Process, Process, tuple[str, str]]
+"""A syncer, the standby that is its heir, and their addresses."""
 
 
 def is_heir(log: Log) -> None:
@@ -57,22 +50,21 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         standby = {"data": "standby", "primary": addresses[0], "port": ports[1]}
         second = stack.enter_context(Process("standby", toy, **standby))
         is_heir(first.log)
-        yield Pair(toy, first, second, addresses)
+        yield toy, first, second, addresses
 
 
 def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_thaws(pair: Pair, tmp_path: Path) -> None:
-    toy, first, second = pair.toy, pair.first, pair.second
-    both = ",".join(pair.addresses)
+    toy, first, second, addresses = pair
     with (
-        SiteThread(toy, "a", both, step_s=STEP_S) as site,
-        SiteThread(toy, "b", pair.addresses[0], step_s=STEP_S) as faithful,
+        SiteThread(toy, "a", ",".join(addresses), step_s=STEP_S) as site,
+        SiteThread(toy, "b", addresses[0], step_s=STEP_S) as faithful,
     ):
         first.log.wait_for("published", 6, BOUND_S)
         first.send(signal.SIGSTOP)
         (taken,) = second.log.wait_for("lease_taken", 1, BOUND_S)
         assert taken["epoch"] == 2
         (moved,) = site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] == 2)
-        assert moved["syncer"] == pair.addresses[1]
+        assert moved["syncer"] == addresses[1]
         second.log.wait_for("published", 3, BOUND_S)
         told, published, heard = len(first.log), len(first.log.of("published")), len(faithful.log)
         first.send(signal.SIGCONT)
@@ -90,7 +82,7 @@ def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_th
         acknowledged = faithful.log.of("pushed")
         assert not [event for event in adopted if event["merged"]]
         second.log.wait_for("published", len(second.log.of("published")) + 3, BOUND_S)
-        with AdminClient(pair.addresses[1]) as operator:
+        with AdminClient(addresses[1]) as operator:
             status = operator.status()
             assert status["epoch"] == 2
             assert status["lease"]["epoch"] == 2  # type: ignore[index]
@@ -106,8 +98,8 @@ def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_th
 
 
 def test_a_syncer_that_is_killed_is_replaced_by_its_heir_and_does_not_come_back(pair: Pair) -> None:
-    toy, first, second = pair.toy, pair.first, pair.second
-    with SiteThread(toy, "a", ",".join(pair.addresses), step_s=STEP_S) as site:
+    toy, first, second, addresses = pair
+    with SiteThread(toy, "a", ",".join(addresses), step_s=STEP_S) as site:
         first.log.wait_for("published", 4, BOUND_S)
         first.kill()
         second.log.wait_for("lease_taken", 1, BOUND_S)
@@ -115,26 +107,24 @@ def test_a_syncer_that_is_killed_is_replaced_by_its_heir_and_does_not_come_back(
         with Process("syncer", toy) as again:
             assert again.wait(BOUND_S) == 1
             assert "may lack what was acknowledged there" in again.errors
-        with AdminClient(pair.addresses[1]) as operator:
-            operator.drain()
+        drain(addresses[1])
         assert site.join(BOUND_S).ending == "drained"
     assert second.wait(BOUND_S) == 0, second.errors
 
 
 @pytest.mark.parametrize("pair", [("file", "sync")], ids=["file-sync"], indirect=True)
 def test_a_syncer_that_starts_again_at_once_leads_on_and_its_heir_stays_one(pair: Pair) -> None:
-    toy, first, second = pair.toy, pair.first, pair.second
-    with SiteThread(toy, "a", pair.addresses[0], step_s=STEP_S) as site:
+    toy, first, second, addresses = pair
+    with SiteThread(toy, "a", addresses[0], step_s=STEP_S) as site:
         first.log.wait_for("published", 4, BOUND_S)
         first.kill()
-        with Process("syncer", toy, port=int(pair.addresses[0].rpartition(":")[2])) as again:
+        with Process("syncer", toy, port=int(addresses[0].rpartition(":")[2])) as again:
             (taken,) = again.log.wait_for("lease_taken", 1, BOUND_S)
             assert taken["epoch"] == 2
             is_heir(again.log)
             assert not second.log.of("failed"), second.log.of("failed")
             again.log.wait_for("published", 4, BOUND_S)
-            with AdminClient(pair.addresses[0]) as operator:
-                operator.drain()
+            drain(addresses[0])
             assert site.join(BOUND_S).ending == "drained"
             assert again.wait(BOUND_S) == 0, again.errors
             assert second.log.of("lease_taken") == []

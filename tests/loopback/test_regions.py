@@ -8,9 +8,8 @@ import shutil
 import signal
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -29,14 +28,14 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer.snapshots import Snapshots
 from diloco.wire.client import AdminClient
 from tests.loopback.audit import History, audit, history, one_run
-from tests.loopback.cluster import Log, Process, SiteThread, eventually, files_under, free_port
+from tests.loopback.cluster import Log, Process, SiteThread, drain, eventually, files_under, free_port
 from tests.loopback.speaker import speaker
 from tests.loopback.test_again import CLOCK_S, restore_without
-from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
+from tests.loopback.test_kill import BOUND_S, dies, seed_of, the_toy
 from tests.loopback.toy import Toy
-from tests.runs.processes import TINY, Place, Verb, wait_for
+from tests.runs.processes import TINY, Place, Verb, all_end, wait_for
 
-STEP_S = 0.004
+STEP_S, BUDGET = 0.004, 4000
 LONG_S = 180.0
 """For seven processes that import torch at once."""
 DEATHS = {
@@ -56,10 +55,10 @@ HEIRS = {
 """Each of them from when the standby has everything on."""
 
 
-def two_levels(folder: Path, seed: int, budget: int, **changes: object) -> tuple[Toy, dict[str, Toy]]:
+def two_levels(folder: Path, seed: int, budget: int = 0, **changes: object) -> tuple[Toy, dict[str, Toy]]:
     """The run above, with the budget, and those of its regions, without one."""
-    rules = {"round_updates": 1, "staleness_max": 30}
-    above = the_toy(folder / "above", seed, token_budget=budget, rules=rules, port=free_port(), **changes)
+    rules: dict[str, object] = {"round_updates": 1, "staleness_max": 30}
+    above = the_toy(folder / "above", seed, {**rules, "token_budget": budget}, port=free_port(), **changes)
     # Dense versions of a region come at each update, and one of two sites may hear of many while it trains.
     below = replace(above, optimizer={"kind": "heavy_ball", "lr": 0.5, "momentum": 0.3})
     below.outer = {**above.outer, "token_budget": 0}
@@ -67,40 +66,17 @@ def two_levels(folder: Path, seed: int, budget: int, **changes: object) -> tuple
     return above, {name: replace(below, folder=str(folder / name), port=free_port(), seed=seed + 1) for name in names}
 
 
-def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]]) -> None:
-    """A whole run, in which region-a dies of ``deaths``, one after the other; everybody's books balance in the end."""
-    toy, regions = two_levels(folder, seed, budget)
-    address, bound = f"127.0.0.1:{toy.port}", bound_s(budget)
-    logs: dict[str, list[Log]] = {name: [] for name in regions}
-    sites: dict[str, list[SiteThread]] = {name: [] for name in regions}
-    with ExitStack() as alive:
-        top = alive.enter_context(Process("syncer", toy))
-        top.log.wait_for("listening", 1, bound)
+def two_sites_of(alive: ExitStack, region: Toy, name: str, address: str) -> list[SiteThread]:
+    steps = {f"{name}-1": STEP_S, f"{name}-2": 1.7 * STEP_S}
+    return [alive.enter_context(SiteThread(region, site, address, step_s=each)) for site, each in steps.items()]
 
-        def begin(name: str, death: tuple[str, int] | None = None) -> Process:
-            life = alive.enter_context(Process("syncer", regions[name], death, site=name, above=address))
-            begins(life, [site for each in sites.values() for site in each])
-            logs[name].append(life.log)
-            here = f"127.0.0.1:{regions[name].port}"
-            if not sites[name]:
-                for number, step_s in ((1, STEP_S), (2, 1.7 * STEP_S)):
-                    site = SiteThread(regions[name], f"{name}-{number}", here, step_s=step_s)
-                    sites[name].append(alive.enter_context(site))
-            return life
 
-        last = {"region-b": begin("region-b")}
-        for death in deaths:
-            dies(begin("region-a", death), death, seed, budget)
-        last["region-a"] = begin("region-a")
-        finished = {name: {site.site: site.join(bound) for site in sites[name]} for name in regions}
-        for name, life in last.items():
-            assert life.wait(bound) == 0, f"{name}: {life.errors}"
-        assert top.wait(bound) == 0, top.errors
-    told = {}
-    for name, region in regions.items():
-        seen = {site.site: [site.log] for site in sites[name]}
-        told[name] = audit(region, logs[name], seen, finished[name])
-    both_levels_agree(history(toy), told)
+def versions_come_back(life: Process) -> None:
+    """Wait until a region's syncer has taken a later version of each fragment from above."""
+    (listening,) = life.log.wait_for("listening", 1, BOUND_S)
+    with AdminClient(str(listening["address"])) as operator:
+        above: Any = lambda: operator.status()["upstream"]  # noqa: E731
+        eventually(lambda: min(above()["base_versions"]) > 0, BOUND_S, "versions of both fragments from above")
 
 
 def balanced(region: OuterState) -> Standing:
@@ -120,8 +96,7 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
         if not below.began:  # A later lineage knows of the earlier ones what is merged above.
             assert found.ledger.processed >= below.machine.state.run_tokens() > 0
         assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
-        if min(found.versions) == 0:
-            raise EndedTooSoonError(f"nothing came back to {name}")  # A longer run is to show that it does.
+        assert min(found.versions) > 0, f"nothing came back to {name}"
         assert above.machine.state.sites[name].status.value == "left"
 
 
@@ -135,35 +110,57 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
     ],
 )
 def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> None:
-    once = partial(play, seed=seed_of(chapter), deaths=DEATHS[chapter])
-    long_enough(tmp_path, once, BUDGET // 2 if chapter == "there and back" else 2 * BUDGET)
+    """Everybody's books balance in the end."""
+    toy, regions = two_levels(tmp_path, seed_of(chapter))
+    address = f"127.0.0.1:{toy.port}"
+    logs: dict[str, list[Log]] = {name: [] for name in regions}
+    with ExitStack() as alive:
+        top = alive.enter_context(Process("syncer", toy))
+
+        def begin(name: str, death: tuple[str, int] | None = None) -> Process:
+            life = alive.enter_context(Process("syncer", regions[name], death, site=name, above=address))
+            logs[name].append(life.log)
+            return life
+
+        sites = {name: two_sites_of(alive, each, name, f"127.0.0.1:{each.port}") for name, each in regions.items()}
+        last = [begin("region-b")]
+        for death in DEATHS[chapter]:
+            dies(begin("region-a", death), death)
+        last.append(begin("region-a"))
+        for life in last:
+            versions_come_back(life)
+        for site in [site for each in sites.values() for site in each]:  # A region waits for no stranger.
+            site.log.wait_for("adopted", 1, BOUND_S, where=lambda event: event["merged"])
+        drain(address)
+        finished = {name: {site.site: site.join(BOUND_S) for site in sites[name]} for name in regions}
+        for life in (*last, top):
+            assert life.wait(BOUND_S) == 0, life.errors
+    told = {}
+    for name, region in regions.items():
+        told[name] = audit(region, logs[name], {site.site: [site.log] for site in sites[name]}, finished[name])
+    both_levels_agree(history(toy), told)
 
 
-def goes_on(life: Process, what: str, count: int, bound: float) -> None:
-    """Wait until ``life`` has said ``what`` so often, in a run that is not over by then."""
-    eventually(lambda: len(life.log.of(what)) >= count or bool(life.log.of("final")), bound, what)
-    if life.log.of("final"):
-        raise EndedTooSoonError(f"the run was over before {count} {what}")
-
-
-def take_over(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]], by: str = "word") -> None:
-    """A region whose syncers die of ``deaths``, each when its standby has everything, which then takes its place.
+@pytest.mark.slow
+@pytest.mark.parametrize(("chapter", "by"), [("coming back", "word"), ("going up", "lease"), ("lossy", "lossy")])
+def test_a_region_s_standby_goes_on_with_all_that_was_on_its_way_or_in_a_new_lineage_with_the_values_above(
+    tmp_path: Path, chapter: str, by: str
+) -> None:
+    """Its syncers die one after the other, each when its standby has everything, which then takes its place.
 
     It does so ``by`` an operator's word, by a "lossy" one, or by the "lease".
     """
-    toy, regions = two_levels(folder, seed, budget)
+    deaths, (toy, regions) = HEIRS[chapter], two_levels(tmp_path, seed_of(chapter))
     region = replace(regions["region-a"], replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2})
     if by == "lease":
-        region = replace(region, lease=str(folder / "lease.json"))
+        region = replace(region, lease=str(tmp_path / "lease.json"))
     if by == "lossy":  # What a lineage began with is kept for the audit.
         region = replace(region, retain_steps=4096)
-    above, bound, ports = f"127.0.0.1:{toy.port}", bound_s(budget), (free_port(), free_port())
+    above, ports = f"127.0.0.1:{toy.port}", (free_port(), free_port())
     addresses = [f"127.0.0.1:{port}" for port in ports]
     nodes: list[Process] = []
-    sites: list[SiteThread] = []
     with ExitStack() as alive:
         top = alive.enter_context(Process("syncer", toy))
-        top.log.wait_for("listening", 1, bound)
 
         def begin(death: tuple[str, int] | None) -> None:
             """The next syncer: the first leads, each later one follows the one before."""
@@ -173,58 +170,39 @@ def take_over(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]
                 mine["primary"] = addresses[(number - 1) % 2]
             role = "standby" if number else "syncer"
             nodes.append(alive.enter_context(Process(role, region, death, site="region-a", above=above, **mine)))
-            nodes[-1].log.wait_for("standing" if number else "listening", 1, bound)
+            nodes[-1].log.wait_for("standing" if number else "listening", 1, BOUND_S)
 
-        for death in (*deaths[:1], *deaths[1:2]):
+        for death in [*deaths, None][:2]:
             begin(death)
-        if len(deaths) == 1:
-            begin(None)
-        sites += [
-            alive.enter_context(SiteThread(region, name, ",".join(addresses), step_s=step))
-            for name, step in (("region-a-1", STEP_S), ("region-a-2", 1.7 * STEP_S))
-        ]
+        sites = two_sites_of(alive, region, "region-a", ",".join(addresses))
         for number, death in enumerate(deaths):
             leads, follows = nodes[number], nodes[number + 1]
-            leads.log.wait_for("upstream", 1, bound, where=lambda event: event["event"] == "pushed")
+            leads.log.wait_for("upstream", 1, BOUND_S, where=lambda event: event["event"] == "pushed")
             if by == "lease":
                 heir = f"names node-{number + 1}-"
-                leads.log.wait_for("note", 1, bound, where=lambda note, heir=heir: heir in str(note.get("why")))
+                leads.log.wait_for("note", 1, BOUND_S, where=lambda note, heir=heir: heir in str(note.get("why")))
             leads.send(signal.SIGUSR2)
-            dies(leads, death, seed, budget)
-            for site in sites:  # So that the budget lasts longer.
-                site.toy_site.pause.set()
+            dies(leads, death)
             if by != "lease":
                 with AdminClient(addresses[(number + 1) % 2]) as operator:
                     operator.promote(lossy=by == "lossy")
-            follows.log.wait_for("listening", 1, bound)
+            follows.log.wait_for("listening", 1, BOUND_S)
             begin(deaths[number + 2] if number + 2 < len(deaths) else None)
-            goes_on(follows, "standby_attached", 1, bound)
-            for site in sites:
-                site.toy_site.pause.clear()
-            goes_on(follows, "published", len(follows.log.of("published")) + 2, bound)
-        finished = {site.site: site.join(bound) for site in sites}
-        assert nodes[len(deaths)].wait(bound) == 0, nodes[len(deaths)].errors
-        assert top.wait(bound) == 0, top.errors
-    led = nodes[: len(deaths) + 1]
+            follows.log.wait_for("standby_attached", 1, BOUND_S)
+            follows.log.wait_for("published", len(follows.log.of("published")) + 2, BOUND_S)
+        led = nodes[: len(deaths) + 1]
+        versions_come_back(led[-1])
+        drain(above)
+        finished = {site.site: site.join(BOUND_S) for site in sites}
+        for life in (led[-1], top):
+            assert life.wait(BOUND_S) == 0, life.errors
     whole = one_run(Path(region.folder), [f"node-{number}" for number in range(len(led))])
     logs = {site.site: [site.log] for site in sites}
     told = audit(replace(region, folder=str(whole)), [node.log for node in led], logs, finished)
     both_levels_agree(history(toy), {"region-a": told})
     retaken = [event["why"] for node in led for event in node.log.of("upstream_retaken")]
-    assert by == "lossy" or retaken == ["first version of a new site"] * toy.fragments, (
-        "what was not above yet is not overwritten"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("chapter", "by"), [("coming back", "word"), ("going up", "lease"), ("lossy", "lossy")])
-def test_a_region_s_standby_goes_on_with_all_that_was_on_its_way_or_in_a_new_lineage_with_the_values_above(
-    tmp_path: Path, chapter: str, by: str
-) -> None:
-    def once(folder: Path, budget: int) -> None:
-        take_over(folder, budget, seed_of(chapter), HEIRS[chapter], by)
-
-    long_enough(tmp_path, once, 2 * BUDGET)
+    first = ["first version of a new site"] * toy.fragments
+    assert by == "lossy" or retaken == first, "what was not above yet is not overwritten"
 
 
 @pytest.mark.slow
@@ -232,27 +210,27 @@ def test_a_standby_sends_the_last_update_of_a_region_that_has_ended(tmp_path: Pa
     """The one above says that the run is over, and takes nothing until the region's syncer is dead."""
     toy, regions = two_levels(tmp_path, seed_of("last"), BUDGET)
     region = replace(regions["region-a"], replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2}, linger_s=2.0)
-    above, ports, bound = f"127.0.0.1:{toy.port}", (free_port(), free_port()), bound_s(BUDGET)
+    above, ports = f"127.0.0.1:{toy.port}", (free_port(), free_port())
     first, second = (f"127.0.0.1:{port}" for port in ports)
     mine = {"site": "region-a", "above": above}
     with ExitStack() as alive:
         top = alive.enter_context(Process("syncer", toy))
         leads = alive.enter_context(Process("syncer", region, data="node-0", port=ports[0], **mine))
-        leads.log.wait_for("listening", 1, bound)
+        leads.log.wait_for("listening", 1, BOUND_S)
         standby = {"data": "node-1", "port": ports[1], "primary": first}
         follows = alive.enter_context(Process("standby", region, **standby, **mine))
         site = alive.enter_context(SiteThread(region, "region-a-1", f"{first},{second}", step_s=STEP_S))
-        leads.log.wait_for("last_round", 1, bound)
+        leads.log.wait_for("last_round", 1, BOUND_S)
         top.send(signal.SIGSTOP)
-        finished = site.join(bound)
-        leads.log.wait_for("final", 1, bound)
+        finished = site.join(BOUND_S)
+        leads.log.wait_for("final", 1, BOUND_S)
         leads.kill()
         with AdminClient(second) as operator:
             operator.promote()
-        follows.log.wait_for("listening", 1, bound)
+        follows.log.wait_for("listening", 1, BOUND_S)
         top.send(signal.SIGCONT)
-        assert follows.wait(bound) == 0, follows.errors
-        assert top.wait(bound) == 0, top.errors
+        assert follows.wait(BOUND_S) == 0, follows.errors
+        assert top.wait(BOUND_S) == 0, top.errors
     whole = replace(region, folder=str(one_run(Path(region.folder), ["node-0", "node-1"])))
     told = audit(whole, [leads.log, follows.log], {site.site: [site.log]}, {site.site: finished})
     both_levels_agree(history(toy), {"region-a": told})
@@ -263,25 +241,25 @@ def test_a_standby_sends_the_last_update_of_a_region_that_has_ended(tmp_path: Pa
 @pytest.mark.slow
 def test_a_region_that_has_ended_goes_on_after_a_restore_above_and_else_stays_so(tmp_path: Path) -> None:
     toy, regions = two_levels(tmp_path, seed_of("restored"), BUDGET, retain_steps=10**6)
-    region, bound = regions["region-a"], bound_s(BUDGET)
+    region = regions["region-a"]
     mine = {"site": "region-a", "above": f"127.0.0.1:{toy.port}"}
 
     def play_to_the_end() -> tuple[Process, Process]:
         """Start everything, what was there already as well, and wait for the end; the two syncers."""
         with ExitStack() as alive:
             top = alive.enter_context(Process("syncer", toy))
-            top.log.wait_for("listening", 1, bound)
+            top.log.wait_for("listening", 1, BOUND_S)
             here = f"127.0.0.1:{region.port}"
             site = alive.enter_context(SiteThread(region, "region-a-1", here, step_s=STEP_S))
             life = alive.enter_context(Process("syncer", region, **mine))
-            assert site.join(bound).ending == "finished"
-            assert life.wait(bound) == 0, life.errors
-            assert top.wait(bound) == 0, top.errors
+            assert site.join(BOUND_S).ending == "finished"
+            assert life.wait(BOUND_S) == 0, life.errors
+            assert top.wait(BOUND_S) == 0, top.errors
         return top, life
 
     top, _ = play_to_the_end()
     with Process("syncer", region, **mine) as life:  # Nobody above says anything.
-        assert life.wait(bound) == 0, life.errors
+        assert life.wait(BOUND_S) == 0, life.errors
         assert [note["note"] for note in life.log.of("note")] == ["stays_finished"]
         assert life.log.of("ended") == [{"what": "ended", "ending": "finished"}]
     last = max(int(str(event["version"])) for event in top.log.of("published"))
@@ -364,15 +342,12 @@ def test_a_region_whose_disk_is_lost_is_restored(place: Place, source: tuple[str
     assert code == 0, said
     assert "takes the values of the run above" in said
     before, again = len(gone_up(place, "east")), serves(place, "region", *own)
-    more = lambda: len(gone_up(place, "east")) > before + 1 or again.process.poll() is not None  # noqa: E731
-    wait_for(more, "more updates above", again.text, LONG_S)
-    assert again.process.poll() is None, again.text()
+    again.until(lambda: len(gone_up(place, "east")) > before + 1, "more updates above", LONG_S)
     # A restored syncer does not wait for a site that has not come back: that one would not hear of the end.
     back = lambda: all(len(place.seen("east", name, "joined")) > 1 for name in ("east-0", "east-1"))  # noqa: E731
     wait_for(back, "both sites again", again.text, LONG_S)
     top.signal(signal.SIGINT)
-    for verb in (*sites, again, top):
-        assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+    all_end(*sites, again, top, code=ExitCode.DRAINED, bound_s=LONG_S)
     for number in (0, 1):
         assert place.seen("east", f"east-{number}", "started_over"), "it has heard of the new lineage"
     above, below = (last_state(compose([*TINY, *LEVELS]), place.folder / "runs" / run) for run in ("top", "east"))
@@ -401,8 +376,7 @@ def test_each_of_two_syncers_of_a_region_is_a_site_of_the_one_above_of_its_numbe
     east[1].kill()
     before, east[1] = up(), syncer("east", 1)
     wait_for(lambda: up() > before + 1, "more of them", east[1].text, LONG_S)
-    for verb in (*sites, *east, *top):
-        assert verb.end(LONG_S) == ExitCode.OK, f"{verb.name}: {verb.text()}"
+    all_end(*sites, *east, *top, bound_s=LONG_S)
     (_, again) = place.seen("east", "syncer-1", "syncer_started")
     assert again["versions"] != [0, 0]
     losses = [event["loss"] for event in place.seen("east", "east-0", "step")]
@@ -447,8 +421,7 @@ def test_the_sites_of_a_region_go_on_and_its_standby_takes_over_while_the_one_ab
     before, life = len(gone_up(place, "east")), serves(place, "top", *above)
     wait_for(lambda: len(gone_up(place, "east")) > before + 1, "more updates above", standby.text, LONG_S)
     life.signal(signal.SIGINT)
-    for verb in (*sites, standby, life):
-        assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+    all_end(*sites, standby, life, code=ExitCode.DRAINED, bound_s=LONG_S)
     whys = [event["why"] for event in place.seen("east", "syncer", "upstream_retaken")]
     assert whys == ["first version of a new site"]
     code, said = place.run("journal", "verify", "runs/east")

@@ -66,29 +66,25 @@ class Watched:
         self._locks: list[threading.Condition] = []
         for name in ("after_step", "progress", "state", "leave_soon"):
             monkeypatch.setattr(Agent, name, self._marked(getattr(Agent, name)))
-        monkeypatch.setattr(Agent, "start", self._starting(Agent.start))
-        monkeypatch.setattr(Agent, "finish", self._finishing(Agent.finish))
+        start, finish = Agent.start, Agent.finish
+
+        def starting(agent: Agent) -> int:
+            cursor = start(agent)  # What waits for the syncer, as it should, holds the lock while it does.
+            self._locks.append(agent.changed)
+            return cursor
+
+        def finishing(agent: Agent) -> object:
+            self._inside.done = True  # Training is over: now it is right to wait for the last fates.
+            return finish(agent)
+
+        monkeypatch.setattr(Agent, "start", starting)
+        monkeypatch.setattr(Agent, "finish", finishing)
 
     def forbidden(self) -> bool:
         if getattr(self._inside, "done", False):
             return False
         held = any(lock._is_owned() for lock in self._locks)  # type: ignore[attr-defined]
         return held or getattr(self._inside, "depth", 0) > 0
-
-    def _finishing(self, original: Callable[[Agent], object]) -> Callable[[Agent], object]:
-        def finish(agent: Agent) -> object:
-            self._inside.done = True  # Training is over: now it is right to wait for the last fates.
-            return original(agent)
-
-        return finish
-
-    def _starting(self, original: Callable[[Agent], int]) -> Callable[[Agent], int]:
-        def start(agent: Agent) -> int:
-            cursor = original(agent)  # What waits for the syncer, as it should, holds the lock while it does.
-            self._locks.append(agent.changed)
-            return cursor
-
-        return start
 
     def _marked(self, original: Callable[..., object]) -> Callable[..., object]:
         def inside(*args: object, **kwargs: object) -> object:

@@ -17,6 +17,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -255,8 +256,6 @@ class ToySite:
         self.steps = 0
         self.trained = 0
         self.halt = threading.Event()
-        self.pause = threading.Event()
-        """While it is set the site makes no step; what is under way goes on."""
         self.disk = disk
         self.redo: StepInfo | None = None
         self.agent = toy.agent(site, address, self.parameters, emit, self._load(), disk=disk)
@@ -276,9 +275,6 @@ class ToySite:
         while self.steps < until_step and not stop:
             if self.halt.is_set():
                 return Finished("halted", "the test is over", {})
-            if self.pause.is_set():
-                time.sleep(0.01)
-                continue
             self.steps += 1
             if step_s:
                 time.sleep(step_s)
@@ -339,31 +335,21 @@ PLACES: dict[str, tuple[object, str, bool | Callable[..., None]]] = {
 
 def armed(place: str, passes: int) -> Disk:
     """The disk of a process that kills itself at the ``passes``-th passage of a durable step, or of a place."""
-    if place in PLACES:
-        die_at(place, passes)
-        return PLAIN_DISK
-    return KillingDisk(Step(place), passes)
-
-
-def die_at(place: str, passes: int) -> None:
-    """Arrange that this process kills itself at the ``passes``-th passage of ``place``."""
+    if place not in PLACES:
+        return KillingDisk(Step(place), passes)
     owner, name, when = PLACES[place]
-    original = getattr(owner, name)
-    left = [passes]
+    original, passages = getattr(owner, name), count(1)
+    last: Any = original if when is True else when
 
     def passing(*args: object, **kwargs: object) -> object:
-        left[0] -= 1
-        last = left[0] == 0
-        if last and callable(when):
-            when(*args, **kwargs)
-        if last and when is not True:
-            os.kill(os.getpid(), signal.SIGKILL)
-        answer = original(*args, **kwargs)
-        if last:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if next(passages) < passes:
+            return original(*args, **kwargs)
+        answer = last(*args, **kwargs) if last else None
+        os.kill(os.getpid(), signal.SIGKILL)
         return answer
 
     setattr(owner, name, passing)
+    return PLAIN_DISK
 
 
 class LateDisk(KillingDisk):
