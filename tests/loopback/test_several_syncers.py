@@ -16,7 +16,7 @@ from diloco.observe.summary import complaints
 from diloco.runs.process import DEATHS_MAX, PEACE_S
 from tests.loopback.cluster import free_port
 from tests.loopback.test_real_processes import balanced
-from tests.runs.processes import TINY, Place, Verb, wait_for
+from tests.runs.processes import TINY, Place, Verb, all_end, wait_for
 
 SITES = ("site-a", "site-b")
 KILLS = 10
@@ -29,8 +29,7 @@ def begun(place: Place, run: str, index: int, *settings: str) -> tuple[Verb, str
     own = [f"cluster.syncer.index={index}", *settings]
     verb = place.start(f"{run}-syncer-{number}", "syncer", *TINY, f"run.name={run}", *SYNCERS, *own)
     address = place.folder / "runs" / run / "syncers" / str(index) / "syncer.address"
-    wait_for(lambda: address.is_file() or verb.process.poll() is not None, "the syncer", verb.text)
-    assert address.is_file(), verb.text()
+    verb.until(address.is_file, "the syncer")
     return verb, address.read_text()
 
 
@@ -40,10 +39,19 @@ def pair_of(place: Place, run: str, *settings: str) -> tuple[list[Verb], list[st
     return [verb for verb, _ in both], [address for _, address in both]
 
 
-def all_end(*verbs: Verb) -> None:
-    """Every one of them ends by itself and well."""
-    for verb in verbs:
-        assert verb.end(90.0) == 0, verb.text()
+def one_command(place: Place, *settings: str) -> tuple[Verb, str]:
+    """One verb that runs both syncers of the run ``both``, and where a site joins."""
+    port = free_port(in_a_row=2)
+    own = ["cluster.syncer.processes=2", f"cluster.syncer.listen=127.0.0.1:{port}"]
+    both = place.start("both", "syncer", *TINY, "run.name=both", *SYNCERS, *settings, *own)
+    both.until(lambda: "a site joins with" in both.text(), "both")
+    return both, f"127.0.0.1:{port}/127.0.0.1:{port + 1}"
+
+
+def lives(place: Place, name: str) -> list[int]:
+    """The ids of the processes that were the syncer ``name`` of the run ``both``."""
+    log = place.folder / f"runs/both/logs/{name}.log"
+    return [int(each) for each in re.findall(r"\(process (\d+)\)", log.read_text())] if log.is_file() else []
 
 
 def digests(place: Place, run: str) -> dict[tuple[int, int], str]:
@@ -109,19 +117,14 @@ def test_one_of_two_syncers_dies_and_the_others_fragments_go_on(place: Place) ->
 def test_one_command_runs_both_syncers_and_starts_again_the_one_that_dies(place: Place) -> None:
     settings = ["run.tokens=40000", "outer.quorum=1", "outer.staleness_max=60", "site.slowdown=3"]
     settings += ["outer.updates_in_flight_max=1"]
-    port = free_port(in_a_row=2)
-    own = ["cluster.syncer.processes=2", f"cluster.syncer.listen=127.0.0.1:{port}"]
-    both = place.start("both", "syncer", *TINY, "run.name=both", *SYNCERS, *settings, *own)
-    wait_for(lambda: "a site joins with" in both.text() or both.process.poll() is not None, "both", both.text)
+    both, addresses = one_command(place, *settings)
     [line] = re.findall(r"a site joins with: .*", both.text())
-    addresses = f"127.0.0.1:{port}/127.0.0.1:{port + 1}"
     assert f" site.syncer={addresses} " in line
     site = place.site("both", addresses, SITES[0], *SYNCERS, *settings)
     wait_for(lambda: newest(place, "both", (0, 1, 2, 3)) >= 2, "versions of all fragments", site.text)
-    log = place.folder / "runs/both/logs/syncer-1.log"
-    [first] = re.findall(r"\(process (\d+)\)", log.read_text())
-    os.kill(int(first), signal.SIGKILL)
-    wait_for(lambda: len(re.findall(r"\(process (\d+)\)", log.read_text())) == 2, "it again", both.text)
+    [first] = lives(place, "syncer-1")
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: len(lives(place, "syncer-1")) == 2, "it again", both.text)
     assert "syncer-1 was ended by signal 9" in both.text()
     all_end(site, both)
     (done,) = place.seen("both", SITES[0], "site_done")
@@ -136,27 +139,15 @@ def test_kills_of_one_commands_syncers_lose_nothing_and_send_little_again(place:
     random = Random(seed)
     settings = ["run.tokens=1e12", "run.seconds=7200", "outer.quorum=1", "outer.inner_steps=4", "model.dim=256"]
     settings += ["outer.staleness_max=200", "codec.up=fp32", "site.up_mbps=50"]
-    port = free_port(in_a_row=2)
-    own = ["cluster.syncer.processes=2", f"cluster.syncer.listen=127.0.0.1:{port}"]
-    both = place.start("both", "syncer", *TINY, "run.name=both", *SYNCERS, *settings, *own)
-    wait_for(lambda: "a site joins with" in both.text() or both.process.poll() is not None, "both", both.text)
-    assert both.process.poll() is None, both.text()
-    sites = [place.site("both", f"127.0.0.1:{port}/127.0.0.1:{port + 1}", name, *SYNCERS, *settings) for name in SITES]
-    logs = [place.folder / f"runs/both/logs/{name}.log" for name in ("syncer", "syncer-1")]
+    both, addresses = one_command(place, *settings)
+    sites = [place.site("both", addresses, name, *SYNCERS, *settings) for name in SITES]
+    killed, lives_since_s = [0, 0], [0.0, 0.0]
 
     def serving(which: int) -> int:
         """The id of the process that took the place of the last killed one."""
-        found: list[str] = []
-
-        def serves() -> bool:
-            text = logs[which].read_text() if logs[which].is_file() else ""
-            found[:] = re.findall(r"\(process (\d+)\)", text)
-            return len(found) == killed[which] + 1
-
-        wait_for(serves, "it again", both.text)
-        return int(found[-1])
-
-    killed, lives_since_s = [0, 0], [0.0, 0.0]
+        name = ("syncer", "syncer-1")[which]
+        wait_for(lambda: len(lives(place, name)) == killed[which] + 1, "it again", both.text)
+        return lives(place, name)[-1]
 
     def may_die(which: int) -> bool:
         """Whether its death would not be one in a row too many: then it would be given up."""

@@ -21,13 +21,6 @@ def taking(history: RunHistory) -> Callable[..., None]:
     return lambda who, what, **fields: history.take(event(next(at), who, what, **fields))
 
 
-@pytest.fixture(scope="module")
-def recorder() -> Recorder:
-    recorder = Recorder()
-    recorder.record()
-    return recorder
-
-
 def test_it_knows_sites_versions_rounds_faults_and_bytes(recorder: Recorder) -> None:
     history = told(recorder.events)
     assert sorted(history.sites) == sorted(SITES)

@@ -23,13 +23,6 @@ from tests.observe.recorded import BEGIN, FRAGMENTS, SITES, STEP_TOKENS, Recorde
 CONFIG = {"run": {"seed": 7, "name": "quiet-otter"}, "model": {"dim": 128}, "codec": {"up": "int4:32", "down": "bf16"}}
 
 
-@pytest.fixture
-def recorder() -> Recorder:
-    recorder = Recorder()
-    recorder.record()
-    return recorder
-
-
 def made(recorder: Recorder, **changes: Any) -> dict[str, Any]:
     return summarize(told(recorder.events), **{"status": recorder.status(), "config": CONFIG, **changes})
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -30,6 +30,7 @@ from diloco.observe.traces import END_S, Traces
 from tests.runs.processes import place_in, wait_for
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 OF_SITE = ("seal", "encode", "queue", "push", "receive", "pull", "adopt")
 OF_SYNCER = ("merge", "publish", "round")
 
@@ -169,17 +170,6 @@ def test_every_process_samples_the_same_rounds(monkeypatch: pytest.MonkeyPatch) 
 # --- What is in the way of it ----------------------------------------------------------------------------------------
 
 
-def missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = builtins.__import__
-
-    def refuses(name: str, *rest: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ImportError(name)
-        return plain(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuses)
-
-
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
@@ -201,7 +191,7 @@ def test_a_collector_that_takes_nothing_is_one_note_and_stops_nothing(
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     if "MISSING" in environment:
-        missing(monkeypatch)
+        monkeypatch.setitem(sys.modules, EXPORTER, None)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "propagate", False)  # Handlers that another test has left.
     with ExitStack() as stack:
         log = EventLog(tmp_path / "events.jsonl", "site-a")
@@ -225,7 +215,7 @@ def test_a_collector_that_takes_nothing_is_one_note_and_stops_nothing(
 def test_nothing_is_made_unless_the_environment_asks_for_it(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing(monkeypatch)
+    monkeypatch.setitem(sys.modules, EXPORTER, None)
     if variable:
         monkeypatch.setenv(*variable.split("="))
         monkeypatch.setenv(ENDPOINT, "http://a:1")
