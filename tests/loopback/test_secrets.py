@@ -9,13 +9,12 @@ import resource
 import secrets
 import signal
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from diloco.runs.process import descendants
-from tests.runs.processes import ROOT, TINY, Place, place_in, wait_for
+from tests.runs.processes import ROOT, TINY, Place, wait_for
 
 BOUND_S = 120.0
 VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN")
@@ -51,17 +50,8 @@ class Marked:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    (tmp_path / "place").mkdir()
-    with place_in(tmp_path / "place") as made:
-        (tmp_path / "source").symlink_to(ROOT)
-        yield made
-
-
-@pytest.fixture
-def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Marked:
-    (tmp_path / "marked").mkdir(mode=0o700)
-    made = Marked(tmp_path / "marked")
+def marked(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Marked:
+    made = Marked(tmp_path_factory.mktemp("marked"))
     for name in VARIABLES:
         monkeypatch.setenv(name, made.new(name))
     monkeypatch.setenv("https_proxy", f"http://diloco:{made.new('https_proxy')}@127.0.0.1:1")
@@ -121,12 +111,15 @@ def certificates(place: Place, marked: Marked) -> tuple[list[str], dict[str, lis
 
 
 @pytest.mark.slow
-def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked: Marked) -> None:
+def test_no_marked_secret_is_in_anything_that_a_run_leaves(
+    place: Place, marked: Marked, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     mine, callers = certificates(place, marked)
     run = [*TINY, "run.seconds=1000", "run.name=marked", "inner.checkpoint_every_steps=10"]
     more = ["cluster.syncer.metrics=0", "cluster.syncer.backup=backups", "cluster.syncer.backup_every_s=1"]
     # Each is a program of its own, whose command line others can see.
-    source = place.folder.parent / "source"
+    source = tmp_path_factory.mktemp("program") / "source"
+    source.symlink_to(ROOT)
     listen = "cluster.syncer.listen=127.0.0.1:0"
     syncer = place.start("syncer", "syncer", *run, listen, *mine, *more, source=source)
     serves = place.folder / "runs/marked/syncer.address"
