@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from html import unescape
@@ -380,17 +379,6 @@ def test_what_is_offered_is_for_all_syncers_of_a_run_or_for_the_one_that_holds_t
     assert offered["admit fra 0 17 at a:1"] == {"verb": "admit", "words": ["fra", 0, 17], "syncers": ["a:1"]}
 
 
-WITH_PIPES = """
-import os, sys
-from fcntl import F_DUPFD, fcntl
-pipes = [fcntl(int(each), F_DUPFD, 10) for each in sys.argv[1:3]]
-for here, there in zip(pipes, (3, 4)):
-    os.dup2(here, there)
-os.execvp(sys.argv[3], sys.argv[3:])
-"""
-"""Chromium reads its pipe at 3 and writes it at 4."""
-
-
 class Browser:
     """One page of a headless Chromium, told what to do over a pipe (the DevTools protocol)."""
 
@@ -436,7 +424,8 @@ def browsing(folder: Path, width: int) -> Iterator[Browser]:
     ours, theirs_out = os.pipe()
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
     command += [f"--user-data-dir={folder}", "about:blank"]
-    start = [sys.executable, "-c", WITH_PIPES, str(theirs_in), str(theirs_out), *command]
+    # It reads its pipe at 3 and writes it at 4.
+    start = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command]
     with os.fdopen(ours, "rb") as messages:
         process = subprocess.Popen(
             start, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL, start_new_session=True
