@@ -261,7 +261,6 @@ class Up:
         self._faults.play(self.schedule.heal_all())
         for watch in watches:
             watch.drain()
-            watch.hurry()
         self._ends_at_s = self._ends_at_s or now_s + self.options.ending_s_max
 
     def _watch_the_end(self, watches: Sequence[StatusWatch], now_s: float) -> None:
@@ -436,9 +435,9 @@ class StatusWatch:
         self._wake.set()
 
     def drain(self) -> None:
-        """Ask for the last round, again and again until the syncer has accepted it."""
+        """Ask for the last round, again and again until the syncer has accepted it; the end is near then."""
         self._drain = True
-        self._wake.set()
+        self.hurry()
 
     def close(self) -> None:
         """End the thread."""

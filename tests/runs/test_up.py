@@ -232,7 +232,6 @@ def test_one_interrupt_drains_and_where_that_is_refused_again_and_again_it_is_on
     assert signals.mock_calls.count(call(syncer, signal.SIGTERM)) == 1
     assert refused_once.drain_refused == "", "its next answer counts"
     accepts.drain.assert_called_once_with()
-    accepts.hurry.assert_called()
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
     assert stage.left == []
     assert "asked to stop" in stage.out.getvalue()
@@ -364,7 +363,6 @@ def watch(syncer: FakeSyncer) -> Iterator[StatusWatch]:
 def test_the_newest_answer_is_kept_and_a_drain_is_passed_on_once(watch: StatusWatch, syncer: FakeSyncer) -> None:
     wait_for(lambda: watch.latest is not None, "an answer")
     assert watch.latest == {"run_id": RUN, "sites": {"site-a": {"step": 1}}}
-    watch.hurry()
     watch.drain()
     wait_for(lambda: watch.drain_accepted, "its word")
     seen = syncer.calls.count("status")
