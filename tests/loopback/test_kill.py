@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diloco.learner.agent import Finished
 from diloco.outer.merge import Correction
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, Process, SiteThread, drain, free_port, serving
@@ -122,12 +123,9 @@ def test_a_site_dies_and_the_run_goes_on_also_where_its_disk_is_lost(tmp_path: P
         assert lives[-1].wait(BOUND_S) == 0, lives[-1].errors
         (event,) = lives[-1].log.of("finished")
         ledger: Any = event["ledger"]
-        finished = {"b": other.join(BOUND_S)}
+        finished = {"a": Finished("drained", "", ledger), "b": other.join(BOUND_S)}
     logs = [life.log for life in lives]
     audit(toy, [log], {"a": logs, "b": [other.log]}, finished)
-    merged = sum(line.tokens_merged for line in syncer.core.machine.state.sites["a"].lines) // toy.fragments
-    assert ledger["merged"] == merged, ledger
-    assert ledger["processed"] == sum(ledger[part] for part in ledger if part != "processed"), ledger
     if not wiped:  # What was on a disk that is gone can only be counted by what the syncer has of it.
         trained = sum(len(log.of("trained")) for log in logs) * TOKENS_PER_STEP
         # A step is handed over and then noted, so each death may hide one from the test's own count.

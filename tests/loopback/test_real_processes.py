@@ -7,24 +7,15 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from diloco.observe.eventlog import Event
 from diloco.runs.process import descendants
 from tests.loopback.upgrading import SITES, Upgrade
-from tests.runs.processes import ROOT, TINY, Place, Verb, all_end, wait_for
+from tests.runs.processes import ROOT, TINY, Place, Verb, all_end, balanced, wait_for
 from tests.runs.test_supervise import alive
 
 MACHINES_BOUND_S = 120.0
-
-
-def balanced(done: Event) -> dict[str, int]:
-    """The site's ledger, in which every token is somewhere."""
-    ledger: Any = done["ledger"]
-    assert ledger["tokens_processed"] == sum(count for name, count in ledger.items() if name != "tokens_processed")
-    return dict(ledger)
 
 
 @pytest.mark.slow

@@ -87,17 +87,22 @@ def balanced(region: OuterState) -> Standing:
     return found
 
 
-def both_levels_agree(above: History, told: dict[str, History]) -> None:
+def levels_agree(above: OuterState, below: OuterState, name: str, *, restored: bool = False) -> Standing:
     """What a region says that the one above has merged is what that says, and all it has merged itself is somewhere."""
+    found = balanced(below)
+    line_tokens = [line.tokens_merged for line in above.sites[name].lines]
+    assert 0 <= found.ledger.merged - sum(line_tokens) // len(line_tokens) <= 1, "to rounding"
+    if not restored:  # A later lineage knows of the earlier ones what is merged above.
+        assert found.ledger.processed >= below.run_tokens() > 0
+    assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
+    assert min(found.versions) > 0, f"nothing came back to {name}"
+    assert above.sites[name].status.value == "left"
+    return found
+
+
+def both_levels_agree(above: History, told: dict[str, History]) -> None:
     for name, below in told.items():
-        found = balanced(below.machine.state)
-        line_tokens = [line.tokens_merged for line in above.machine.state.sites[name].lines]
-        assert 0 <= found.ledger.merged - sum(line_tokens) // len(line_tokens) <= 1, "to rounding"
-        if not below.began:  # A later lineage knows of the earlier ones what is merged above.
-            assert found.ledger.processed >= below.machine.state.run_tokens() > 0
-        assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
-        assert min(found.versions) > 0, f"nothing came back to {name}"
-        assert above.machine.state.sites[name].status.value == "left"
+        levels_agree(above.machine.state, below.machine.state, name, restored=bool(below.began))
 
 
 @pytest.mark.slow
@@ -351,8 +356,7 @@ def test_a_region_whose_disk_is_lost_is_restored(place: Place, source: tuple[str
     for number in (0, 1):
         assert place.seen("east", f"east-{number}", "started_over"), "it has heard of the new lineage"
     above, below = (last_state(compose([*TINY, *LEVELS]), place.folder / "runs" / run) for run in ("top", "east"))
-    found = balanced(below)
-    assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
+    found = levels_agree(above, below, "east", restored=True)
     assert found.ledger.merged == above.sites["east"].lines[0].tokens_merged
 
 
@@ -384,15 +388,9 @@ def test_each_of_two_syncers_of_a_region_is_a_site_of_the_one_above_of_its_numbe
     for index in range(2):
         config = at(compose([*TINY, *LEVELS, *two]), index)
         above, below = (last_state(config, place.folder / "runs" / run / "syncers" / str(index)) for run in ports)
-        found = balanced(below)
+        found = levels_agree(above, below, "east")
         assert len(found.versions) == len(above.fragments) == 2
-        assert min(found.versions) > 0
-        merged = sum(line.tokens_merged for line in above.sites["east"].lines)
-        assert merged >= 2 * 20_000, "over two fragments"
-        assert 0 <= found.ledger.merged - merged // 2 <= 1, "to rounding"
-        assert found.ledger.processed >= below.run_tokens() > 0
-        assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
-        assert above.sites["east"].status.value == "left"
+        assert sum(line.tokens_merged for line in above.sites["east"].lines) >= 2 * 20_000, "over two fragments"
 
 
 @pytest.mark.slow

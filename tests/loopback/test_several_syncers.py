@@ -15,8 +15,7 @@ import pytest
 from diloco.observe.summary import complaints
 from diloco.runs.process import DEATHS_MAX, PEACE_S
 from tests.loopback.cluster import free_port
-from tests.loopback.test_real_processes import balanced
-from tests.runs.processes import TINY, Place, Verb, all_end, wait_for
+from tests.runs.processes import TINY, Place, Verb, all_end, balanced, wait_for
 
 SITES = ("site-a", "site-b")
 KILLS = 10

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from diloco.observe.eventlog import Event, read_events
 from diloco.runs.process import KILL_VARIABLE
@@ -99,6 +100,13 @@ def all_end(*verbs: Verb, code: int = 0, bound_s: float = 120.0) -> None:
     """Every one of them ends, with this exit code."""
     for verb in verbs:
         assert verb.end(bound_s) == code, f"{verb.name}: {verb.text()}"
+
+
+def balanced(done: Event) -> dict[str, int]:
+    """The ledger that a site has left with, in which every token is somewhere."""
+    ledger: Any = done["ledger"]
+    assert ledger["tokens_processed"] == sum(count for name, count in ledger.items() if name != "tokens_processed")
+    return dict(ledger)
 
 
 class Place:
