@@ -132,10 +132,7 @@ def test_any_loss_of_events_and_fields_can_be_read(seed: int) -> None:
         if chance.random() < 0.7:
             kept = {name: value for name, value in event.items() if chance.random() < 0.8}
             torn.append({name: None if chance.random() < 0.1 else value for name, value in kept.items()})
-    try:
-        RunHistory(torn)
-    except Exception as error:
-        raise AssertionError(f"seed {seed}") from error
+    RunHistory(torn)
 
 
 def test_the_events_of_one_site_are_a_part_of_the_run_whose_whole_is_at_its_syncer() -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from multiprocessing import AuthenticationError
@@ -64,26 +65,18 @@ class Machine:
         self.places: list[dict[str, int]] = []
         self.said: list[str] = []
         self.leaves = self.killed = False
-        self.how: tuple[ExitCode, str] | BaseException | None = None
         self.log = folder / "torchrun.log"
         self.ended_with: int | None = 0
         """By its ranks; None while they run."""
         part = First if settings.site.node_rank == 0 else Another
         self._part = part(settings, SiteDir(folder), self, self)  # type: ignore[arg-type]
         self._part._say = self.said.append  # type: ignore[method-assign]
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
+        thread = ThreadPoolExecutor(1)
+        self._how = thread.submit(self._part.run)
+        thread.shutdown(wait=False)
 
-    def _run(self) -> None:
-        try:
-            self.how = self._part.run()
-        except (VerbError, ConfigError, Killed) as error:
-            self.how = error
-
-    def ended(self) -> tuple[ExitCode, str] | BaseException | None:
-        self.thread.join(BOUND_S)
-        assert not self.thread.is_alive()
-        return self.how
+    def ended(self) -> tuple[ExitCode, str] | BaseException:
+        return self._how.exception(BOUND_S) or self._how.result()
 
     def fails(self, code: ExitCode, words: str) -> None:
         how = self.ended()
@@ -132,7 +125,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     yield make
     for each in found:
         each.killed = True
-        each.thread.join(BOUND_S)
+        each.ended()
 
 
 def run_all(start: int, *machines: Machine) -> None:
