@@ -101,12 +101,8 @@ def run(python: Path, place: Path, seconds: int) -> str:
     folder.mkdir()
     environment = {"PATH": os.environ["PATH"], "LANG": "C"}
     refused = [python, "-c", "import pathlib; pathlib.Path('x').touch()"]
-    if (
-        subprocess.run(
-            read_only(folder, refused), cwd=folder, env=environment, capture_output=True, timeout=60, check=False
-        ).returncode
-        == 0
-    ):
+    written = subprocess.run(read_only(folder, refused), cwd=folder, env=environment, capture_output=True, timeout=60)
+    if written.returncode == 0:
         raise Failed("the working directory can be written: this test shows nothing")
     up = [python.with_name("diloco"), "up", f"run.seconds={seconds}", f"run.dir={runs}"]
     step(read_only(folder, up), folder, RUN_S_MAX, environment)

@@ -7,9 +7,7 @@ import threading
 
 from diloco.codec.registry import make_codec
 from diloco.sync.options import PROTOCOL
-from diloco.wire.client import SyncClient
 from diloco.wire.messages import JoinAsk, PushHeader, Refused, Unreachable
-from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.loopback.toy import RUN, Toy
 
 SITE, EVERY_S = "stranger", 0.1
@@ -20,9 +18,7 @@ class Stranger:
 
     def __init__(self, toy: Toy, address: str) -> None:
         self._toy = toy
-        self._client = SyncClient(
-            address, SITE, RUN, SecurityOptions(token=toy.token), ClientOptions(stall_s=3.0, control_timeout_s=2.0)
-        )
+        self._client = toy.sync_client(SITE, address)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=SITE, daemon=True)
 
