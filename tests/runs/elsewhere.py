@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import diloco
@@ -90,11 +89,10 @@ def told(arguments: list[str]) -> tuple[int, str]:
     return int(code), errors.getvalue() or out.getvalue()[-900:]
 
 
-def be_on(system: str, folder: Path, commands: list[list[str]], answer: Connection) -> None:
-    """Answer with the faults of importing on ``system``, and with what each of ``commands`` says there."""
+def be_on(system: str, folder: Path, commands: list[list[str]]) -> tuple[dict[str, str], list[tuple[int, str]]]:
+    """Return the faults of importing on ``system``, and what each of ``commands`` says there."""
     os.chdir(folder)
     names = modules()
     absent = faults(names)  # An extra that is not installed is none of the system's.
     take_away(system)
-    found = faults([name for name in names if name not in absent])
-    answer.send((found, [told(each) for each in commands]))
+    return faults([name for name in names if name not in absent]), [told(each) for each in commands]

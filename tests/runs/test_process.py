@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -275,18 +275,9 @@ def test_elsewhere_every_module_is_imported_and_what_needs_linux_says_so_in_one_
     system: str, tmp_path: Path
 ) -> None:
     commands = [*COMMANDS, *((verb, *more) for verb in sorted(LINUX_ONLY) for more in ((), ("--help",)))]
-    context = forkserver()
-    here, there = context.Pipe()
-    asked = (system, tmp_path, [list(each) for each in commands], there)
-    process = context.Process(target=elsewhere.be_on, args=asked)
-    process.start()
-    there.close()
-    try:
-        assert here.poll(WAIT_S), "it says nothing"
-        found, answers = here.recv()
-    finally:
-        process.kill()
-        process.join(WAIT_S)
+    with ProcessPoolExecutor(1, forkserver()) as other:
+        asked = other.submit(elsewhere.be_on, system, tmp_path, [list(each) for each in commands])
+        found, answers = asked.result(WAIT_S)
     assert not found
     said = dict(zip(commands, answers, strict=True))
     assert {each: said[each] for each, code in COMMANDS.items() if said[each][0] != code} == {}
