@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -24,20 +23,19 @@ from tests.runs.processes import place_in
 TESTS = Path(__file__).resolve().parent
 
 
-def tell_missing(told: Connection) -> None:
+def found_missing() -> tuple[list[str], int, int]:
     missing = [name for name in IMPORTED if name not in sys.modules]
-    told.send((missing, gc.get_freeze_count(), len(gc.get_objects())))
+    return missing, gc.get_freeze_count(), len(gc.get_objects())
 
 
 ELSEWHERE = """
 import json, os, sys
+from concurrent.futures import ProcessPoolExecutor
 sys.path.insert(0, sys.argv[1])
 os.chdir(sys.argv[2])
 from tests import forked, test_forked
-context = forked.forkserver()
-here, there = context.Pipe(duplex=False)
-context.Process(target=test_forked.tell_missing, args=(there,)).start()
-print(json.dumps([os.getcwd(), *here.recv()]))
+with ProcessPoolExecutor(1, forked.forkserver()) as pool:
+    print(json.dumps([os.getcwd(), *pool.submit(test_forked.found_missing).result()]))
 """
 
 
