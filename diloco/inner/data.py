@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,16 +265,17 @@ class TokenStream:
 
 def validation_batches(
     manifest: CorpusManifest, sequence_length: int, batch_sequences: int, num_batches: int = 0
-) -> list[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Return batches of windows spread evenly over the validation split, the same at every call and every site.
 
     ``num_batches`` 0 takes every window.  No window is taken twice: there may be fewer batches, and a shorter last one.
+    Each batch is read when it is taken.
     """
     require(num_batches >= 0, "num_batches", num_batches, "0 (all) or more")
     windows = _Windows(manifest, "validation", sequence_length)
     wanted = min(num_batches * batch_sequences or windows.count, windows.count)
     chosen = np.arange(wanted, dtype=np.int64) * windows.count // wanted
-    return [windows.read(chosen[at : at + batch_sequences]) for at in range(0, wanted, batch_sequences)]
+    return (windows.read(chosen[at : at + batch_sequences]) for at in range(0, wanted, batch_sequences))
 
 
 PIECES_MAX = 31

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,16 +47,16 @@ def evaluate(
         together = Spread(model, SiteGroup(device=here.type, local_rank=here.index or 0))
     group, where, rank = together.group, together.group.device, together.data_rank
     dtype = autocast_dtype(precision, where, group)
-    was_training, every = model.training, list(batches)
+    was_training, left = model.training, iter(batches)
     model.eval()
     summed = tokens = 0.0
     try:
-        for first in range(0, len(every), together.data_world):
+        while shared := list(islice(left, together.data_world)):
             # Repeats of the last batch, which do not count, make the number of calls equal on all ranks.
-            inputs, targets = every[min(first + rank, len(every) - 1)]
+            inputs, targets = shared[min(rank, len(shared) - 1)]
             with torch.autocast(where.type, dtype=dtype, enabled=dtype is not None):
                 loss = model(inputs.to(where), targets.to(where))
-            if first + rank < len(every):
+            if rank < len(shared):
                 summed += float(loss) * targets.numel()
                 tokens += targets.numel()
     finally:

@@ -22,7 +22,7 @@ from diloco.wire.messages import PullAsk, Refused, Unreachable
 from diloco.wire.pulling import PullSink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -49,7 +49,7 @@ class Evaluator:
 
     def __init__(self, config: RunConfig, manifest: CorpusManifest) -> None:
         self._config, self._manifest = config, manifest
-        self._part = self._batches(config.data.validation_sequences)
+        self._part = list(self._batches(config.data.validation_sequences))
 
     def score(self, model: Transformer, *, whole: bool = False, together: Spread | None = None) -> Score:
         """Return the score of ``model`` on the fixed part, or on the ``whole`` validation split.
@@ -60,7 +60,7 @@ class Evaluator:
         loss = evaluate(model, batches, precision=self._config.inner.precision, together=together)
         return Score(loss, loss / math.log(2.0) / self._manifest.bytes_per_token)
 
-    def _batches(self, sequences: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self, sequences: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         assert self._config.inner.sequence_length is not None
         count = math.ceil(sequences / BATCH_SEQUENCES)
         return validation_batches(self._manifest, self._config.inner.sequence_length, BATCH_SEQUENCES, count)

@@ -277,7 +277,7 @@ def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path)
         held = sum(local(parameter).numel() for parameter in trainer.model.parameters())
         if group.is_first:
             save_file({key: value.contiguous() for key, value in values.items()}, out / f"{name}.safetensors")
-        batches = validation_batches(load_manifest(corpus), 16, 3, 5)
+        batches = list(validation_batches(load_manifest(corpus), 16, 3, 5))
         loss = evaluate(trainer.model, batches, precision="fp32", together=trainer.spread)
         if name == "tp":
             check_format(trainer, loss, batches)

@@ -87,16 +87,18 @@ def test_a_batch_is_a_pure_function_of_seed_place_and_cursor(manifest: CorpusMan
 
 def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManifest) -> None:
     windows = (manifest.validation.tokens - 1) // 16
-    everything = validation_batches(manifest, 16, 5)
+    everything = list(validation_batches(manifest, 16, 5))
     assert sum(len(inputs) for inputs, _ in everything) == windows
-    some = validation_batches(manifest, 16, 4, num_batches=3)
+    some = list(validation_batches(manifest, 16, 4, num_batches=3))
     assert [tuple(inputs.shape) for inputs, _ in some] == [(4, 16)] * 3
     rows = [tuple(row.tolist()) for inputs, _ in everything for row in inputs]
     places = [rows.index(tuple(row.tolist())) for inputs, _ in some for row in inputs]
     assert places == [number * windows // 12 for number in range(12)]
     again = validation_batches(manifest, 16, 4, num_batches=3)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(some, again, strict=True))
-    assert sum(len(inputs) for inputs, _ in validation_batches(manifest, 16, 4, 10**6)) == windows
+    taken = validation_batches(manifest, 16, 4, 10**6)
+    assert iter(taken) is taken, "a batch is read when it is taken: a large split does not fit in memory"
+    assert sum(len(inputs) for inputs, _ in taken) == windows
     assert [len(inputs) for inputs, _ in validation_batches(manifest, 16, 1)] == windows * [1]
 
 

@@ -35,7 +35,7 @@ def small(**other: Any) -> Transformer:
 def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None:
     model = Transformer(ModelOptions(vocab_size=257, layers=1, dim=16, heads=2, context=16))
     model.train()
-    batches = validation_batches(manifest, 16, 4, 2)
+    batches = list(validation_batches(manifest, 16, 4, 2))
     both = evaluate(model, batches, precision="fp32")
     apart = [evaluate(model, [batch], precision="fp32") for batch in batches]
     assert both == pytest.approx(sum(apart) / 2)

@@ -235,6 +235,8 @@ def test_a_last_checkpoint_that_failed_late_is_written_by_the_next_run(
             made.run(until_step=1)
     gate.set()
     written(made)
+    assert made.saving is not None
+    made.saving.writer._wait_s = 60.0
     made.run(until_step=1)
     assert notes(facts) == ["No space left on device"]
     assert names(tmp_path) == ["step-0000000001-end"]
