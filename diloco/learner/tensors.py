@@ -95,9 +95,15 @@ class Place:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
+    def precede(self) -> None:
+        """Let what ``beside`` begins from now on wait for what the calling thread has queued, on whatever stream."""
+        if self.device.type == "cuda":
+            torch.cuda.default_stream(self.device).wait_stream(torch.cuda.current_stream(self.device))
+
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Queue the work of this context on a side stream; at its end, only the calling thread waits for that work."""
+        """Queue the work of this context on a side stream, behind the default stream's; at its end, only the calling
+        thread waits for that work."""
         if self.device.type != "cuda":
             yield
             return
@@ -315,6 +321,7 @@ class SiteTensors(Versions):
         else:  # Without a dtype it would be what the loop has set as torch's default.
             room = torch.empty(part.numel, dtype=torch.float32, device=self.place.device)
         self.holding.gather(part.pieces, room, self.holding.group.rank)
+        self.place.precede()  # A loop may train on a stream of its own.
         return room
 
     def write(self, fragment: int, values: Tensor, reference: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -592,16 +593,35 @@ def test_a_model_on_one_accelerator_is_there_and_any_other_here(monkeypatch: pyt
     assert used == [torch.device("cuda", 3)], "a thread of a rank works on the device of its rank"
 
 
+def test_what_is_measured_precedes_all_that_is_done_beside_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[object] = []
+    usual = SimpleNamespace(wait_stream=waits.append)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: usual)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (device, "the loop's"))
+    place, there = Place(HOST), torch.device("cuda", 3)
+    place.precede()
+    assert not waits
+    found = site_tensors("rebase")
+    monkeypatch.setattr(found.holding, "gather", lambda *given: setattr(place, "device", there))
+    monkeypatch.setattr(found, "place", place)
+    found.local(0)
+    assert waits == [(there, "the loop's")], "after the copy was queued"
+
+
 @pytest.mark.gpu
-def test_training_does_not_wait_for_what_is_beside_it() -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["the default stream", "a stream of its own"])
+def test_training_does_not_wait_for_what_is_beside_it(apart: bool) -> None:
     """Training's stream has long work; a thread beside it sees what was given before, and ends by itself."""
     device = torch.device("cuda", torch.cuda.current_device())
     place = Place(device)
     assert place_of([torch.ones(1, device=device)]).device == device
     here = torch.arange(2.0**22)
-    values = torch.zeros(2**22, device=device)
-    for _ in range(50):
-        values += 1
+    training = torch.cuda.Stream(device) if apart else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(training):
+        values = torch.zeros(2**22, device=device)
+        for _ in range(50):
+            values += 1
+        place.precede()
     found = []
 
     def beside() -> None:
