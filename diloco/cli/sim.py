@@ -249,10 +249,10 @@ def lines(told: Mapping[str, Any]) -> list[str]:
         f"goodput {told['goodput']:.1%}; {sum(told['versions']):,} versions, of {told['sites_per_version']} "
         f"{'regions' if regions else 'sites'} each; {told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
-    for rows, did, whence in ((sites, "made no step", ""), (regions, "merged nothing", " from above")):
+    for rows, did, origin in ((sites, "made no step", ""), (regions, "merged nothing", " from above")):
         for name, row in rows.items():
             if row["version_0_s"] > told["simulated_s"]:
-                table.append(f"{name} {did}: version 0 takes {row['version_0_s']:,.0f} s to arrive{whence}")
+                table.append(f"{name} {did}: version 0 takes {row['version_0_s']:,.0f} s to arrive{origin}")
     like, left_out, by_seed = told.get("like"), told["not_simulated"], told["goodput_by_seed"]
     if len(by_seed) > 1:
         shares = list(by_seed.values())
