@@ -23,7 +23,7 @@ HELPED = """
 import io, sys
 from contextlib import redirect_stdout
 from diloco.cli.main import VERBS, main
-settled = ("syncer", "site", "train", "eval", "export", "lab", "launch", "status", "standby")
+from diloco.config.arguments import OWN
 with_grpc = ("up", "dashboard")
 last = [verb.name for verb in VERBS if verb.name not in with_grpc]
 for asked in ([], ["--help"], ["--version"], *([verb, "--help"] for verb in (*last, *with_grpc))):
@@ -38,7 +38,7 @@ for asked in ([], ["--help"], ["--version"], *([verb, "--help"] for verb in (*la
     assert not heavy & set(sys.modules), asked
     assert (asked in ([], ["--help"])) is all(f"  {verb.name} " in out.getvalue() for verb in VERBS), asked
     assert out.getvalue().startswith(("usage: diloco", "diloco 0.")) or asked in ([], ["--help"]), asked
-    if asked[:1] in [[verb] for verb in settled]:
+    if asked[:1] in [[verb] for verb in OWN]:
         assert "diloco config lists all" in out.getvalue(), asked
     if asked[:1] in [[verb] for verb in ("admit", "refuse", "evict", "readmit", "drain")]:
         assert f"diloco {asked[0]} runs/nimble-otter" in out.getvalue(), "the words that follow"

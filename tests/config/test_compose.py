@@ -27,6 +27,8 @@ from diloco.config.compose import (
 )
 from diloco.config.errors import ConfigError, ExitCode, VerbError, advice
 from diloco.config.schema import OuterSection, RunConfig
+from diloco.inner.llama import config_of
+from diloco.inner.model import ModelOptions
 from diloco.inner.tokenizer import make_tokenizer
 from diloco.lab import experiment as labs
 from diloco.lab.training import run_cell
@@ -34,11 +36,8 @@ from diloco.sync.options import MAY_CHANGE
 from tests.lab.laboratories import rows, written
 from tests.sooner import sooner
 
-LLAMA = {
-    **{"model_type": "llama", "vocab_size": 2000, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3},
-    **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
-    **{"rope_theta": 5e5, "tie_word_embeddings": True},
-}
+OPTIONS = ModelOptions(vocab_size=2000, layers=3, dim=48, heads=6, kv_heads=2, ffn_dim=96, context=64, tied=True)
+LLAMA = config_of(replace(OPTIONS, rope_theta=5e5, norm_eps=1e-5), dtype="float32", end_of_file=None)
 """A ``config.json``."""
 
 
