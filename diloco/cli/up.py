@@ -308,7 +308,6 @@ def up_options(
         settings |= {key: getattr(site, key) for key in OF_A_SITE}
         if config.site.metrics:
             settings["metrics"] = port_after(config.site.metrics, index)
-        build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
         sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
     waits = config.outer.final_wait_s + config.cluster.syncer.linger_s + 2 * config.site.finish_timeout_s
     return UpOptions(
