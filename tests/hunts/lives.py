@@ -61,13 +61,15 @@ def check_balance(site: str, ledger: Mapping[str, int], held: Mapping[str, int])
     assert ledger["merged"] == held[site], f"{site}: {ledger}, but the syncer has merged {held}"
 
 
+def ledgers_of(events: Iterable[Event]) -> dict[str, dict[str, int]]:
+    """Return the last ledger of each of a run's sites."""
+    told: dict[str, Any] = {str(event["who"]): event["ledger"] for event in events if event["what"] == "site_done"}
+    return {site: {name.removeprefix("tokens_"): ledger[name] for name in ledger} for site, ledger in told.items()}
+
+
 def balanced(events: Iterable[Event], syncer: Path) -> dict[str, dict[str, int]]:
-    """Return the last ledger of each of a run's sites, after a check that it balances and agrees with the syncer."""
-    state, ledgers = Kept(syncer).points()[-1].state, dict[str, dict[str, int]]()
-    for event in events:
-        if event["what"] == "site_done":
-            told = dict(event["ledger"])  # type: ignore[call-overload]
-            ledgers[str(event["who"])] = {name.removeprefix("tokens_"): count for name, count in told.items()}
+    """Return those ledgers, after a check that each balances and agrees with the syncer."""
+    state, ledgers = Kept(syncer).points()[-1].state, ledgers_of(events)
     for site, ledger in ledgers.items():
         check_balance(site, ledger, merged_by_site(state))
     assert sorted(ledgers) == sorted(state.sites), f"of {sorted(state.sites)} {sorted(ledgers)} ended"
@@ -202,17 +204,12 @@ def drained(syncer: Verb, *sites: Verb) -> None:
 
 def audited(place: Place, name: str, sites: Sequence[str]) -> tuple[History, dict[str, Finished], dict[str, Log]]:
     """Audit the drained run ``name`` from its journal and events; return also each site's end and log."""
-    logs = {who: Log() for who in ("syncer", *sites)}
-    for event in place.events(name):
+    logs, events = {who: Log() for who in ("syncer", *sites)}, place.events(name)
+    for event in events:
         if (log := logs.get(str(event["who"]))) is not None:
             log.events.append(dict(event))
-    finished = {}
-    for site in sites:
-        told: Any = logs[site].of("site_done")[-1]["ledger"]
-        finished[site] = Finished("drained", "", {part.removeprefix("tokens_"): told[part] for part in told})
-    syncer = logs.pop("syncer")
-    return (
-        audit(RealRun(place.folder / "runs" / name), [syncer], {site: [log] for site, log in logs.items()}, finished),
-        finished,
-        logs,
-    )
+    ledgers = ledgers_of(events)
+    finished = {site: Finished("drained", "", ledgers[site]) for site in sites}
+    of_sites = {site: [logs[site]] for site in sites}
+    told = audit(RealRun(place.folder / "runs" / name), [logs["syncer"]], of_sites, finished)
+    return told, finished, logs
