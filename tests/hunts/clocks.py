@@ -29,11 +29,11 @@ from typing import Any
 from diloco.durable import locked
 from diloco.syncer.backups import BackupError, BackupFacts, Vault
 from diloco.syncer.replaying import Rules
-from diloco.syncer.restoring import Kept, Known, Restore
+from diloco.syncer.restoring import Known, Restore
 from diloco.syncer.store import RunCard
 from diloco.wire.client import AdminClient
 from tests.hunts.cutting import KINDS, tell
-from tests.hunts.lives import Nodes, check_balance, merged_by_site
+from tests.hunts.lives import Nodes, check_ledgers
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.cluster import Process
 from tests.loopback.toy import RUN
@@ -267,9 +267,7 @@ class Clocks:
         """Drain the run, and check that every site's ledger balances."""
         sites = {site: self.living[site] for site in SITES}
         done = self.nodes.drained(self.living[f"node-{self.leads}"], self.leads, sites)
-        merged = merged_by_site(Kept(self.nodes.folder / f"node-{self.leads}").points()[-1].state)
-        for site in SITES:
-            check_balance(site, done[site].ledger, merged)
+        check_ledgers({site: done[site].ledger for site in SITES}, self.nodes.folder / f"node-{self.leads}")
 
 
 @hunting(jumps=(200, "number of jumps"))

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 from diloco.observe.eventlog import Event
-from tests.hunts.lives import PARTS, balanced
+from tests.hunts.lives import PARTS, check_ledgers, ledgers_of
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.runs.processes import Place, place_in, wait_for
 
@@ -128,7 +128,8 @@ class Disaster:
         self.up.signal(signal.SIGINT)
         code = self.up.end(START_S)
         assert code == 75, f"diloco up ended with {code}: {self.up.text()[-2000:]}"
-        ledgers = balanced(self.place.events("lost"), self.place.folder / RUN / "syncer")
+        ledgers = ledgers_of(self.place.events("lost"))
+        check_ledgers(ledgers, self.place.folder / RUN / "syncer")
         assert ledgers.keys() == SITES, f"not all sites ended: {ledgers}"
         code, said = self.place.run("replay", RUN, "--verify", bound_s=START_S)
         assert code == 0, f"the restored run does not replay: {said}"

@@ -21,7 +21,6 @@ from diloco.observe.eventlog import Event
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import OuterRule
 from diloco.sync.options import OuterOptions
-from diloco.sync.state import OuterState
 from diloco.syncer.restoring import Kept
 from diloco.wire.client import AdminClient
 from tests.hunts.reporting import why
@@ -48,32 +47,21 @@ def ended(log: Log) -> Finished:
     return Finished(str(event["ending"]), str(event["why"]), ledger)
 
 
-def merged_by_site(state: OuterState) -> dict[str, int]:
-    """Return the merged tokens of each site, as its ledger counts them."""
-    return {
-        name: sum(line.tokens_merged for line in site.lines) // len(site.lines) for name, site in state.sites.items()
-    }
-
-
-def check_balance(site: str, ledger: Mapping[str, int], held: Mapping[str, int]) -> None:
-    """Check that a site's tokens balance, and that its syncer has merged as many; ``held`` are the syncer's counts."""
-    assert ledger["processed"] == sum(ledger[part] for part in PARTS), f"{site}: tokens do not balance: {ledger}"
-    assert ledger["merged"] == held[site], f"{site}: {ledger}, but the syncer has merged {held}"
-
-
 def ledgers_of(events: Iterable[Event]) -> dict[str, dict[str, int]]:
     """Return the last ledger of each of a run's sites."""
     told: dict[str, Any] = {str(event["who"]): event["ledger"] for event in events if event["what"] == "site_done"}
     return {site: {name.removeprefix("tokens_"): ledger[name] for name in ledger} for site, ledger in told.items()}
 
 
-def balanced(events: Iterable[Event], syncer: Path) -> dict[str, dict[str, int]]:
-    """Return those ledgers, after a check that each balances and agrees with the syncer."""
-    state, ledgers = Kept(syncer).points()[-1].state, ledgers_of(events)
+def check_ledgers(ledgers: Mapping[str, Mapping[str, int]], syncer: Path) -> None:
+    """Check that the tokens of each of the run's sites balance, and that its syncer has merged as many."""
+    sites = Kept(syncer).points()[-1].state.sites
+    assert sorted(ledgers) == sorted(sites), f"of {sorted(sites)} {sorted(ledgers)} ended"
     for site, ledger in ledgers.items():
-        check_balance(site, ledger, merged_by_site(state))
-    assert sorted(ledgers) == sorted(state.sites), f"of {sorted(state.sites)} {sorted(ledgers)} ended"
-    return ledgers
+        lines = sites[site].lines
+        merged = sum(line.tokens_merged for line in lines) // len(lines)
+        assert ledger["processed"] == sum(ledger[part] for part in PARTS), f"{site}: tokens do not balance: {ledger}"
+        assert ledger["merged"] == merged, f"{site}: {ledger}, but the syncer has merged {merged}"
 
 
 def least(places: Iterable[Found], dice: Random, kills: Callable[[Found], int]) -> Found:

@@ -37,7 +37,7 @@ from diloco.observe.eventlog import Event, read_events
 from diloco.syncer.restoring import Kept
 from diloco.wan.process import RelayProcess
 from tests.forked import ForkedVerb
-from tests.hunts.lives import balanced
+from tests.hunts.lives import check_ledgers, ledgers_of
 from tests.hunts.pseudo_gradients import poisoning
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 from tests.loopback.cluster import free_port
@@ -142,7 +142,7 @@ class Poisoning:
             for each in verbs:
                 code = each.end(BOUND_S)
                 assert code in (ExitCode.OK, ExitCode.DRAINED), f"{each.name} ended with {code}: {each.text()[-400:]}"
-        balanced(self.events(name), self.root / name / "syncer")
+        check_ledgers(ledgers_of(self.events(name)), self.root / name / "syncer")
 
     def events(self, name: str) -> list[Event]:
         return list(read_events(self.root / name / "events.jsonl"))
