@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.hunts.asking import World, good, methods
 from tests.hunts.attacks import strict
 from tests.hunts.fuzz import Findings, Siege, growth_of
 from tests.hunts.fuzz_inputs import readers, run_piece
-from tests.hunts.layouts import Found, run_of
+from tests.hunts.layouts import Found, differing, run_of
 from tests.hunts.reporting import Hunt
 from tests.hunts.target import View, guarded
 from tests.hunts.test_statuses import ELSEWHERE
@@ -102,10 +101,10 @@ def test_two_sites_of_two_layouts_exchange_what_two_processes_do(
 ) -> None:
     mixed = run_of(tmp_path / "mixed", layouts_of, 2, adopt)
     plain = run_of(tmp_path / "plain", {"a": ("plain", 1), "b": ("plain", 1)}, 2, adopt)
-    assert mixed.differs(plain) == []
-    assert len(plain.payloads) == 2 * 3 * 2, "two sites, three fragments, two rounds"
-    assert len(plain.versions) == 3 * 2
-    assert len(plain.held) == 2 * 2 * 3, "two sites, two rounds of three steps"
+    assert differing(mixed, plain) == []
+    assert len(plain["payloads"]) == 2 * 3 * 2, "two sites, three fragments, two rounds"
+    assert len(plain["versions"]) == 3 * 2
+    assert len(plain["held"]) == 2 * 2 * 3, "two sites, two rounds of three steps"
 
 
 @pytest.mark.hunt
@@ -117,11 +116,11 @@ def test_sites_of_every_layout_and_of_four_together(adopt: str, hunted: Hunted) 
 
 
 def test_one_bit_in_one_place_is_a_difference() -> None:
-    found = Found({("a", 0, 1): "p"}, {(0, 1): "v"}, {("a", 1): "h"})
-    assert found.differs(found) == []
-    assert found.differs(replace(found, payloads={("a", 0, 1): "q"})) == ["payloads ('a', 0, 1)"]
-    assert found.differs(replace(found, versions={})) == ["versions (0, 1)"]
-    assert found.differs(replace(found, held={("a", 1): "h", ("a", 2): "h"})) == ["held ('a', 2)"]
+    found: Found = {"payloads": {("a", 0, 1): "p"}, "versions": {(0, 1): "v"}, "held": {("a", 1): "h"}}
+    assert differing(found, found) == []
+    assert differing(found, found | {"payloads": {("a", 0, 1): "q"}}) == ["payloads ('a', 0, 1)"]
+    assert differing(found, found | {"versions": {}}) == ["versions (0, 1)"]
+    assert differing(found, found | {"held": {("a", 1): "h", ("a", 2): "h"}}) == ["held ('a', 2)"]
 
 
 # --- Fuzzed calls ----------------------------------------------------------------------------------------------------
