@@ -19,7 +19,6 @@ import signal
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.record import percentile
@@ -62,15 +61,6 @@ STEPS = (
 )
 
 
-@dataclass
-class Took:
-    """The times of a failover, in seconds after the verb or, by the lease, after the kill."""
-
-    serving_s: float
-    joined_s: float
-    published_s: float
-
-
 class Failovers:
     """One run from its first process to its audit."""
 
@@ -80,7 +70,8 @@ class Failovers:
         self.nodes = Nodes(folder, lease=by == "lease", ttl_s=LEASE_TTL_S)
         self.lives: list[Process] = []
         self.deaths: list[tuple[str, int]] = []
-        self.took: list[Took] = []
+        self.took: list[dict[str, float]] = []
+        """The times of each failover, in seconds after the verb or, by the lease, after the kill."""
         self.stalls: list[float] = []
         self.longest_s = 0.0
         """The longest that a site's training waited between two steps."""
@@ -139,7 +130,8 @@ class Failovers:
         sites["a"].log.wait_for("joined", 1, BOUND_S, since=joined)
         joined_s = time.monotonic() - began
         said(follows, "published")
-        self.took.append(Took(serving_s, joined_s, time.monotonic() - began))
+        published_s = time.monotonic() - began
+        self.took.append({"serving": serving_s, "joined": joined_s, "published": published_s})
         self._node(alive)
         said(follows, "standby_attached")
         said(follows, "published", len(follows.log.of("published")) + 2)
@@ -152,7 +144,7 @@ def told_of(runs: list[Failovers], by: str) -> dict[str, object]:
     stalls = [share for run in runs for share in run.stalls]
     times: dict[str, object] = {}
     for name in ("serving", "joined", "published"):
-        costs = [getattr(cost, f"{name}_s") / one for cost in took] or [0.0]
+        costs = [cost[name] / one for cost in took] or [0.0]
         times[name + unit] = {each: round(percentile(costs, of), 3) for each, of in SPREAD.items()}
     return {
         "failovers": len(took),
@@ -186,7 +178,7 @@ def main(hunt: Hunt, asked: Namespace) -> Counts:
             told = run.run()
             counts.update(updates=len(told.accepted), versions=len(told.published))
         for which, cost in enumerate(run.took):
-            if cost.published_s > bounds_s[by]:
+            if cost["published"] > bounds_s[by]:
                 hunt.violated(f"failover {which} of run {number} (by {by}) took too long: {cost}")
         for share in run.stalls:
             if share > asked.stall_share:
