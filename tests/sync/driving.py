@@ -116,24 +116,11 @@ class Syncer:
         return self.handle(ev.JoinRequested(1, site, process), at_s)
 
     def update(self, site: str, sequence: int = 1, **given: Any) -> ev.UpdateArrived:
-        fields: dict[str, Any] = {
-            "call": 1,
-            "site": site,
-            "incarnation": 1,
-            "fragment": 0,
-            "sequence": sequence,
-            "base_version": 0,
-            "tokens": 100,
-            "steps": 10,
-            "step_ns": 100 * MS,
-            "cursor": 10 * sequence,
-            "digest": f"{site}{sequence}",
-            "payload": f"spool/{site}{sequence}",
-            "encoding": "fp32",
-            "finite": True,
-            "final": False,
-        }
-        return ev.UpdateArrived(**(fields | given))
+        name: dict[str, Any] = {"site": site, "incarnation": 1, "fragment": 0, "sequence": sequence}
+        claims = {"base_version": 0, "tokens": 100, "steps": 10, "step_ns": 100 * MS, "cursor": 10 * sequence}
+        content = {"digest": f"{site}{sequence}", "payload": f"spool/{site}{sequence}", "encoding": "fp32"}
+        found = {"finite": True, "final": False}
+        return ev.UpdateArrived(call=1, **(name | claims | content | found | given))
 
     def push(self, site: str, sequence: int = 1, at_s: float | None = None, **given: Any) -> list[fx.OuterEffect]:
         return self.handle(self.update(site, sequence, **given), at_s)

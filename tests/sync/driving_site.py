@@ -87,14 +87,5 @@ class Site:
 
 def known(fragment: int = 0, **given: Any) -> ev.FragmentStanding:
     """What the syncer knows of one (site, fragment): nothing, but for what is given."""
-    fields: dict[str, Any] = {
-        "version": 0,
-        "digest": "",
-        "watermark": 0,
-        "cursor": 0,
-        "tokens_merged": 0,
-        "tokens_discarded": 0,
-        "undecided": (),
-        "fates": (),
-    }
-    return ev.FragmentStanding(fragment=fragment, **(fields | given))
+    counts = dict.fromkeys(("version", "watermark", "cursor", "tokens_merged", "tokens_discarded"), 0)
+    return ev.FragmentStanding(fragment, **({"digest": "", "undecided": (), "fates": ()} | counts | given))

@@ -206,20 +206,17 @@ def an_update(draw: random.Random, syncer: Syncer) -> ev.OuterEvent:
     sequence = max(0, watermark + draw.choice([1, 1, 1, 1, 0, -1, 2]))
     version = state.fragments[fragment].version
     steps = draw.randint(1, 20)
-    return ev.UpdateArrived(
-        call=1,
-        site=name,
+    return syncer.update(
+        name,
+        sequence,
         incarnation=(site.incarnation if site else 1) - (draw.random() < 0.05),
         fragment=fragment if draw.random() < 0.97 else draw.choice([-1, 99]),
-        sequence=sequence,
         base_version=version - draw.choice([0, 0, 0, 1, 2, 9, -1]),
         tokens=steps * draw.randint(50, 100),
         steps=steps,
         step_ns=draw.choice([0, MS, 500 * MS]),
         cursor=draw.randint(0, 1000),
         digest=f"{name}.{fragment}.{sequence}" + ("!" if draw.random() < 0.1 else ""),
-        payload="spool/x",
-        encoding="fp32",
         finite=draw.random() < 0.95,
         final=state.phase is not Phase.RUNNING and draw.random() < 0.5,
     )
