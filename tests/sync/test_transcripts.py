@@ -57,7 +57,8 @@ def tell(text: str) -> str:
             at_ns = value_of(words.pop(0)[1:])
         if not words:
             continue
-        name, given = words[0], {key: value_of(value) for key, _, value in (word.partition("=") for word in words[1:])}
+        told_as = [word.partition("=") for word in words[1:]]
+        name, given = words[0], {key: KINDS.get(key, value_of)(value) for key, _, value in told_as}
         if driver is None:
             driver = {"syncer": Syncer, "learner": Site}[name](**given)
         elif isinstance(driver, Syncer):
@@ -98,25 +99,21 @@ def to_syncer(syncer: Syncer, name: str, given: dict[str, Any]) -> Sequence[obje
 
 
 def to_site(site: Site, name: str, given: dict[str, Any]) -> Sequence[object]:
+    fates = (given.pop("fate"),) if "fate" in given else ()
     match name:
         case "joined":
-            fates = {"fates": (fate_of(given.pop("fate")),)} if "fate" in given else {}
             names = {field.name for field in dataclasses.fields(ev.FragmentStanding)}
-            lines = {key: given.pop(key) for key in names & given.keys()} | fates
+            lines = {"fates": fates, **{key: given.pop(key) for key in names & given.keys()}}
             if "undecided" in lines:
                 lines["undecided"] = ((lines["undecided"], 150),)
-            return site.join(*([known(**lines)] if lines else []), **given)
-        case "train" | "boundary":
+            return site.join(known(**lines), **given)
+        case "train" | "boundary" | "answer":
             return getattr(site, name)(**given)
         case "sealed":
             return site.seal(**given)
-        case "answer":
-            reason = given.get("reason")
-            return site.answer(given["sequence"], ev.Outcome(given["outcome"]), ev.Reason(reason) if reason else None)
         case "fate":
-            return site.handle(ev.FateTold(fate_of(given["of"])))
+            return site.handle(ev.FateTold(given["of"]))
         case "fetched":
-            fates = (fate_of(given.pop("fate")),) if "fate" in given else ()
             return site.handle(ev.VersionFetched(0, given["version"], fates))
         case "published":
             return site.handle(ev.VersionPublished(given.get("epoch", 1), 0, given["version"], 0, 0))
@@ -126,7 +123,7 @@ def to_site(site: Site, name: str, given: dict[str, Any]) -> Sequence[object]:
             outbox = {(0, given["outbox"]): f"u{given['outbox']}"} if "outbox" in given else {}
             site.restart(site.checkpoint, outbox, given.get("processed", 0))
         case "final":
-            return site.handle(ev.FinalAnnounced(ev.Ending(given["ending"])))
+            return site.handle(ev.FinalAnnounced(given["ending"]))
         case "seal_failed":
             return site.handle(ev.SealFailed(0, given["sequence"]))
         case _:
@@ -141,6 +138,10 @@ def fate_of(text: str) -> ev.Fate:
     if not version:
         return ev.Fate(0, int(sequence), int(end[1:]), 150, f"u{sequence}")
     return ev.Fate(0, int(sequence), int(version), 150, f"u{sequence}", ev.Reason(reason))
+
+
+KINDS = {"outcome": ev.Outcome, "reason": ev.Reason, "ending": ev.Ending, "of": fate_of, "fate": fate_of}
+"""What a word of a command stands for, where ``value_of`` cannot see it."""
 
 
 # --- Effects and memories as the lines of a story --------------------------------------------------------------------
