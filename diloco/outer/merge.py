@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import torch
 
-from diloco.sync.options import NOT_NEGATIVE, Bound, Natural, at_least, below, check_bounds, require
+from diloco.sync.options import AT_LEAST_1, NOT_NEGATIVE, Bound, Natural, below, check_bounds, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -139,7 +139,7 @@ class MergeOptions:
     """
 
     kind: str = "mean"
-    norm_ratio_max: Annotated[float, at_least(1)] = 1.0
+    norm_ratio_max: Annotated[float, AT_LEAST_1] = 1.0
     trim_share: Annotated[float, below(0.5)] = 0.2
 
     def __post_init__(self) -> None:

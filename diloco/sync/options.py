@@ -81,15 +81,11 @@ def below(most: float) -> Bound:
     return Bound(lambda value: 0 <= value < most, f"from 0 to below {most:g}")
 
 
-def at_least(least: float) -> Bound:
-    """Require a finite value of at least ``least``."""
-    return Bound(lambda value: least <= value < inf, f"at least {least:g}")
-
-
 ABOVE_0 = Bound(lambda value: 0 < value < inf, "positive and finite")
+AT_LEAST_1 = Bound(lambda value: 1 <= value < inf, "at least 1")
 ABOVE_1 = Bound(lambda value: 1 < value < inf, "above 1 and finite")
 NOT_NEGATIVE = Bound(lambda value: 0 <= value < inf, "must not be negative")
-Count = Annotated[int, at_least(1)]
+Count = Annotated[int, AT_LEAST_1]
 Natural = Annotated[int, NOT_NEGATIVE]
 Positive = Annotated[int, ABOVE_0]
 

@@ -322,7 +322,6 @@ def _close(turn: Turn, index: int, why: str) -> None:
         turn.attendance.line_changed(name, index)
     fragment.round = None
     fragment.merging_since_ns = state.now_ns
-    fragment.full_round = {}
     if turn.options.share_weighted:
         fragment.full_round = _full_round(turn, index, {name for name, _ in turn.attendance.merging(index)})
     step = outer_step(turn, index)
