@@ -131,7 +131,7 @@ def test_how_many_are_remembered_is_bounded() -> None:
     assert only(fx.AnswerJoin, syncer.join("pod-0", "again")).reason is None, "one that was there comes back"
 
 
-def test_the_room_is_what_the_latest_start_says() -> None:
+def test_the_room_is_what_the_latest_start_says_and_less_than_there_are_sites_puts_none_out() -> None:
     syncer = running("a", sites_max=1)
     assert only(fx.AnswerJoin, syncer.join("b")).reason is Reason.FULL
     (note,) = syncer.restart(sites_max=3)
@@ -140,10 +140,6 @@ def test_the_room_is_what_the_latest_start_says() -> None:
         assert only(fx.AnswerJoin, syncer.join(name)).reason is None
     assert only(fx.AnswerJoin, syncer.join("d")).reason is Reason.FULL
     assert syncer.restart(sites_max=3) == []
-
-
-def test_less_room_than_there_are_sites_puts_none_out() -> None:
-    syncer = running("a", "b", "c", sites_max=3)
     syncer.restart(sites_max=1)
     syncer.handle(ev.SiteSilent("b"))
     for name in "abc":

@@ -41,14 +41,16 @@ def test_round_opened_in_a_merge_shrinks_when_a_member_is_gone(gone: ev.OuterEve
     assert state.sites["b"].status is not Status.LIVE
 
 
-def test_a_merge_under_way_keeps_an_update_that_is_too_stale_for_the_next_process() -> None:
+def test_a_process_with_a_smaller_staleness_bound_judges_again_but_for_a_merge_under_way() -> None:
     syncer = running("a", staleness_max=2)
     syncer.push("a")
     syncer.done()
     syncer.push("a", 2, base_version=0)
+    syncer.push("a", 3, base_version=0)
     effects = syncer.restart(staleness_max=0)
     assert of(fx.StartOuterStep, effects)
-    assert not of(fx.TellFate, effects)
+    refused = only(fx.TellFate, effects).fate
+    assert (refused.sequence, refused.reason) == (3, ev.Reason.STALE)
     assert only(fx.TellFate, syncer.done()).fate.merged
 
 
@@ -137,19 +139,15 @@ ALL, TWO, BUFFER = {"quorum": "all"}, {"quorum": "all", "quorum_min": 2}, {"roun
         ({}, "ab", "ab", "a", 1, True, False, ""),
         ({}, "ab", "ab", "ab", 2, True, True, ""),
         ({"quorum": 2}, "abc", "abc", "a", 1, False, False, "1 of quorum=2 sites arrived"),
-        ({"quorum": 2}, "abc", "abc", "ac", 2, True, False, ""),
         ({"quorum": 2}, "a", "a", "ab", 2, True, True, ""),  # b arrived and died: its update counts.
-        ({"quorum": 3}, "ab", "ab", "ab", 2, False, False, ""),
         (ALL, "ab", "ab", "a", 1, False, False, "b"),
         (ALL, "ab", "ab", "ab", 2, True, True, ""),
         (ALL, "ab", "abc", "ab", 2, True, False, ""),  # c joined since: it is no member, but grace waits for it.
         (ALL, "ab", "abc", "ac", 2, False, False, ""),
         (TWO, "a", "a", "a", 1, False, False, "quorum_min=2"),
-        (TWO, "a", "ac", "ac", 2, True, True, ""),
         # A buffer counts updates and waits for no more than can come.
         (BUFFER, "abc", "abc", "ab", 2, False, False, ""),
         (BUFFER, "abc", "abc", "ab", 3, True, True, ""),
-        (BUFFER, "abc", "a", "ab", 1, False, False, ""),
         (BUFFER, "abc", "a", "ab", 2, True, True, ""),
         (BUFFER, "abc", "", "ab", 2, True, True, ""),
     ],
@@ -170,11 +168,9 @@ def test_standing(
         ({}, 100, 40, 60, 0, 100 * MS),
         ({}, 100, 200, 100 - 3e-6, 0, 1),
         ({}, 100, 200, 100, 0, 0),
-        ({}, 100, 10**7, 10**7, 0, 0),
         ({}, 10**6, 0, 0, 0, 10 * SECOND_NS),  # Invariant 14: its bound.
         ({"grace_period_percent": 90}, 10, 40, 0, 300, 270 * MS),  # No slack, and a period of 300 ms.
         ({"grace_period_percent": 90}, 500, 0, 0, 300, 750 * MS),  # The slack lasts longer.
-        ({"grace_period_percent": 90}, 10**6, 0, 0, 300, 10 * SECOND_NS),
         ({"grace_period_percent": 90}, 10, 0, 0, 100_000, 90 * SECOND_NS),  # The bound of a period is the period.
     ],
 )

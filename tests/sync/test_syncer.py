@@ -63,18 +63,6 @@ def test_a_count_that_is_not_kept_along_is_found(forgets: str, monkeypatch: pyte
 # --- Exactly one fate for every accepted update ----------------------------------------------------------------------
 
 
-def test_restart_with_a_smaller_staleness_bound_judges_again() -> None:
-    syncer = running("a", "b", quorum=2, staleness_max=4)
-    for version in range(2):
-        syncer.push("a", version + 1, base_version=version)
-        syncer.push("b", version + 1, base_version=version)
-        syncer.done()
-    syncer.push("a", 3, base_version=0)
-    assert only(fx.TellFate, syncer.restart(staleness_max=1)).fate.reason is Reason.STALE
-    assert through_json(syncer.machine.snapshot()) == syncer.machine.snapshot()
-    assert syncer.machine.state.phase is Phase.RUNNING
-
-
 def test_fates_are_counted_by_reason_and_the_newest_are_kept() -> None:
     syncer = running("a", staleness_max=0, updates_in_flight_max=1, fates_kept_max=2)
     for number in range(1, 4):
