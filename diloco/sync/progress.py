@@ -316,10 +316,7 @@ class SiteTurn:
 
     def find(self, index: int, sequence: int) -> Sent | None:
         """Return the update with that sequence number in the in-flight list; None if there is none."""
-        for sent in self.state.fragments[index].in_flight:
-            if sent.sequence == sequence:
-                return sent
-        return None
+        return next((sent for sent in self.state.fragments[index].in_flight if sent.sequence == sequence), None)
 
     def drop(self, index: int, sent: Sent) -> None:
         """Drop an update's decoded pseudo-gradient, and its bytes if they might still have to be sent (again)."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from diloco.sync.data_units import Span, Units
@@ -156,13 +157,8 @@ class Line:
 
     def waiting(self) -> list[Pending]:
         """Return the updates that the next outer step will take: those before the first that is held."""
-        found = list[Pending]()
-        for pending in self.undecided:
-            if pending.held is not None:
-                break
-            if not pending.merging:
-                found.append(pending)
-        return found
+        before_held = takewhile(lambda pending: pending.held is None, self.undecided)
+        return [pending for pending in before_held if not pending.merging]
 
     def holding(self) -> bool:
         """Return whether an update waits for an operator's decision."""
