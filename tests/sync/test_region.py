@@ -18,13 +18,19 @@ from tests.sync.driving import of, replay
 from tests.sync.two_levels import Level, Region, number
 
 
-def based(updates: int = 2, **options: object) -> tuple[Level, Region]:
-    """A run above with a plain site x, and a region with a site s, which holds the version above."""
+def fresh(updates: int = 2, **options: object) -> tuple[Level, Region]:
+    """A run above with a plain site x, and a region with a site s, which has heard nothing from above yet."""
     above = Level()
     above.theta = number(100.0)
     above.handle(ev.JoinRequested(1, "x", "p"))
     region = Region(above, "region-a", updates, **options)  # type: ignore[arg-type]
     region.handle(ev.JoinRequested(1, "s", "p"))
+    return above, region
+
+
+def based(updates: int = 2, **options: object) -> tuple[Level, Region]:
+    """The same once the region holds the version above."""
+    above, region = fresh(updates, **options)
     region.join()
     region.settle()
     assert region.theta.item() == 100.0
@@ -52,10 +58,7 @@ def column(region: Region, *names: str) -> list[int]:
 
 
 def test_a_new_region_takes_the_version_above_whole_before_a_round_of_it_closes() -> None:
-    above = Level()
-    above.theta = number(100.0)
-    region = Region(above, "region-a")
-    region.handle(ev.JoinRequested(1, "s", "p"))
+    _, region = fresh()
     region.push("s", 1, 8.0)
     assert not region.commands, "a round closed without a base"
     region.join()
@@ -356,10 +359,7 @@ def test_what_was_refused_in_the_last_round_does_not_go_up_at_the_end_nor_when_t
 
 
 def test_what_a_last_round_merges_without_a_base_is_in_the_ledger() -> None:
-    above = Level()
-    above.theta = number(100.0)
-    region = Region(above, "region-a")
-    region.handle(ev.JoinRequested(1, "s", "p"))
+    _, region = fresh()
     region.push("s", 1, 8.0, tokens=10)
     ends(region, ev.DrainRequested(1))
     region.step()

@@ -219,9 +219,7 @@ def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_i
     tokens = {"a": [100, 70], "b": [300], "c": [50]}
 
     def merge(gone: set[tuple[str, int]]) -> Syncer:
-        syncer = Syncer(weights=rule, grace="fixed", grace_ns=10**9, quorum=1, updates_in_flight_max=2)
-        for site in "abcd":
-            syncer.join(site)
+        syncer = running(*"abcd", weights=rule, grace_ns=10**9)
         for site, each in tokens.items():
             for sequence, count in enumerate(each, 1):
                 if (site, sequence) not in gone:
