@@ -36,6 +36,7 @@ from diloco.wire.messages import (
     PushAdmitted,
     PushAgain,
     PushCommit,
+    PushHeader,
     PushResult,
     Refusal,
     Refused,
@@ -184,26 +185,21 @@ def test_what_is_wanted_again_goes_on_the_stream_that_commits() -> None:
 LARGE_BYTES = (9 << 28) + 12345  # 2.25 GiB and a bit: over 2^31.
 
 
-class CountingSession:
-    """Keeps only how much came."""
+def counting_session(header: PushHeader) -> Mock:
+    """One that keeps only how much came."""
+    session = Mock(offset=0, commit=lambda digest: PushResult(Outcome.ACCEPTED, session.offset))
 
-    def __init__(self) -> None:
-        self.offset = 0
+    def write(offset: int, data: memoryview) -> None:
+        assert offset == session.offset
+        session.offset += len(data)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        assert offset == self.offset
-        self.offset += len(data)
-
-    def commit(self, digest: str) -> PushResult:
-        return PushResult(Outcome.ACCEPTED, self.offset)
-
-    def close(self) -> None:
-        return
+    session.write = write
+    return session
 
 
 @pytest.mark.slow
 def test_an_update_of_more_than_2_gib_goes_through_in_little_memory(wired: Wired, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(wired.syncer, "open_push", lambda header: CountingSession())
+    monkeypatch.setattr(wired.syncer, "open_push", counting_session)
     client = wired.client(data_channels=3, chunk_bytes=MIB)
     # Private and never written: every page of it is the one of zeros, and takes no memory.  It is never closed: a
     # thread of gRPC may hold the last chunk for a moment longer than the push takes.
@@ -220,7 +216,7 @@ LINK = LinkOptions(rtt_ms=100.0, mbps=20.0)
 
 @pytest.mark.slow
 def test_heartbeats_pass_while_bulk_fills_the_link(wired: Wired, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(wired.syncer, "open_push", lambda header: CountingSession())
+    monkeypatch.setattr(wired.syncer, "open_push", counting_session)
     over = threading.Event()
     with RelayProcess() as relay:
         address = relay.add("site", LINK, wired.server.address)

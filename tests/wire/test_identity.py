@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,13 +40,9 @@ from tests.wire.conftest import Patch
 NEXT_B = B + "x"
 
 
-class Context:
-    """As much of gRPC's context as is asked who calls."""
-
-    def __init__(self, *values: str) -> None:
-        self.invocation_metadata = lambda: tuple(("authorization", value) for value in values)
-        self.auth_context = dict
-        self.peer = lambda: "ipv4:127.0.0.1:1234"
+def context(*values: str) -> Mock:
+    """gRPC's context of a call with these tokens."""
+    return Mock(auth_context=dict, invocation_metadata=lambda: [("authorization", value) for value in values])
 
 
 def refusal(call: Callable[[], object]) -> Refusal:
@@ -57,13 +54,13 @@ def refusal(call: Callable[[], object]) -> Refusal:
 def test_a_token_says_who_calls_and_is_never_shown(tmp_path: Path) -> None:
     tokens = written(tmp_path / "tokens", {"sites": {"a": A, "b": [B, NEXT_B]}, "admin": ADMIN})
     authenticator = Authenticator(SecurityOptions(tokens_file=tokens))
-    found, b, next_b, admin = (authenticator.identify(Context(f"Bearer {token}")) for token in (A, B, NEXT_B, ADMIN))
+    found, b, next_b, admin = (authenticator.identify(context(f"Bearer {token}")) for token in (A, B, NEXT_B, ADMIN))
     assert (found, found.name) == (Identity(site="a"), "site/a")
     assert b == next_b == Identity(site="b")
     assert (admin.name, admin.roles) == ("admin", {"admin"})
     unknown, twice = ["Bearer unknown-token-0123"], [f"Bearer {A}"] * 2
     for values in ([], unknown, twice, [f"Basic {A}"], [f"bearer {A}"], [A], [f"Bearer  {A}"], [""]):
-        told = refusal(lambda values=values: authenticator.identify(Context(*values)))
+        told = refusal(lambda values=values: authenticator.identify(context(*values)))
         assert told.status is Status.UNAUTHENTICATED
     for shown in (repr(found), repr(SecurityOptions(token=A))):
         assert not any(secret in shown for secret in ("token_digest", "certificate", A))
@@ -72,7 +69,7 @@ def test_a_token_says_who_calls_and_is_never_shown(tmp_path: Path) -> None:
 def test_a_right_that_is_withdrawn_is_missing_from_the_next_look_on(tmp_path: Path) -> None:
     permissions = written(tmp_path / "permissions", {"default": {"may_push": True}})
     authenticator = Authenticator(SecurityOptions(tokens_file=written(tmp_path / "tokens"), permissions=permissions))
-    found = authenticator.identify(Context(f"Bearer {A}"))
+    found = authenticator.identify(context(f"Bearer {A}"))
     for method in ("Push", "Pull"):
         authenticator.check_still(found, method)
     written(tmp_path / "permissions", {"default": {"may_push": False}})
