@@ -169,6 +169,7 @@ class FakeSyncer:
         self.write_pause_s = 0.0
         self.made = threading.Condition()
         self.waiting = 0
+        self.inside = 0
         self.admits = threading.Event()
         self.admits.set()
         self.join_fails: Exception | None = None
@@ -176,6 +177,10 @@ class FakeSyncer:
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
+        self._entered()
+
+    def _entered(self) -> None:
+        self.inside += 1
         assert self.admits.wait(20)
 
     @staticmethod
@@ -256,6 +261,7 @@ class FakeSyncer:
         self.calls.append("leave")
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
+        self._entered()
         if self.probe_fails is not None:
             raise self.probe_fails
         return ProbeAnswer(3, 2, RUN)

@@ -25,6 +25,7 @@ from diloco.wire.convert import (
     pack_follow,
     pack_join,
     pack_member,
+    pack_probe,
     pack_promote,
     pack_pull,
     pack_push,
@@ -39,6 +40,7 @@ from diloco.wire.messages import (
     EvictAsk,
     FollowStart,
     MemberAsk,
+    ProbeAsk,
     PromoteAsk,
     PullAsk,
     PushAdmitted,
@@ -64,6 +66,7 @@ ASKS: dict[str, Message] = {
     "Pull": lambda site, run: pack_pull(PullAsk(run, site, 0, -1)),
     "Push": lambda site, run: pack_push(push_header(PAYLOAD, site_id=site, run_id=run)),
 }
+ROOM_ASKS = ASKS | {"Probe": lambda site, run: pack_probe(ProbeAsk(3, run))}
 OPERATORS = {
     "Status": b"",
     "Drain": b"",
@@ -186,6 +189,7 @@ def test_bytes_are_charged_as_they_move_and_owed_by_the_next_transfer(front: Cal
 @pytest.mark.parametrize(
     ("what", "method", "each", "options"),
     [
+        ("probe", "Probe", 1, {}),
         ("call", "Report", 2, {"calls_per_caller_max": 2}),
         ("join", "Join", 2, {"sites_max": 3}),
         ("pull", "Pull", 1, {"pulls_per_site_max": 1}),
@@ -199,25 +203,26 @@ def test_one_caller_has_so_much_room_and_all_together_so_much_which_they_give_ba
     here.syncer.admits.clear()
 
     def ask(token: str, number: int) -> Any:
-        kind, site = method, {A: "site-a", B: "site-b"}[token]
+        kind, site = method, {A: "site-a", B: "site-b", OBSERVER: ""}[token]
         if (token, number) == (A, 1):  # Calls of all kinds count, and pulls under whatever name a site reads.
             kind, site = {"call": ("Join", site), "pull": (method, "")}.get(what, (method, site))
-        message = ASKS[kind](site, RUN)
+        message = ROOM_ASKS[kind](site, RUN)
         if kind == "Push":
             message = pack_push(push_header(PAYLOAD, site_id=site, sequence=number))
         return here.ask(kind, message, token, held=True)
 
     held = [*(ask(A, number) for number in range(1, each + 1)), ask(B, 1)]
-    assert wait_until(lambda: len(here.syncer.calls) == len(held))
-    for token, whose in ((A, "of this caller"), (B, "in all"))[: 2 if what in ("join", "push") else 1]:
+    assert wait_until(lambda: here.syncer.inside == len(held))
+    others = {"join": {B: "in all"}, "push": {B: "in all"}, "probe": {OBSERVER: "in all"}}
+    for token, whose in ({A: "of this caller"} | others.get(what, {})).items():
         error = refused(lambda token=token: next(ask(token, 9)), grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert error.details() == f"no room for one more {what} {whose}: retry later"
         assert dict(error.trailing_metadata())[PUSHBACK_KEY] == "1234"
-    assert len(here.syncer.calls) == len(held)
+    assert here.syncer.inside == len(held)
     here.syncer.admits.set()
     for call in held:
         call.cancel()
-    assert wait_until(lambda: "no room" not in here.status(method, ASKS[method]("site-a", RUN), A)[1])
+    assert wait_until(lambda: "no room" not in here.status(method, ROOM_ASKS[method]("site-a", RUN), A)[1])
 
 
 def test_calls_have_a_rate_for_each_caller_and_wait_for_their_turn(front: Callable[..., Front]) -> None:
