@@ -156,8 +156,7 @@ class End(asyncio.BufferedProtocol):
             return
         prepare_socket(transport.get_extra_info("socket"))
         transport.set_write_buffer_limits(high=SOCKET_BUFFER_BYTES)
-        if self._stopped:
-            transport.pause_reading()
+        self._read_or_pause()
         self.flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -237,18 +236,13 @@ class End(asyncio.BufferedProtocol):
 
     def stop_reading(self, why: StopReason) -> None:
         """Stop reading for the reason ``why``, until ``go_on_reading`` removes it."""
-        if not self._stopped and self._reads():
-            assert self._transport is not None
-            self._transport.pause_reading()
         self._stopped.add(why)
+        self._read_or_pause()
 
     def go_on_reading(self, why: StopReason) -> None:
         """Remove the reason ``why``; read again unless there is another reason not to."""
-        if why in self._stopped:
-            self._stopped.remove(why)
-            if not self._stopped and self._reads():
-                assert self._transport is not None
-                self._transport.resume_reading()
+        self._stopped.discard(why)
+        self._read_or_pause()
 
     def reset(self) -> None:
         """Close at once with a TCP reset and discard what is pending at this end."""
@@ -261,9 +255,14 @@ class End(asyncio.BufferedProtocol):
             transport.abort()
         self._die()
 
-    def _reads(self) -> bool:
+    def _read_or_pause(self) -> None:
         # A transport whose stream has ended must not be resumed: it would report the end again.
-        return self._transport is not None and not self._read_all and not self._transport.is_closing()
+        if self._transport is None or self._read_all or self._transport.is_closing():
+            return
+        if self._stopped:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def _close_if_done(self) -> None:
         if self._read_all and self._written_all and self._transport is not None:

@@ -269,8 +269,7 @@ class Authenticator:
 
     def __init__(self, options: SecurityOptions) -> None:
         self._options = options
-        self._tokens: Watched[dict[bytes, Identity]]
-        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, {})
+        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, dict[bytes, Identity]())
         self._permissions = Watched.where("permissions", options.permissions, read_permissions, EVERYTHING)
         self._revoked = Watched.where("revoked_file", options.revoked_file, read_revoked, Revoked())
         self.watched = self._tokens, self._permissions, self._revoked

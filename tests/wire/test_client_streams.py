@@ -47,8 +47,7 @@ from diloco.wire.options import ClientOptions
 from tests.wire.conftest import Aside, Patch, Start, Wired
 from tests.wire.fake_syncer import RUN, push_header, report_info
 from tests.wire.relay import WAIT_S, wait_until
-
-HEX = "a" * 64
+from tests.wire.samples import HEX
 
 
 def served() -> Mock:
