@@ -162,12 +162,11 @@ class FakeSyncer:
         self.ended = threading.Event()
         self.wrote = threading.Event()
         self.feeds: list[FakeFeed] = []
-        self.version = PullHeader(0, 0, 3, True, "fp32", 1, 4, (4,), DIGEST, checksum((b"abcd",)), ())
-        self.parts: tuple[bytes, ...] = (b"abcd",)
         self.pulls: list[PullAsk] = []
         self.commits = 0
         self.write_pause_s = 0.0
         self.made = threading.Condition()
+        self.publish(b"abcd", whole=True, from_version=0, fates=())
         self.waiting = 0
         self.inside = 0
         self.admits = threading.Event()

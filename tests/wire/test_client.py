@@ -41,6 +41,14 @@ from tests.wire.samples import FATE, MARK, MARKED, PAYLOAD
 ASK = PullAsk(RUN, "site-a", 0, 2)
 
 
+def asks(client: SyncClient) -> list[Callable[[], object]]:
+    return [
+        lambda: client.push(push_header(b"abc"), b"abc"),
+        lambda: client.pull(ASK, PullSink()),
+        lambda: client.report(report_info()),
+    ]
+
+
 def test_push_and_pull_carry_a_payload_once_and_count_their_bytes(wired: Wired) -> None:
     client = wired.client()
     assert client.push(push_header(PAYLOAD), PAYLOAD) == PushResult(Outcome.ACCEPTED, 3)
@@ -221,22 +229,16 @@ def test_a_site_that_is_asked_to_confirm_a_join_repeats_the_ticket_and_not_for_e
 
 def test_what_a_syncer_of_an_older_epoch_answers_counts_for_nothing(wired: Wired) -> None:
     """The old primary thaws, and a connection to it still stands."""
-    client, header = wired.client(), push_header(b"abc")
-    assert client.push(header, b"abc").outcome is Outcome.ACCEPTED
-    wired.syncer.epoch = 2
+    client = wired.client()
     wired.syncer.publish(b"abcd", whole=True, epoch=2)
+    assert client.push(push_header(b"abc"), b"abc").outcome is Outcome.ACCEPTED
     assert client.join(join_ask()).epoch == 2
-    asks: list[Callable[[], Any]] = [
-        lambda: client.push(header, b"abc"),
-        lambda: client.pull(ASK, PullSink()),
-        lambda: client.report(report_info()),
-    ]
-    for ask in asks:
+    for ask in asks(client):
         ask()
     found = client.estimate()
     wired.syncer.epoch = 1
     wired.syncer.publish(b"abcd", whole=True, epoch=1)
-    for ask in asks:
+    for ask in asks(client):
         with pytest.raises(Unreachable, match="answers is of epoch 1, and one of epoch 2 has replaced it"):
             ask()
     assert client.estimate() == found, "its answers measure nothing"
@@ -265,12 +267,7 @@ def test_events_come_as_they_happen_until_cancel_or_close_wakes_the_thread_and_a
     client.close()
     with pytest.raises(Unreachable):
         rest.result(WAIT_S)
-    for call in (
-        lambda: client.join(join_ask()),
-        lambda: client.watch(1),
-        lambda: client.push(push_header(b"a"), b"a"),
-        lambda: client.pull(ASK, PullSink()),
-    ):
+    for call in (*asks(client), lambda: client.join(join_ask()), lambda: client.watch(1)):
         with pytest.raises(Unreachable, match="closed"):
             call()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -181,27 +180,21 @@ def test_a_pull_that_waits_for_what_is_made_already_has_lost_its_connection(
         pulled.result(WAIT_S)
 
 
-def test_streams_that_find_different_versions_bring_one_of_them(wired: Wired, relay: Relay) -> None:
+def test_streams_that_find_different_versions_bring_one_of_them(wired: Wired) -> None:
     """One was published between the answers to two streams of a pull."""
-    client, answer = wired.client(address=relay.address, data_channels=3), wired.syncer.pull
-    wired.syncer.publish(PAYLOAD)
+    client, answer = wired.client(data_channels=3), wired.syncer.pull
+    size, versions = 6 * MIB, iter((4, 5, 4, 5, 5))
+    wired.syncer.publish(bytes(size), whole=True, from_version=0, payload_crc32=0)
     client.pull(ASK, PullSink())
-    versions = iter((4, 5, 4, 5, 5))
 
     def pull(ask: PullAsk, identity: Any) -> PullSource:
         version = ask.want_version or next(versions)
         found = answer(replace(ask, want_version=0), identity)
-        sizes = (len(PAYLOAD) // (version - 2),) * (version - 3)
-        sizes += (len(PAYLOAD) - sum(sizes),)
-        header = replace(found.header, version=version, from_version=2, part_bytes=sizes, payload_crc32=0)
-        ends = list(itertools.accumulate(sizes))
-        parts = [bytes([version]) + PAYLOAD[end - size + 1 : end] for size, end in zip(sizes, ends, strict=True)]
-        return replace(found, header=header, parts=parts)
+        return PullSource(replace(found.header, version=version), (bytes([version]) * size,))
 
     wired.syncer.pull = pull  # type: ignore[method-assign]
     found = client.pull(ASK, PullSink())
-    assert all(part[0] == found.header.version for part in found.parts)
-    assert sum(map(len, found.parts)) == len(PAYLOAD)
+    assert bytes(found.parts[0]) == bytes([found.header.version]) * size
 
 
 @pytest.mark.slow
