@@ -146,7 +146,7 @@ def fill_memory(life: Life) -> None:
 
 
 def exchange_files(group: SiteGroup, out: list[Path]) -> None:
-    """Files of several pieces, an empty one, one that is not there and one that cannot be written; all at once."""
+    """Files of several pieces, an empty one, two that cannot be read and one that cannot be written; all at once."""
     mine, theirs = out[group.rank], out[1 - group.rank]
     for folder in out if group.is_first else []:
         folder.mkdir()
@@ -156,9 +156,10 @@ def exchange_files(group: SiteGroup, out: list[Path]) -> None:
     content = bytes(range(256)) * (100 + group.rank)
     (mine / "large").write_bytes(content)
     (mine / "empty").write_bytes(b"")
-    sent = [mine / kind for kind in ("large", "absent", "empty", "large")]
-    come = [mine / name for name in ("come", "nothing", "none", "large/x")]
-    with pytest.raises(CheckpointError, match=r"nothing was not received.*large/x cannot be written"):
+    (mine / "folder").mkdir()
+    sent = [mine / kind for kind in ("large", "absent", "folder", "empty", "large")]
+    come = [mine / name for name in ("come", "nothing", "never", "none", "large/x")]
+    with pytest.raises(CheckpointError, match=r"nothing was not received.*never was not.*large/x cannot be written"):
         between.exchange({1 - group.rank: sent}, {1 - group.rank: come}, PLAIN_DISK)
     group.all_reduce_sum([0.0])
     assert (mine / "come").read_bytes() == (theirs / "large").read_bytes()
