@@ -14,6 +14,7 @@ from diloco.integrations import SiteCallback, required
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 else:
     TrainerCallback = required("transformers", "TrainerCallback", "hf")
@@ -37,14 +38,7 @@ class DiLoCoCallback(SiteCallback, TrainerCallback):
     """
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module, optimizer: Optimizer, **__: Any
     ) -> None:
         """Join: the model holds the run's version when training begins.
 
@@ -63,20 +57,12 @@ class DiLoCoCallback(SiteCallback, TrainerCallback):
         if self.outer is not None and self.outer.step():
             control.should_training_stop = True
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         """Add the run's progress to the Trainer's line."""
         if self.outer is not None and logs is not None:
             logs["diloco_progress"] = self.outer.progress
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write the site's state into the Trainer's checkpoint atomically; the checkpoint is valid without it."""
         if found := self.state_dict():
             PLAIN_DISK.keep(_state_of(args, state), partial(torch.save, found), Step.FILE)
