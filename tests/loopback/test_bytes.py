@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,11 @@ FIRST = 2
 INNER_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Bytes of ``ROUNDS - FIRST`` equal rounds of two sites: on the links, and of each payload."""
+def count(folder: Path, codec: str) -> tuple[int, list[int]]:
+    """The bytes of ``ROUNDS - FIRST`` equal rounds of two sites in lock-step, on the links and of each payload.
 
-    link_bytes: int
-    payloads: tuple[int, ...]
-
-
-def count(folder: Path, codec: str) -> Counted:
-    """Run the same rounds in lock-step with ``codec`` both ways, and count between two rounds when nothing moves."""
+    ``codec`` is that of both ways.  They are counted between two rounds, when nothing moves.
+    """
     outer = {**EVERYBODY, "token_budget": (ROUNDS + 1) * 2 * INNER_STEPS * TOKENS_PER_STEP}
     toy = Toy(folder=str(folder), codec=codec, inner_steps=INNER_STEPS, lock_step=True, shapes=SHAPES, outer=outer)
     counts: list[int] = []
@@ -62,7 +56,7 @@ def count(folder: Path, codec: str) -> Counted:
         assert codec == "fp32" or not any(event["whole"] for event in fetched), fetched
         down += [int(str(event["bytes"])) for event in fetched]
     assert len(up) == len(down) == 2 * (ROUNDS - FIRST), "the rounds are equal"
-    return Counted(counts[1] - counts[0], (*up, *down))
+    return counts[1] - counts[0], up + down
 
 
 @pytest.mark.parametrize(
@@ -70,15 +64,15 @@ def count(folder: Path, codec: str) -> Counted:
 )
 def test_invariant_13_the_formula_predicts_the_bytes(tmp_path: Path, codec: str) -> None:
     """Payloads to the byte where there is no entropy stage, never more where there is; the link adds headers only."""
-    found = count(tmp_path, codec)
+    link_bytes, payloads = count(tmp_path, codec)
     numel = Toy(folder="", shapes=SHAPES).layout().fragments[0].numel
     formula = make_codec(codec).payload_bytes(numel)
-    for payload in found.payloads:
+    for payload in payloads:
         assert payload == formula or ("zstd" in codec and payload <= formula + 1)
     if codec == "int4:32":
-        assert found.link_bytes <= len(found.payloads) * 4 * numel / 6, "a sixth of what fp32 takes"
-    carried = sum(found.payloads)
-    added = found.link_bytes - carried
+        assert link_bytes <= len(payloads) * 4 * numel / 6, "a sixth of what fp32 takes"
+    carried = sum(payloads)
+    added = link_bytes - carried
     assert added > 0, "the relay counted no less than what was carried"
     # Framing is some 0.1 % of the payload; beats, fates and headers are small messages that do not grow with it.
-    assert added <= 0.005 * carried + 40_000, (added, found)
+    assert added <= 0.005 * carried + 40_000, (added, link_bytes, payloads)
