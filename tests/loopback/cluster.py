@@ -83,15 +83,14 @@ class Log:
         where: Callable[[dict[str, object]], object] = lambda event: True,
     ) -> list[dict[str, object]]:
         """At least ``count`` events named ``what``, from place ``since`` on; fails after ``bound_s``."""
-        until = time.monotonic() + bound_s
+
+        def found() -> list[dict[str, object]]:
+            return [event for event in self.events[since:] if event["what"] == what and where(event)]
+
         with self._changed:
-            while True:
-                found = [event for event in self.events[since:] if event["what"] == what and where(event)]
-                if len(found) >= count:
-                    return found
-                left = until - time.monotonic()
-                assert left > 0, f"{len(found)} of {count} {what} in {bound_s} s; last: {self.events[-5:]}"
-                self._changed.wait(left)
+            enough = self._changed.wait_for(lambda: len(found()) >= count, bound_s)
+            assert enough, f"{len(found())} of {count} {what} in {bound_s} s; last: {self.events[-5:]}"
+            return found()
 
     def __len__(self) -> int:
         return len(self.events)
