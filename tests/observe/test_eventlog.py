@@ -5,11 +5,11 @@ import json
 import math
 import queue
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,17 +27,8 @@ from diloco.observe.eventlog import (
     read_events,
     recent_events,
 )
+from tests.forked import forkserver
 from tests.wire.relay import wait_until
-
-WRITER = """
-import sys
-from pathlib import Path
-from diloco.observe.eventlog import EventLog
-log = EventLog(Path(sys.argv[1]), sys.argv[2])
-for number in range(300):
-    log.emit("step", {"step": number, "text": "x" * 400})
-log.close()
-"""
 
 
 def test_an_event_says_when_who_and_what_as_far_as_it_is_json(tmp_path: Path) -> None:
@@ -74,11 +65,17 @@ def test_a_reader_goes_on_where_it_stopped_and_loses_only_what_was_cut(tmp_path:
     assert [event["what"] for event in read_events(path)] == ["step", "connected"], "a dead process had cut that"
 
 
+def write_steps(path: Path, who: str) -> None:
+    with closing(EventLog(path, who)) as log:
+        for number in range(300):
+            log.emit("step", {"step": number, "text": "x" * 400})
+
+
 def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     names = ("site-a", "site-b", "syncer")
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in names]
-    assert [writer.wait(timeout=30) for writer in writers] == [0, 0, 0]
+    with ProcessPoolExecutor(3, forkserver()) as processes:
+        list(processes.map(partial(write_steps, path), names))
     for line in filter(None, path.read_text().splitlines()):  # One that opens it during a write begins a new line.
         json.loads(line)
     events = list(read_events(path))

@@ -155,8 +155,7 @@ class Stage:
         command = [sys.executable, "-c", SLEEPER]
         self.children = {name: Child(name, command, path / name) for name in ("site-a", "syncer")}
         self.events: list[tuple[str, dict[str, object]]] = []
-        note = lambda what, fields: self.events.append((what, fields))  # noqa: E731
-        self.faults = Faults(self.children, relay, LINKS, self.start, note)
+        self.faults = Faults(self.children, relay, LINKS, self.start, lambda *event: self.events.append(event))
 
     def start(self, child: Child) -> None:
         child.start(child_environment(os.environ))
