@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated
 from diloco.config.errors import ConfigError
 from diloco.plan.bandwidth import FORWARD_SHARE, Exchange, Load, Model, Star, least, star_utilisation
 from diloco.plan.bandwidth import gbps_needed as gbps_of_grid
-from diloco.sync.options import Bound, at_least, check_bounds, require
+from diloco.sync.options import AT_LEAST_1, Bound, check_bounds, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ def at_most(most: float) -> Bound:
 ABOVE_0 = Bound(lambda value: 0 < value < inf, "above 0 and finite")
 NOT_NEGATIVE = Bound(lambda value: 0 <= value < inf, "not negative, and finite")
 SHARE = Bound(lambda value: 0 < value < 1, "between 0 and 1")
-Few = Annotated[int, at_least(1), at_most(1000)]
+Few = Annotated[int, AT_LEAST_1, at_most(1000)]
 """With more a simulation takes minutes."""
 
 
@@ -91,7 +91,7 @@ class Question:
     """Rate from the syncer to a site, Gbit/s; empty: as up_gbps."""
     rtt_ms: Annotated[float, NOT_NEGATIVE] = 100.0
     """Round-trip time to the farthest site, ms."""
-    inner_steps: Annotated[int, at_least(1), at_most(INNER_STEPS_MAX)] = 100
+    inner_steps: Annotated[int, AT_LEAST_1, at_most(INNER_STEPS_MAX)] = 100
     """H, the inner steps between two updates of one fragment (outer.inner_steps)."""
     fragments: Few = 16
     """Fragments, exchanged in turn (outer.num_fragments)."""
@@ -105,11 +105,11 @@ class Question:
     """Outer optimizer (outer.kind), for the memory of its state."""
     syncer: str = "central"
     """Where the syncer runs: central (at one site), sharded (a part at each, outer.num_syncers) or apart (at none)."""
-    downlinks_kept: Annotated[int, at_least(1)] = 32
+    downlinks_kept: Annotated[int, AT_LEAST_1] = 32
     """Versions that a site may lag behind (cluster.syncer.downlinks_kept), for the syncer's memory."""
     host_gb: Annotated[float, ABOVE_0] = 2000.0
     """Memory of a machine that runs a part of the syncer, GB."""
-    merge_values_per_s: Annotated[float, at_least(1)] = 1e10
+    merge_values_per_s: Annotated[float, AT_LEAST_1] = 1e10
     """Values per second that a part of the syncer merges; one core merges about 2.5e9."""
     utilisation: Annotated[float, SHARE] = 0.95
     """Share of the time that a site should spend training, as far as links decide."""

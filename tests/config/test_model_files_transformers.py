@@ -132,7 +132,7 @@ def test_an_imported_model_begins_at_its_own_loss(foreign: tuple[Path, Any]) -> 
     wanted = Evaluator(config, build.corpus(config)).score(Named(llama), whole=False).val_loss  # type: ignore[arg-type]
     model = build.build_model(config)
     load_values("foreign", model)
-    batches = Evaluator(config, build.corpus(config))._batches(config.data.validation_sequences)
+    batches = Evaluator(config, build.corpus(config))._part
     assert evaluate(model, batches, precision="fp32") == pytest.approx(wanted, abs=1e-5)
     # As version 0 of a run, and as the beginning of a training of its own.
     layout = build.whole_layout(config)
