@@ -82,15 +82,6 @@ FENCED, CANCELLED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.CANCELL
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 
 
-def test_the_end_of_a_stream_means_nothing(wired: Wired) -> None:
-    error = refused(lambda: say(wired, HEADER, chunk(0)), LOST)
-    assert "before the commit" in error.details()
-    assert wired.syncer.endings == ["broken off"]
-    assert not wired.syncer.accepted
-    # The bytes were kept, so that the next attempt has only the commit to say.
-    assert say(wired, HEADER, commit()) == [PushAdmitted(10_000), ACCEPTED]
-
-
 VAST = sync_pb2.PushRequest.FromString(pack_push(HEADER))
 VAST.header.payload_bytes = PAYLOAD_BYTES_MAX + 1
 BEYOND = f"payload_bytes is {PAYLOAD_BYTES_MAX + 1}: a number from 1 to {PAYLOAD_BYTES_MAX}"
@@ -102,6 +93,7 @@ BAD_PUSHES: dict[str, tuple[grpc.StatusCode, str, list[PushPart | bytes]]] = {
     "too much declared": (INVALID, BEYOND, [VAST.SerializeToString(), chunk(0)]),
     "two headers": (INVALID, "header", [HEADER, HEADER]),
     "commit too early": (LOST, "ends at 9 of 10000", [HEADER, chunk(0, PAYLOAD[:9]), commit()]),
+    "no commit": (LOST, "before the commit", [HEADER, chunk(0)]),
     "another commit": (INVALID, "commit", [HEADER, chunk(0), commit(b"x")]),
     "a hole": (INVALID, "chunk at offset 1, and the next byte is 0", [HEADER, chunk(1, PAYLOAD[1:])]),
     "a chunk again": (INVALID, "the next byte is 9", [HEADER, chunk(0, PAYLOAD[:9]), chunk(0, PAYLOAD[:9])]),
