@@ -69,22 +69,16 @@ def test_push_and_pull_carry_a_payload_once_and_count_their_bytes(wired: Wired) 
 MS = 1_000_000
 
 
-class Waited(Patience):
-    """A wait in which other pulls bring a gigabyte, and the transfer then takes ``took_s``."""
-
-    def __init__(self, client: SyncClient, took_s: float) -> None:
-        super().__init__(0.01)
-        client.down.count(1 << 30)
-        self.took_s = took_s
-
-    @property
-    def carried_s(self) -> float:
-        return self.took_s
-
-
 def test_what_calls_took_is_what_the_link_is(start: Start, monkeypatch: Patch) -> None:
     wired, clock = start(), itertools.count(0, 20 * MS)
     client = wired.client()
+
+    def waited(took_s: float) -> Patience:
+        """A wait in which other pulls bring a gigabyte, and the transfer then takes ``took_s``."""
+        client.down.count(1 << 30)
+        monkeypatch.setattr(Patience, "carried_s", took_s)
+        return Patience(0.01)
+
     now = SimpleNamespace(monotonic=time.monotonic, monotonic_ns=lambda: next(clock))
     monkeypatch.setattr("diloco.wire.client.time", now)
     assert client.estimate() == LinkEstimate()
@@ -97,13 +91,13 @@ def test_what_calls_took_is_what_the_link_is(start: Start, monkeypatch: Patch) -
     up, down = client.traffic
     found = LinkEstimate(20 * MS, 20 * MS, 10 * up, 10 * down)
     assert client.estimate() == found
-    client.pull(ASK, PullSink(), Waited(client, 0.0))
+    client.pull(ASK, PullSink(), waited(0.0))
     assert client.estimate() == found, "one that took up what was here did not wait, and is not timed"
     wired.syncer.publish(numel=8)
-    client.pull(replace(ASK, have_version=3), PullSink(), Waited(client, 1e-6))
+    client.pull(replace(ASK, have_version=3), PullSink(), waited(1e-6))
     assert client.estimate() == found, "nothing came of it"
     wired.syncer.publish(PAYLOAD, epoch=1)
-    client.pull(ASK, PullSink(), Waited(client, 0.05))
+    client.pull(ASK, PullSink(), waited(0.05))
     found = replace(found, down_bytes_per_s=20 * len(PAYLOAD))
     assert client.estimate() == found, "without what others brought meanwhile"
     wired.server.stop(0.0)
