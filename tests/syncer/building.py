@@ -75,11 +75,9 @@ class Events:
 
     def wait_for(self, what: str, count: int = 1, bound_s: float = 10.0) -> list[dict[str, Any]]:
         with self._changed:
-            arrived = self._changed.wait_for(
-                lambda: sum(event["what"] == what for event in self.all) >= count, timeout=bound_s
-            )
+            arrived = self._changed.wait_for(lambda: len(self.of(what)) >= count, timeout=bound_s)
             assert arrived, f"not {count} {what} in {bound_s} s: {self.all[-6:]}"
-            return [event for event in self.all if event["what"] == what]
+            return self.of(what)
 
 
 class Crash(Exception):

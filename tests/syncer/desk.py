@@ -13,13 +13,13 @@ from typing import Any
 
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
-from diloco.sync.effects import OuterEffect, PublishVersion, StartOuterStep, TellFate
+from diloco.sync.effects import OuterEffect, StartOuterStep, TellFate
 from diloco.sync.events import OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import OuterOptions
 from diloco.syncer.api import DECLARED
 from diloco.syncer.core import changes_nothing
-from diloco.syncer.outer_step import OuterResult, run_outer_step
+from diloco.syncer.outer_step import run_outer_step
 from diloco.syncer.replaying import Rules
 from diloco.syncer.snapshots import RECOVERY_ONLY, Retention
 from diloco.syncer.store import RunCard, Store, begun
@@ -63,7 +63,6 @@ class Desk:
         self.machine, self.values = found.machine, found.values
         self.now_ns = self.machine.state.now_ns
         self.under_way: dict[int, StartOuterStep] = {}
-        self.computed: dict[int, OuterResult] = {}
 
     def begin(self) -> None:
         self.handle(SyncerStarted(self.machine.state.epoch + 1))
@@ -77,8 +76,6 @@ class Desk:
         for effect in effects:
             if isinstance(effect, StartOuterStep):
                 self.under_way[effect.fragment] = effect
-            elif isinstance(effect, PublishVersion):
-                self.values[effect.fragment] = self.computed.pop(effect.fragment).values
             elif isinstance(effect, TellFate):
                 self.store.carried_out([effect])
         return effects
@@ -95,8 +92,9 @@ class Desk:
         """The outer step that is under way is done."""
         command = self.under_way.pop(fragment)
         result = run_outer_step(command, self.values[fragment], self.store.spool, RULE, self.codec)
-        self.computed[fragment] = result
-        return self.handle(OuterStepDone(fragment, command.version, result.values.digest, result.downlink_digest))
+        done = OuterStepDone(fragment, command.version, result.values.digest, result.downlink_digest)
+        effects, self.values[fragment] = self.handle(done), result.values
+        return effects
 
     def snapshot_writer(self) -> Callable[[], int]:
         return self.store.snapshot_writer(self.machine, self.values)

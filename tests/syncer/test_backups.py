@@ -87,11 +87,7 @@ def test_a_copy_of_a_live_folder_recovers_to_the_same_bits_and_leaves_it_untouch
     assert back_up(backed.source, backed.vault) == (name, facts), "nothing has happened since"
     assert list(facts.versions) <= versions(backed.desk)
     backed.check(name)
-    copied = set(files(backed.folder / "back")) - {"lock"}
-    assert copied < set(before), "only what a recovery needs"
-    backed.go_on()  # What was copied stays as it is.
-    backed.vault.fetch(RUN, name, backed.folder / "again")
-    assert set(files(backed.folder / "again")) == copied
+    assert set(files(backed.folder / "back")) - {"lock"} < set(before), "only what a recovery needs"
 
 
 @pytest.mark.parametrize("name", ["fragment-0.safetensors", "state.json"])

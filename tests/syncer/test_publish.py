@@ -43,20 +43,6 @@ def owing(feeds: Feeds) -> Feed:
     return feed
 
 
-def test_everybody_hears_everything_in_order_and_a_site_what_is_its_own() -> None:
-    feeds = Feeds()
-    b, a = feeds.open("b", 1), owing(feeds)
-    assert [type(a.get(1.0)).__name__ for _ in range(3)] == ["Published", "FateTold", "FinalAnnounced"]
-    assert [type(b.get(1.0)).__name__ for _ in range(2)] == ["Published", "FinalAnnounced"]
-    assert a.get(0.0) is None
-    assert feeds.standing() == (2, frozenset())
-    a.close()
-    a.close()
-    assert feeds.standing()[0] == 1
-    feeds.tell(published(2))
-    assert a.get(0.0) is None
-
-
 def test_a_fate_is_unheard_that_was_not_written_until_there_is_another_stream_or_its_site_says_otherwise() -> None:
     feeds = Feeds()
     for taken in (0, 2, 3):
@@ -106,12 +92,15 @@ def test_a_stream_that_is_read_too_slowly_is_told_so_and_not_left_in_silence() -
     assert feeds.standing() == (0, {"b"}), "what it was too slow for, it has not heard"
 
 
-def test_a_dropped_site_is_told_why_and_its_newer_process_is_not() -> None:
+def test_a_dropped_site_is_told_why_and_its_newer_process_its_own_fates_and_no_other_site() -> None:
     feeds = Feeds()
     old, new, other = feeds.open("a", 1), feeds.open("a", 2), feeds.open("b", 1)
     feeds.drop("a", 1, Reason.SUPERSEDED)
     assert old.get(0.0) == Dropped(Reason.SUPERSEDED)
     assert new.get(0.0) is None
+    for sequence in (1, 2):
+        feeds.tell(fate(sequence), "a")
+    assert [new.get(0.0), new.get(0.0)] == [fate(1), fate(2)]
     assert other.get(0.0) is None
 
 
