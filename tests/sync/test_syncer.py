@@ -118,8 +118,8 @@ class Book:
     def __init__(self, syncer: Syncer) -> None:
         plan: Any = SimpleNamespace(options=syncer.options)
         self.syncer = syncer
-        self.once, self.weights = ExactlyOnce(plan), Weights(plan)
-        self.checkers = [self.once, self.weights, Versions(plan), Staleness(plan)]
+        self.once = ExactlyOnce(plan)
+        self.checkers = [self.once, Weights(plan), Versions(plan), Staleness(plan)]
 
     def happen(self, event: ev.OuterEvent) -> list[fx.OuterEffect]:
         """Hand in the event and judge what comes of it."""
@@ -138,7 +138,6 @@ class Book:
                 assert len(effects) == 1
         wanted = syncer.machine.next_deadline_ns()
         assert wanted is None or wanted > syncer.now_ns, "a deadline that has passed is asked for again"
-        self.balance()
         return effects
 
     def is_admitted(self, event: ev.UpdateArrived) -> bool:
@@ -146,18 +145,6 @@ class Book:
         late = self.syncer.machine.state.final_deadline_ns is not None  # It may have passed since the last event.
         verdict = admit(self.syncer.machine, *header)
         return not late and event.finite and verdict.outcome is Outcome.ACCEPTED
-
-    def balance(self) -> None:
-        """Invariants 9 and 10, the part that is here: accepted = merged + refused + undecided, update for update."""
-        for name, site in self.syncer.machine.state.sites.items():
-            for index, line in enumerate(site.lines):
-                accepted = {key for key in self.once.accepted if key[:2] == (name, index)}
-                merged = [key for key in accepted & self.once.fates.keys() if self.once.fates[key].merged]
-                undecided = {key[2] for key in accepted - self.once.fates.keys()}
-                assert {pending.sequence for pending in line.undecided} == undecided
-                assert len(undecided) <= self.syncer.options.updates_in_flight_max
-                assert line.tokens_merged == sum(self.weights.work[key][0] for key in merged)
-                assert line.watermark == max((key[2] for key in accepted), default=0)
 
 
 def options_of(draw: random.Random) -> dict[str, Any]:
