@@ -248,9 +248,9 @@ class Syncer:
             self.store.emit = self.emit  # Not the standby's any more.
             return warm.machine, 0, 0
         folder, options, rules = Path(self.options.folder), self.options, self.plan.rules(self.options)
+        self._taken.enter_context(locked(folder))
         written_ns = max((path.stat().st_mtime_ns for path in folder.glob("journal/journal-*.log")), default=None)
         away_ns = time.time_ns() - written_ns if written_ns is not None else 0
-        self._taken.enter_context(locked(folder))
         self.store = Store(folder, self.plan.card, self.disk, options.retention, self.emit)
         self._taken.callback(self._close_journal)
         is_new = self.store.is_new()

@@ -129,8 +129,11 @@ def test_the_epoch_is_larger_with_every_start_and_version_0_is_made_once(tmp_pat
             assert started["kernels"] == description() == syncer.status()["kernels"]
             bound = memory_bytes_max(syncer.options, syncer.plan, syncer.network)
             assert started["memory_bytes_max"] == bound == syncer.status()["memory_bytes_max"]
+            removed = Path(syncer.options.folder) / "journal" / "journal-0.log"  # Just now, by the process that has it.
+            removed.symlink_to("nowhere")
             with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"):
                 new_syncer(tmp_path, Events().emit).start()
+            removed.unlink()
             join(syncer)
             for fragment in (0, 1):
                 merged(syncer, 1, fragment, begin=epoch)
