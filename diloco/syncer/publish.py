@@ -119,10 +119,8 @@ class Feed:
 
     def offer(self, event: WatchEvent) -> None:
         """Queue ``event``, or end the stream if it is too far behind; its next ``get`` raises that."""
-        if self._events.qsize() < EVENTS_MAX:
-            self.put(event)
-        else:
-            self.told += isinstance(event, FateTold)  # Counted all the same: a fate that it misses is not written.
+        self.put(event)  # Also where that ends the stream: a fate that it misses counts, and is not written.
+        if self._events.qsize() > EVENTS_MAX:
             self._behind = True
             self.close()
 
