@@ -8,7 +8,7 @@ import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync.options import SECOND_NS, OuterOptions, smoothed
+from diloco.sync.options import SECOND_NS, OuterOptions
 from diloco.sync.rounds import (
     Selection,
     grace_ns,
@@ -180,10 +180,6 @@ def test_19_grace_is_a_share_of_the_slack_and_no_less_than_its_share_of_a_period
     adaptive = {"grace": "adaptive", "grace_ns": 10 * SECOND_NS, "grace_share_percent": 50, "overlap_steps": 3}
     found = OuterOptions(**(adaptive | options))
     assert grace_ns(found, step_ms * MS, quorum_ms * MS, round(sync_ms * MS), period_ms * MS) == grace
-
-
-def test_smoothing_begins_with_the_first_sample_and_halves() -> None:
-    assert [smoothed(0, 100), smoothed(100, 200), smoothed(100, 0)] == [100, 150, 50]
 
 
 # --- How much a site counts ------------------------------------------------------------------------------------------
