@@ -55,21 +55,21 @@ def assert_equal(found: Snapshot, wanted: Snapshot) -> None:
     assert all(same_values(mine, theirs) for mine, theirs in zip(found.fragments, wanted.fragments, strict=True))
 
 
-def three(folder: Path, momentum: bool = True) -> Snapshots:
+def three(folder: Path) -> Snapshots:
+    """The second has no momentum."""
     snapshots = Snapshots(folder)
     for number in (1, 2, 3):
-        size = snapshots.write(snapshot(number, momentum))
+        size = snapshots.write(snapshot(number, number != 2))
         assert size == sum(path.stat().st_size for path in (folder / f"{number:08d}").iterdir())
     return snapshots
 
 
-@pytest.mark.parametrize("momentum", [False, True])
-def test_what_is_read_is_what_was_written(tmp_path: Path, momentum: bool) -> None:
-    three(tmp_path, momentum)
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    three(tmp_path)
     again = Snapshots(tmp_path)
     assert again.numbers() == [1, 2, 3]
     for number in (1, 2, 3):
-        assert_equal(again.load(number), snapshot(number, momentum))
+        assert_equal(again.load(number), snapshot(number, number != 2))
         assert again.load(number, whole=False) == replace(snapshot(number), fragments=())
     first, other = (snapshot(number).fragments[1] for number in (1, 2))
     for part in ("version", "digest", "theta", "published", "optimizer"):
