@@ -333,6 +333,7 @@ def test_events_are_told_in_order_and_a_drop_ends_the_site_in_words(reason: Reas
         (Refused(Status.ALREADY_EXISTS, "a newer process speaks for site a", None), True),
         (Refused(Status.PERMISSION_DENIED, "site a was put out", Reason.EVICTED), True),
         (Refused(Status.FAILED_PRECONDITION, "run_id is 'x' at the site and 'y' at the syncer"), False),
+        (Refused(Status.UNAUTHENTICATED, "site/a was revoked"), False),
         (Unreachable("Join: no answer; site a is not in the permissions", refused="not in the permissions"), False),
     ],
 )
