@@ -39,7 +39,7 @@ from benchmarks.record import finish, parser_of, percentile, record
 from benchmarks.rounds import answer, free_port, quiet, started
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import TokenStream
-from diloco.inner.holding import Holding
+from diloco.inner.holding import Holding, Spread
 from diloco.inner.model import Transformer, flops_per_token, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
@@ -144,7 +144,8 @@ def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
     ours, theirs = Transformer(MODEL, facts.seed), Transformer(MODEL, facts.seed)
     precision = resolve_precision("auto", group.device, group)
     optimizers = build_optimizers(ours, InnerOptions(optimizer="muon"), precision)
-    trainer = Trainer(ours, optimizers, stream(), TrainerOptions(precision=precision, seed=facts.seed), group)
+    options = TrainerOptions(precision=precision, seed=facts.seed)
+    trainer = Trainer(ours, optimizers, stream(), options, Spread(ours, group))
     loop, line = Loop(theirs, group.wrap(theirs), stream(), precision), line_of(ours, group, facts)
     trainer.may_act = line.may_act if isinstance(line, Agent) else lambda: False
 

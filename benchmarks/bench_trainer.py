@@ -37,7 +37,7 @@ from benchmarks.record import finish, parser_of, percentile, record
 from benchmarks.rounds import agreement_of, answer, quiet, started
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import TokenStream
-from diloco.inner.holding import Holding
+from diloco.inner.holding import Holding, Spread
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
@@ -230,7 +230,7 @@ def run_trainer(
             log.follow(Traces("bench", site, OTLPSpanExporter(endpoint=collector)).take)
         emit = log.emit
     options = TrainerOptions(precision=precision, seed=facts.seed)
-    trainer = Trainer(model, optimizers, stream, options, group, log=emit)
+    trainer = Trainer(model, optimizers, stream, options, Spread(model, group), log=emit)
     agent = None
     if address:
         agent = started_agent(str(Path(folder) / site), address, site, facts.inner_steps, model, group, emit)

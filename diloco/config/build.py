@@ -449,13 +449,12 @@ def build_trainer(
         build_optimizers(model, options, precision),
         stream,
         replace(trainer_options(config), precision=precision),
-        group,
+        held,
         progress=progress,
         checkpoint_dir=checkpoints,
         memory_dir=memory,
         log=log,
         disk=disk,
-        spread=held,
     )
     return trainer, model
 

@@ -32,7 +32,6 @@ from diloco.inner.checkpoint import (
     WholeWriter,
     rank_name,
 )
-from diloco.inner.holding import Spread
 from diloco.inner.memory import MemoryWriter
 from diloco.inner.model import Transformer, flops_per_token
 from diloco.inner.optimizer import InnerOptimizers, lr_factor
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.inner.data import TokenStream
-    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.holding import Spread
 
 SECOND_NS = 1_000_000_000
 
@@ -270,10 +269,9 @@ def _name(step: int, after_step_done: bool) -> str:
 
 
 class Trainer:
-    """Trains ``model`` on ``stream`` with the ranks of ``group``, which hold it in the layout of ``spread``.
+    """Trains ``model`` on ``stream`` with the ranks that hold it in the layout of ``spread``.
 
-    Without ``spread``, ``model`` is a plain module that every rank holds whole; the trainer wraps it (DDP).  Between
-    two steps any code may write the parameters in place: the optimizers, DDP and autocast keep no copies.
+    Between two steps any code may write the parameters in place: the optimizers, DDP and autocast keep no copies.
     ``progress`` returns the run's progress from 0 to 1 for the learning-rate schedule; rank 0 calls it at the end of
     each step.  Without it, progress is measured against the bounds given to ``run``.  ``log`` is called as
     (what, fields) on every rank: step, checkpoint, memory_checkpoint, resumed, note.
@@ -285,36 +283,35 @@ class Trainer:
         optimizers: InnerOptimizers,
         stream: TokenStream,
         options: TrainerOptions,
-        group: SiteGroup,
+        spread: Spread,
         *,
         checkpoint_dir: Path | None = None,
         memory_dir: Path | None = None,
         progress: Callable[[], float] | None = None,
         log: Log | None = None,
         disk: Disk = PLAIN_DISK,
-        spread: Spread | None = None,
     ) -> None:
         steps = options.checkpoint_steps
         wanted = "0, because no checkpoint folder was given"
         require(steps == 0 or checkpoint_dir is not None, "checkpoint_steps", steps, wanted)
-        self.model, self.optimizers, self.stream, self.options, self.group = model, optimizers, stream, options, group
+        self.model, self.optimizers, self.stream, self.options = model, optimizers, stream, options
+        self.spread, self.group = spread, spread.group
         self.step = 0
         self.tokens = 0
         self.cursor = 0
         self.nonfinite_steps = 0
         self._nonfinite_in_row = 0
-        self.spread = spread or Spread(model, group)
-        self._dtype = autocast_dtype(options.precision, group.device, group)
+        self._dtype = autocast_dtype(options.precision, self.group.device, self.group)
         self._asked_progress = progress
         self.may_act: Callable[[], bool] = lambda: True
         """Rank 0 calls it at the end of each step: whether ``after_step`` may read or write the model's values."""
         self._progress: float | None = None
         self._log: Log = log or (lambda what, fields: None)
         self._checkpoint_dir = checkpoint_dir
-        how = (options.deterministic, options.checkpoint_wait_s, self.spread)
+        how = (options.deterministic, options.checkpoint_wait_s, spread)
         self.saving: Saving | None = None
         if checkpoint_dir is not None:
-            kind = PartWriter if self.spread.is_sharded else WholeWriter
+            kind = PartWriter if spread.is_sharded else WholeWriter
             writer = kind(checkpoint_dir, options.checkpoints_kept, *how, disk)
             self.saving = Saving(writer, steps, self._capture, self._log)
         self._savings = [self.saving] if self.saving is not None else []

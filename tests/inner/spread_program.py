@@ -97,9 +97,9 @@ def build(
     stream = TokenStream(load_manifest(corpus), "train", 16, inner.batch_sequences, **place)
     steps = {"checkpoint_steps": 2 if folder else 0, "memory_checkpoint_every_steps": 2 if memory else 0}
     options = TrainerOptions(**{"precision": "fp32", **steps, **changes})
-    where: dict[str, Any] = {"checkpoint_dir": folder, "memory_dir": memory, "disk": disk, "spread": spread, "log": log}
+    where: dict[str, Any] = {"checkpoint_dir": folder, "memory_dir": memory, "disk": disk, "log": log}
     progress = lambda: 0.5 if group.is_first else 0.0  # noqa: E731
-    return Trainer(model, build_optimizers(model, inner), stream, options, group, progress=progress, **where)
+    return Trainer(model, build_optimizers(model, inner), stream, options, spread, progress=progress, **where)
 
 
 def trained(
@@ -183,7 +183,7 @@ def check_format(trainer: Trainer, loss: float, batches: list[tuple[torch.Tensor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "bf16_speed", lambda device: 2.0 if group.is_first else 0.5)
         assert evaluate(trainer.model, batches, precision="auto", together=trainer.spread) == loss
-        again = Trainer(trainer.model, trainer.optimizers, trainer.stream, options, group, spread=trainer.spread)
+        again = Trainer(trainer.model, trainer.optimizers, trainer.stream, options, trainer.spread)
         assert again._dtype is None
 
 
