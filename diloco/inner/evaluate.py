@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    *,
-    precision: str = "auto",
-    together: Spread | None = None,
+    model: Transformer, batches: Iterable[tuple[Tensor, Tensor]], precision: str, together: Spread | None = None
 ) -> float:
     """Return the mean loss of ``model`` over all tokens of ``batches``, nats per token; ValueError without a batch.
 
@@ -67,6 +63,8 @@ def evaluate(
     return summed / tokens
 
 
+BATCH = 16
+"""Most texts that are read at once."""
 LOGITS_MAX = 1 << 28
 """Most logits that exist at the same time, unless a single text has more: a gigabyte in fp32."""
 Pair = tuple[list[int], list[int]]
@@ -81,14 +79,11 @@ class Likelihood(NamedTuple):
 
 
 @torch.no_grad()
-def likelihoods(
-    model: Transformer, pairs: Sequence[Pair], *, batch: int = 16, precision: str = "auto"
-) -> list[Likelihood]:
-    """Return the likelihood of each of ``pairs``; at most ``batch`` are read at once.
+def likelihoods(model: Transformer, pairs: Sequence[Pair], precision: str) -> list[Likelihood]:
+    """Return the likelihood of each of ``pairs``.
 
     Text beyond the model's context is cut off at the beginning of the first part.  ValueError names an invalid part.
     """
-    require(batch >= 1, "batch", batch, "at least 1")
     model.eval()
     options, rows = model.options, []
     for before, behind in pairs:
@@ -102,7 +97,7 @@ def likelihoods(
     order = sorted(range(len(rows)), key=lambda place: -len(rows[place][0]))
     while order:
         logits_each = len(rows[order[0]][0]) * options.vocab_size
-        count = max(1, min(batch, LOGITS_MAX // logits_each))
+        count = max(1, min(BATCH, LOGITS_MAX // logits_each))
         places, order = order[:count], order[count:]
         found |= zip(places, _read(model, [rows[place] for place in places], precision), strict=True)
     return [found[place] for place in range(len(rows))]

@@ -65,7 +65,7 @@ class OurModel(TemplateLM):
         self, requests: Sequence[tuple[object, list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
         pairs = [(before, behind) for _, before, behind in requests]
-        return list(likelihoods(self._model, pairs, precision=self._precision))
+        return list(likelihoods(self._model, pairs, self._precision))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: object) -> list[float]:
         """Return each whole text's log likelihood, in windows of the model's context that predict each token once."""
@@ -78,7 +78,7 @@ class OurModel(TemplateLM):
             found = [make_disjoint_window(window) for window in windows]
             pairs += found
             sizes.append(len(found))
-        scored = iter(likelihoods(self._model, pairs, precision=self._precision))
+        scored = iter(likelihoods(self._model, pairs, self._precision))
         return [sum(next(scored).nats for _ in range(size)) for size in sizes]
 
     def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
@@ -113,11 +113,7 @@ def _sampling(wanted: dict[str, Any]) -> SamplingOptions:
 
 
 def score(
-    taken: Taken,
-    tasks: Sequence[str],
-    include: Path | None = None,
-    fewshot: int | None = None,
-    limit: int | None = None,
+    taken: Taken, tasks: Sequence[str], include: Path | None, fewshot: int | None, limit: int | None
 ) -> dict[str, object]:
     """Return the metrics of each of ``tasks`` and group of tasks, by the harness's names.
 

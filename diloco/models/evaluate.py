@@ -57,7 +57,7 @@ class Evaluator:
         ``together`` are the ranks that hold the model in parts; all of them must call this.
         """
         batches = self._batches(0) if whole else self._part
-        loss = evaluate(model, batches, precision=self._config.inner.precision, together=together)
+        loss = evaluate(model, batches, self._config.inner.precision, together)
         return Score(loss, loss / math.log(2.0) / self._manifest.bytes_per_token)
 
     def _batches(self, sequences: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

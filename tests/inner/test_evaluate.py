@@ -42,7 +42,7 @@ def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(ValueError, match="batches is 0"):
-        evaluate(model, [])
+        evaluate(model, [], "fp32")
 
 
 @pytest.mark.parametrize("kv_heads", [0, 2])
@@ -124,7 +124,9 @@ def test_a_model_whose_training_diverged_gives_no_text(temperature: float) -> No
 
 
 def scored(model: Transformer, pairs: list[Pair], batch: int = 4) -> list[Likelihood]:
-    return likelihoods(model, pairs, batch=batch, precision="fp32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "BATCH", batch)
+        return likelihoods(model, pairs, "fp32")
 
 
 @torch.no_grad()
