@@ -248,7 +248,7 @@ def join(
         for part in towards(config):
             build.agent_options(part, there.agent, whole)
             build.learner_options(part, whole)
-    return Outer(config, holding, still, optimizers[-1] if hooks else None, group, there, tokens_per_step, log, leased)
+    return Outer(config, holding, still, optimizers[-1] if hooks else None, there, tokens_per_step, log, leased)
 
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:
@@ -427,18 +427,18 @@ class Outer:
         holding: Holding,
         still: Mapping[str, torch.Tensor],
         counted: torch.optim.Optimizer | None,
-        group: PresentGroup,
         folder: SiteDir,
         tokens_per_step: int | None,
         log: Log | None,
-        data: OwnData | None = None,
+        data: OwnData | None,
     ) -> None:
         """``still`` are this rank's frozen parameters.  ``counted`` is the optimizer whose steps are counted; None: the
         loop calls ``step`` for each.  ``data`` is the loop's data set, where the run leases its units."""
         self._config, self._holding, self._still, self._counted = config, holding, still, counted
-        self._group, self._folder, self._log = group, folder, log
+        self._group, self._folder, self._log = holding.group, folder, log
         self._tokens_per_step, self._data = tokens_per_step, data
-        self._drawing = Drawing(data, config.data.unit_sequences, self._units, group, config.run.seed) if data else None
+        unit, seed = config.data.unit_sequences, config.run.seed
+        self._drawing = Drawing(data, unit, self._units, self._group, seed) if data else None
         self._open = ExitStack()
         self._agent: Agent | Agents | None = None  # Of rank 0, from start to end.
         self._follower: Follower | None = None  # Of any other rank.
