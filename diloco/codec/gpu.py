@@ -89,48 +89,65 @@ class DevicePasses:
         }
         given = [terms[index] if index < len(terms) else values for index in range(TERMS_MAX)]
         outputs = [values if decoded is None else decoded, fault]
-        codec, numel = self.codec, values.numel()
-        (_, front), *packed = codec.sections(numel, 0, numel)
-        scales_type = codec.scales_type if isinstance(codec, BlockCodec) else torch.int16
-        scales, codes = payload[:front].view(scales_type), payload[front:]
-        if isinstance(codec, BlockCodec):
-            self._launch([*given, scales, codes, codes, *outputs], chosen)
-            return
+        if isinstance(self.codec, TopKCodec):
+            self._encode_sparse(self.codec, given, payload, outputs, chosen)
+        else:
+            self._encode_blocks(self.codec, given, payload, outputs, chosen)
+
+    def _encode_blocks(
+        self, codec: BlockCodec, terms: list[Tensor], payload: Tensor, outputs: list[Tensor], chosen: dict[str, Any]
+    ) -> None:
+        """Enqueue the kernel of a block codec; ``outputs`` are for the decoded values and the fault."""
+        from diloco.codec import gpu_kernels
+
+        numel = terms[0].numel()
+        (_, front), _ = codec.sections(numel, 0, numel)
+        scales, codes = payload[:front].view(codec.scales_type), payload[front:]
+        constants = chosen | block_constants(codec, self.program_values)
+        self._launch(gpu_kernels.encode_blocks, [*terms, scales, codes, *outputs], constants)
+
+    def _encode_sparse(
+        self, codec: TopKCodec, terms: list[Tensor], payload: Tensor, outputs: list[Tensor], chosen: dict[str, Any]
+    ) -> None:
+        """Enqueue the kernel of topk, and the packing of what it kept."""
+        from diloco.codec import gpu_kernels
+
+        numel = terms[0].numel()
+        (at, size), *packed = codec.sections(numel, 0, numel)
+        levels = payload[at : at + size].view(torch.int16)
         index_bits = INDEX_BITS[codec.block]
         num_kept = packed[0][1] * 8 // index_bits
         # A multiple of four, so that the last byte is padded with zero fields.
         room = num_kept + -num_kept % 4
         indices = torch.zeros(room, dtype=torch.int16, device=payload.device)
         fields = torch.zeros(room, dtype=torch.uint8, device=payload.device)
-        self._launch([*given, scales, fields, indices, *outputs], chosen)
+        rows = max(1, self.program_values // codec.block)
+        constants = chosen | {"k": codec.k, "block": codec.block, "rows": rows}
+        self._launch(gpu_kernels.encode_sparse, [*terms, levels, indices, fields, *outputs], constants)
         pieces = (pack_indices(indices, index_bits), pack(fields, FIELD_BITS))
         for (at, size), piece in zip(packed, pieces, strict=True):
             payload[at : at + size] = piece[:size]
 
-    def _launch(self, tensors: Sequence[Tensor], chosen: Mapping[str, Any]) -> None:
-        """Enqueue the kernel over all values of the first of ``tensors``: the whole programs, and then any rest."""
-        from diloco.codec import gpu_kernels
-
-        numel, device, constants = tensors[0].numel(), tensors[0].device, constants_of(self.codec, self.program_values)
+    def _launch(self, kernel: Any, tensors: Sequence[Tensor], constants: Mapping[str, Any]) -> None:
+        """Enqueue ``kernel`` over all values of the first of ``tensors``: the whole programs, and then any rest."""
+        numel, device = tensors[0].numel(), tensors[0].device
         block, size = constants["block"], constants["rows"] * constants["block"]
-        whole = numel // size if constants["width"] == block else 0
+        whole = numel // size if constants.get("width", block) == block else 0
         rest = -(-(numel - whole * size) // size)
         # Triton launches on the current device, not on its arguments'.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for programs, first, masked in ((whole, 0, False), (rest, whole, True)):
                 if programs:
-                    launch = gpu_kernels.encode_blocks[(programs,)]
-                    launch(*tensors, numel, first, masked=masked, **constants, **chosen)
+                    kernel[(programs,)](*tensors, numel, first, masked=masked, **constants)
 
 
-def constants_of(codec: BlockCodec | TopKCodec, program_values: int) -> dict[str, Any]:
-    """Return the constants of the kernel for ``codec``."""
-    width = 1 << (codec.block - 1).bit_length()  # The columns that the kernel gives a block: the next power of two.
+def block_constants(codec: BlockCodec, program_values: int) -> dict[str, Any]:
+    """Return the constants of ``encode_blocks`` for ``codec``."""
+    width = 1 << (codec.block - 1).bit_length()  # The columns that a kernel gives a block: the next power of two.
     return {
-        "bits": codec.bits if isinstance(codec, BlockCodec) else FIELD_BITS,
+        "bits": codec.bits,
         "code_max": codec.code_max if isinstance(codec, IntCodec) else 0,
         "held_from": held_from(codec.code_max) if isinstance(codec, IntCodec) else 0,
-        "k": codec.k,
         "block": codec.block,
         "width": width,
         "rows": max(1, program_values // width),

@@ -15,12 +15,13 @@ Where the bits could differ from the plain definition, and why they do not:
   is exact anyway.
 - A kernel reports a value that is not finite in ``fault``; the outputs are then undefined.
 
-One kernel (``encode_blocks``) encodes them all.  Except for int8 and int4 all of it is arithmetic on fp32 bits and on
-whole numbers, as in ``blocks`` and ``base``, so the bytes do not depend on a machine's rounding or order of addition.
+int8, int4, e3m0, int2 and sign are encoded by one kernel (``encode_blocks``); topk uses its helpers too.  Except for
+int8 and int4 all of it is arithmetic on fp32 bits and on whole numbers, as in ``blocks`` and ``base``, so the bytes do
+not depend on a machine's rounding or order of addition.
 
-topk is int2 of the kept values: the kernel chooses and encodes them, and ``gpu`` packs them afterwards.  It finds the
-smallest kept number of units bit by bit from the highest, by counting; of the values with that number it keeps the
-first.  So the choice is that of the definition in ``topk``, and needs no sorting.
+topk (``encode_sparse``): one kernel chooses and encodes the kept values; ``gpu`` packs them afterwards.  The kernel
+finds the smallest kept number of units bit by bit from the highest, by counting; of the values with that number it
+keeps the first.  So the choice is that of the definition in ``topk``, and needs no sorting.
 """
 
 from __future__ import annotations
@@ -111,6 +112,21 @@ def levels_of(found: tl.tensor, is_big: tl.tensor, counts: tl.tensor, top: tl.te
 
 
 @triton.jit
+def two_fields(is_big: tl.tensor, negative: tl.tensor, both: tl.tensor) -> tl.tensor:
+    """Return the fields for the levels ``both`` of ``levels_of``."""
+    big = is_big & (both > 0xFFFF)[:, None]
+    signed = negative & (big | ((both & 0xFFFF) > 0)[:, None])
+    return tl.where(big, BIG, 0) | tl.where(signed, NEGATIVE, 0)
+
+
+@triton.jit
+def two_values(fields: tl.tensor, both: tl.tensor) -> tl.tensor:
+    """Return the fp32 values of fields and levels."""
+    bits = tl.where((fields & BIG) > 0, (both & -0x10000)[:, None], (both << 16)[:, None])
+    return (bits | ((fields & NEGATIVE) << 30)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def is_negative(x: tl.tensor) -> tl.tensor:
     """Return where x is below 0; -0 is not."""
     bits = x.to(tl.int32, bitcast=True)
@@ -118,16 +134,13 @@ def is_negative(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def powers(found: tl.tensor, peaks: tl.tensor, negative: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the tops, the fields and the values of e3m0."""
+def powers(found: tl.tensor, negative: tl.tensor) -> tl.tensor:
+    """Return the fields of e3m0."""
     levels = tl.minimum((found + HALF_STEP) >> 23, EXPONENT_MAX)
-    top = tl.minimum((peaks + HALF_STEP) >> 23, EXPONENT_MAX)
-    lowest = (top - 7)[:, None]
+    lowest = (tl.max(levels, axis=1) - 7)[:, None]
     codes = tl.maximum(levels - lowest, tl.where(found >> 23 >= lowest, 1, 0))
     codes = tl.where(levels > 0, tl.maximum(codes, 0), 0)
-    signs = tl.where(negative & (codes > 0), 8, 0)
-    bits = tl.where(codes > 0, ((lowest + codes) << 23) | (signs << 28), 0)
-    return top, codes | signs, bits.to(tl.float32, bitcast=True)
+    return codes | tl.where(negative & (codes > 0), 8, 0)
 
 
 @triton.jit
@@ -186,57 +199,6 @@ def _int_codes(
     return rounded.to(tl.int32, bitcast=True) - ROUNDER_BITS, (rounded - ROUNDER) * scale[:, None]
 
 
-@triton.jit
-def _is_kept(found: tl.tensor, kept: tl.tensor) -> tl.tensor:
-    """Return the mask of the ``kept`` largest of each row's ``found``, which are below 2**24; of equal ones the first.
-
-    Entries of -1 do not count.
-    """
-    least = tl.zeros_like(kept).to(tl.int32)
-    for step in range(24):
-        tried = least | (1 << (23 - step))
-        enough = tl.sum((found >= tried[:, None]).to(tl.int32), axis=1) >= kept
-        least = tl.where(enough, tried, least)
-    above = found > least[:, None]
-    equal = found == least[:, None]
-    wanted = (kept - tl.sum(above.to(tl.int32), axis=1))[:, None]
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= wanted))
-
-
-@triton.jit
-def _two_levels(
-    found: tl.tensor,
-    negative: tl.tensor,
-    counts: tl.tensor,
-    top: tl.tensor,
-    inside: tl.tensor,
-    k: tl.constexpr,
-    block: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return the levels (as ``levels_of``), the fields and the values of int2, or with a ``k`` of topk; and the mask of
-    the values that are kept."""
-    is_kept, narrow = inside, units(found, top)
-    if k > 0:
-        some = counts.to(tl.int32)
-        kept = tl.minimum(some, (some * k + 4 * block - 1) // (4 * block) * 4)
-        is_kept = _is_kept(tl.where(inside, narrow, -1), kept)
-        narrow, counts = tl.where(is_kept, narrow, 0), kept.to(tl.int64)
-    wide = narrow.to(tl.int64)
-    if k > 0:
-        is_big = wide > ((tl.sum(wide, axis=1) + counts - 1) // counts)[:, None]
-    else:
-        is_big = wide > ((5 * tl.sum(wide, axis=1) + 4 * counts - 1) // (4 * counts))[:, None]
-    both = levels_of(wide, is_big, counts, top)
-    is_big = is_big & (both > 0xFFFF)[:, None]
-    signed = negative & (is_big | ((both & 0xFFFF) > 0)[:, None])
-    bits = tl.where(is_big, (both & -0x10000)[:, None], (both << 16)[:, None])
-    fields = tl.where(is_big, BIG, 0) | tl.where(signed, NEGATIVE, 0)
-    values = (bits | ((fields & NEGATIVE) << 30)).to(tl.float32, bitcast=True)
-    if k > 0:
-        values = tl.where(is_kept, values, 0.0)
-    return both, fields, values, is_kept
-
-
 # One compilation for all sizes: Triton specialises only on the alignment of addresses.
 @triton.jit(do_not_specialize=["numel", "first_program"])
 def encode_blocks(
@@ -246,7 +208,6 @@ def encode_blocks(
     sent_b: tl.tensor,
     scales: tl.tensor,
     codes: tl.tensor,
-    indices: tl.tensor,
     decoded: tl.tensor,
     fault: tl.tensor,
     numel: tl.tensor,
@@ -254,7 +215,6 @@ def encode_blocks(
     bits: tl.constexpr,
     code_max: tl.constexpr,
     held_from: tl.constexpr,
-    k: tl.constexpr,
     block: tl.constexpr,
     width: tl.constexpr,
     rows: tl.constexpr,
@@ -264,8 +224,7 @@ def encode_blocks(
 ) -> None:
     """Encode x = ``values`` [- ``local`` - sent...]; write x' to ``decoded`` if requested.
 
-    With a ``code_max`` it is int8 or int4; without one ``bits`` is 1 for sign, 2 for int2 and topk, and 4 for e3m0.
-    With a ``k`` it is topk: ``indices`` and ``codes`` receive index (int16) and field (uint8) of each kept value.
+    With a ``code_max`` it is int8 or int4; without one ``bits`` is 1 for sign, 2 for int2 and 4 for e3m0.
     """
     program = tl.program_id(0).to(tl.int64) + first_program
     start = program * (rows * block)
@@ -289,23 +248,94 @@ def encode_blocks(
         counts = tl.minimum(tl.maximum(numel - start - row.to(tl.int64) * block, 1), block)
         negative = is_negative(x)
         if bits == 4:
-            level, fields, sent = powers(found, peaks, negative)
+            fields = powers(found, negative)
+            level = tl.minimum((peaks + HALF_STEP) >> 23, EXPONENT_MAX)
             _store(scales + first_block, row, level.to(tl.uint8), exists, masked)
+            power = (level[:, None] - 7 + (fields & 7)) << 23
+            sent = tl.where((fields & 7) > 0, power | ((fields & 8) << 28), 0).to(tl.float32, bitcast=True)
         elif bits == 2:
-            both, fields, sent, is_kept = _two_levels(found, negative, counts, peaks >> 23, inside, k, block)
+            wide = units(found, peaks >> 23).to(tl.int64)
+            is_big = wide > ((5 * tl.sum(wide, axis=1) + 4 * counts - 1) // (4 * counts))[:, None]
+            both = levels_of(wide, is_big, counts, peaks >> 23)
+            fields = two_fields(is_big, negative, both)
             _store(scales + 2 * first_block, row * 2, both.to(tl.int16), exists, masked)
             _store(scales + 2 * first_block + 1, row * 2, (both >> 16).to(tl.int16), exists, masked)
+            sent = two_values(fields, both)
         else:
             level = mean_scale(tl.sum(units(found, peaks >> 23).to(tl.int64), axis=1), counts, peaks >> 23)
             fields = tl.where(negative & (level > 0)[:, None], 1, 0)
             _store(scales + first_block, row, level.to(tl.int16), exists, masked)
             sent = ((level << 16)[:, None] | (fields << 31)).to(tl.float32, bitcast=True)
-        if k > 0:
-            places = row[:, None] * k + tl.cumsum(is_kept.to(tl.int32), axis=1) - 1
-            which = tl.broadcast_to(column[None, :].to(tl.int16), [rows, width])
-            tl.store(indices + first_block * k + places, which, mask=is_kept)
-            tl.store(codes + first_block * k + places, fields.to(tl.uint8), mask=is_kept)
-        else:
-            store_fields(codes, tl.where(inside, fields, 0), start, numel, bits, block, width, rows, masked)
+        store_fields(codes, tl.where(inside, fields, 0), start, numel, bits, block, width, rows, masked)
     if has_decoded:
+        _store(decoded + start, offsets, sent, inside, masked)
+
+
+@triton.jit
+def _is_kept(found: tl.tensor, kept: tl.tensor) -> tl.tensor:
+    """Return the mask of the ``kept`` largest of each row's ``found``, which are below 2**24; of equal ones the first.
+
+    Entries of -1 do not count.
+    """
+    least = tl.zeros_like(kept).to(tl.int32)
+    for step in range(24):
+        tried = least | (1 << (23 - step))
+        enough = tl.sum((found >= tried[:, None]).to(tl.int32), axis=1) >= kept
+        least = tl.where(enough, tried, least)
+    above = found > least[:, None]
+    equal = found == least[:, None]
+    wanted = (kept - tl.sum(above.to(tl.int32), axis=1))[:, None]
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= wanted))
+
+
+@triton.jit(do_not_specialize=["numel", "first_program"])
+def encode_sparse(
+    values: tl.tensor,
+    local: tl.tensor,
+    sent_a: tl.tensor,
+    sent_b: tl.tensor,
+    levels: tl.tensor,
+    indices: tl.tensor,
+    fields: tl.tensor,
+    decoded: tl.tensor,
+    fault: tl.tensor,
+    numel: tl.tensor,
+    first_program: tl.tensor,
+    k: tl.constexpr,
+    block: tl.constexpr,
+    rows: tl.constexpr,
+    num_less: tl.constexpr,
+    has_decoded: tl.constexpr,
+    masked: tl.constexpr,
+) -> None:
+    """Write levels, and for each kept value its index in its chunk (int16) and its field (uint8), in order."""
+    program = tl.program_id(0).to(tl.int64) + first_program
+    start = program * (rows * block)
+    row = tl.arange(0, rows)
+    column = tl.arange(0, block)
+    offsets = row[:, None] * block + column[None, :]
+    inside = offsets + start < numel
+    x = _remainder(values + start, local + start, sent_a + start, sent_b + start, offsets, inside, num_less, masked)
+    magnitudes = x.to(tl.int32, bitcast=True) & MAGNITUDE
+    peaks = tl.max(magnitudes, axis=1)
+    tl.atomic_or(fault, 1, mask=tl.max(peaks, axis=0) >= INFINITY, sem="relaxed")
+    counts = tl.minimum(tl.maximum(numel - start - row.to(tl.int64) * block, 0), block).to(tl.int32)
+    kept = tl.minimum(counts, (counts * k + 4 * block - 1) // (4 * block) * 4)
+    found = tl.where(inside, units(magnitudes, peaks >> 23), -1)
+    is_kept = _is_kept(found, kept)
+    wide = tl.where(is_kept, found, 0).to(tl.int64)
+    num_kept = tl.maximum(kept, 1).to(tl.int64)
+    is_big = is_kept & (wide > ((tl.sum(wide, axis=1) + num_kept - 1) // num_kept)[:, None])
+    both = levels_of(wide, is_big, num_kept, peaks >> 23)
+    found_fields = two_fields(is_big, is_negative(x), both)
+    first_chunk = program * rows
+    exists = first_chunk + row < tl.cdiv(numel, block)
+    _store(levels + 2 * first_chunk, row * 2, both.to(tl.int16), exists, masked)
+    _store(levels + 2 * first_chunk + 1, row * 2, (both >> 16).to(tl.int16), exists, masked)
+    places = row[:, None] * k + tl.cumsum(is_kept.to(tl.int32), axis=1) - 1
+    which = tl.broadcast_to(column[None, :], [rows, block])
+    tl.store(indices + first_chunk * k + places, which.to(tl.int16), mask=is_kept)
+    tl.store(fields + first_chunk * k + places, found_fields.to(tl.uint8), mask=is_kept)
+    if has_decoded:
+        sent = tl.where(is_kept, two_values(found_fields, both), 0.0)
         _store(decoded + start, offsets, sent, inside, masked)

@@ -24,10 +24,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from diloco.codec import gpu_kernels
 from diloco.codec.blocks import E3m0Codec, Int2Codec, Int4Codec, Int8Codec, SignCodec
-from diloco.codec.gpu import constants_of
-from diloco.codec.topk import TopKCodec
+from diloco.codec.gpu import block_constants
 
-TYPES = {"indices": "*i16", "codes": "*u8", "fault": "*i32", "numel": "i64", "first_program": "i32"}
+TYPES = {"scales": "*i16", "levels": "*i16", "indices": "*i16", "fields": "*u8", "codes": "*u8", "fault": "*i32"}
+TYPES |= {"numel": "i64", "first_program": "i32"}
+ENCODING = dict(num_less=3, has_decoded=True)
+
+
+def show(name, kernel, masked, types=None, **constants):
+    constants["masked"] = masked
+    types = TYPES | (types or {})
+    signature = {each: "constexpr" if each in constants else types.get(each, "*fp32") for each in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": False})
+    print("KERNEL", name, len(built.asm["cubin"]))
+    print(built.asm["ptx"])
+
 
 for codec, masked in (
     (Int4Codec("int4", 32), False),
@@ -35,19 +47,14 @@ for codec, masked in (
     (SignCodec("sign", 128), False),
     (Int2Codec("int2", 128), False),
     (E3m0Codec("e3m0", 128), True),
-    (TopKCodec("topk", 256, 16), False),
 ):
-    constants = dict(**constants_of(codec, 1024), num_less=3, has_decoded=True, masked=masked)
-    types = TYPES | {"scales": "*u8" if codec.name == "e3m0" else "*i16"} | dict.fromkeys(constants, "constexpr")
-    kernel = gpu_kernels.encode_blocks
-    signature = {each: types.get(each, "*fp32") for each in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": False})
-    print("KERNEL", codec.name, len(built.asm["cubin"]))
-    print(built.asm["ptx"])
+    types = {"codes": "*u8", "scales": "*u8" if codec.name == "e3m0" else "*i16"}
+    constants = block_constants(codec, 1024)
+    show(f"encode-{codec.name}", gpu_kernels.encode_blocks, masked, types, **constants, **ENCODING)
+show("encode-topk", gpu_kernels.encode_sparse, False, k=16, block=256, rows=1, **ENCODING)
 """
-DIVIDING = {"int4", "int8"}
-KERNELS = DIVIDING | {"sign", "int2", "e3m0", "topk"}
+DIVIDING = {"encode-int4", "encode-int8"}
+KERNELS = DIVIDING | {"encode-sign", "encode-int2", "encode-e3m0", "encode-topk"}
 
 
 @pytest.mark.slow
