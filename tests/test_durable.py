@@ -149,3 +149,25 @@ def test_a_private_folder_is_refused_where_it_is_not_ours_alone(tmp_path: Path) 
     for name in ("mine", "link", "file"):
         with pytest.raises(PermissionError, match=f"not a folder that is this user's alone: '.*{name}'"):
             private_folder(tmp_path / name)
+
+
+def test_a_settled_folder_is_durable_with_all_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)  # By a process that died before it had made the names durable.
+    PLAIN_DISK.settle(folder / "site", Step.OUTBOX_FOLDER)
+    assert (folder / "site").is_dir()
+    assert synced == [str(each) for each in (folder, *folder.parents)]
+
+
+def test_parts_are_written_over_a_file_that_nobody_needs(tmp_path: Path) -> None:
+    spare = tmp_path / "spare"
+    spare.write_bytes(b"much longer than what comes")
+    room = spare.stat().st_ino
+    Disk().write_parts(tmp_path / "a", [b"one ", b"two"], Step.FILE, over=spare)
+    assert (tmp_path / "a").read_bytes() == b"one two"
+    assert (tmp_path / "a").stat().st_ino == room
+    Disk().write_parts(tmp_path / "b", [b"three"], Step.FILE, over=spare)
+    assert (tmp_path / "b").read_bytes() == b"three", "it was not there any more"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

@@ -18,12 +18,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco.durable import Disk, Step
+from diloco.durable import Disk, KillingDisk, Step
 from diloco.sync.leadership import Claim, Standing
 from diloco.syncer import lease as lease_module
 from diloco.syncer.lease import EtcdAccess, EtcdLease, FileLease, Lease, LeaseError, LeaseRefusedError
+from tests.forked import forkserver
 from tests.loopback.cluster import closed_port, eventually, free_port
-from tests.syncer.building import Crash, CrashingDisk
 from tests.syncer.leases import FIRST, Etcd, Tls, running_etcd, take_often, taken
 from tests.wire.certificates import LOOPBACK, Authority
 
@@ -215,12 +215,18 @@ def test_a_lock_is_waited_for_a_bounded_time_and_a_file_system_without_locks_ref
     assert not other.exists()
 
 
+def take_and_die(path: Path, passage: int) -> None:
+    FileLease(path, "run", TTL_S, KillingDisk(Step.LEASE_WRITE, passage)).acquire(Claim("first", 1, 1))
+
+
 @pytest.mark.parametrize("passage", [1, 5, 6, 8])
 def test_a_death_while_it_is_written_leaves_the_old_lease_or_the_new_one(path: Path, passage: int) -> None:
     lease = FileLease(path, "run", TTL_S)
     before = taken(lease)
-    with pytest.raises(Crash):
-        FileLease(path, "run", TTL_S, CrashingDisk(passage, Step.LEASE_WRITE)).acquire(Claim("first", 1, 1))
+    process = forkserver().Process(target=take_and_die, args=(path, passage))
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == -9
     renamed = passage > 5
     assert lease.read()[0] == Standing(before.epoch + renamed, 1, "first")
     assert before.renew() is not renamed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import queue
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from diloco.sync.events import Fate, FragmentStanding, Outcome, Reason
 from diloco.sync.progress import UnitAsk
 from diloco.wire.chunks import checksum
-from diloco.wire.handlers import PullSource, SyncerApi
+from diloco.wire.handlers import PullSource
 from diloco.wire.messages import (
     JoinAsk,
     JoinReply,
@@ -38,7 +37,7 @@ from diloco.wire.server import RunningServer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from diloco.wire.handlers import Follow
+    from diloco.wire.handlers import Follow, SyncerApi
     from diloco.wire.identity import Identity
     from diloco.wire.options import ServerOptions
 
@@ -269,16 +268,29 @@ class FakeSyncer:
         self.calls.append("status")
         return {"run_id": RUN, "sites": {"site-a": {"step": 1}}}
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        """The other calls of the contract, of operators: they are noted with their arguments."""
-        contract = inspect.signature(getattr(SyncerApi, name))
+    def drain(self) -> None:
+        self.calls.append("drain")
 
-        def noted(*given: object, **named: object) -> None:
-            contract.bind(self, *given, **named)
-            said = [name, *map(str, given), *(f"{key}={value}" for key, value in named.items())]
-            self.calls.append(" ".join(said))
+    def evict(self, site: str) -> None:
+        self.calls.append(f"evict {site}")
 
-        return noted
+    def readmit(self, site: str) -> None:
+        self.calls.append(f"readmit {site}")
+
+    def admit(self, site: str, fragment: int, sequence: int) -> None:
+        self.calls.append(f"admit {site} {fragment} {sequence}")
+
+    def refuse(self, site: str, fragment: int, sequence: int) -> None:
+        self.calls.append(f"refuse {site} {fragment} {sequence}")
+
+    def snapshot(self) -> None:
+        self.calls.append("snapshot")
+
+    def promote(self, *, lossy: bool) -> None:
+        self.calls.append(f"promote lossy={lossy}")
+
+    def detach(self) -> None:
+        self.calls.append("detach")
 
 
 def serve(

@@ -132,9 +132,12 @@ class Nonsense(grpc.GenericRpcHandler):  # type: ignore[misc]
     answers: tuple[bytes, ...] = ()
 
     def service(self, details: Any) -> Any:
-        # On the wire every call is a stream both ways.
-        count = None if details.method.rpartition("/")[2] in ("Push", "Pull", "Watch") else 1
-        return grpc.stream_stream_rpc_method_handler(lambda requests, context: iter(self.answers[:count]))
+        name = details.method.rpartition("/")[2]
+        if name == "Push":
+            return grpc.stream_stream_rpc_method_handler(lambda requests, context: iter(self.answers))
+        if name in ("Pull", "Watch"):
+            return grpc.unary_stream_rpc_method_handler(lambda request, context: iter(self.answers))
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: self.answers[0])
 
 
 def test_noise_and_what_cannot_be_are_unreachable_and_fuzzed_answers_end_in_words(wired: Wired) -> None:

@@ -44,7 +44,7 @@ from diloco.wire.convert import (
 from diloco.wire.messages import CHUNK_BYTES_MAX, PAYLOAD_BYTES_MAX, Frame, MalformedMessage
 from diloco.wire.v1 import admin_pb2, sync_pb2
 from tests.wire.fake_syncer import RUN, join_ask, report_info
-from tests.wire.samples import everything
+from tests.wire.samples import everything, mutated
 
 
 @pytest.mark.parametrize(("message", "pack", "unpack"), everything(), ids=lambda value: type(value).__name__)
@@ -110,6 +110,32 @@ def test_a_loss_that_is_not_finite_travels_as_unknown_and_the_largest_join_fits(
     config = {f"outer.key_{index}": "v" * 40 for index in range(1000)}
     ask = join_ask(layout_json=b"x" * m.LAYOUT_BYTES_MAX, shared_config=config)
     assert convert.unpack_join(convert.pack_join(ask)) == ask
+
+
+def test_fuzz_only_malformed_message_comes_out() -> None:
+    seed = 41
+    chance = random.Random(seed)
+    samples = everything()
+    raws = [pack(message) for message, pack, _ in samples]
+    for turn in range(1_000):
+        raw = mutated(chance.choice(raws), raws, chance)
+        for unpack in {chance.choice(samples)[2], samples[turn % len(samples)][2], convert.unpack_empty}:
+            told = words(unpack, raw)
+            assert len(told) < 400, f"seed {seed}, turn {turn}"
+
+
+def words(unpack: Callable[[bytes], object], raw: bytes) -> str:
+    """What the refusal says; anything but a refusal passes through and shows the bytes."""
+    try:
+        unpack(raw)
+    except m.MalformedMessage as error:
+        return str(error)
+    except DamagedChunk as error:
+        assert raw[:1] == b"\0", raw  # Only a frame says by itself that it was damaged.
+        return str(error)
+    except Exception as error:
+        raise AssertionError(f"{unpack} of {raw!r}") from error
+    return ""
 
 
 def test_a_chunk_is_sent_as_the_contract_says() -> None:

@@ -331,24 +331,14 @@ def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(start:
         assert wired.server.counters()["hung_up"] >= PLACES - ROOM
 
 
-class Eight:
-    """Eight connections to one port, both ends of each."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self.port = listening.getsockname()[1]
-        address = ("127.0.0.1", self.port)
-        self.dialled = [stack.enter_context(socket.create_connection(address, BOUND_S)) for _ in range(8)]
-        self.taken = [stack.enter_context(listening.accept()[0]) for _ in self.dialled]
-
-    def over(self) -> list[int]:
-        return [number for number, each in enumerate(self.dialled) if flooding.is_over(each)]
-
-
 def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_none_whose_call_is_under_way() -> None:
     with contextlib.ExitStack() as stack:
-        eight, counters = Eight(stack), Counters()
-        early, late, busy, *strangers = [f"ipv4:127.0.0.1:{each.getsockname()[1]}" for each in eight.dialled]
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listening.getsockname()[1]
+        dialled = [stack.enter_context(socket.create_connection(("127.0.0.1", port), BOUND_S)) for _ in range(8)]
+        taken = [stack.enter_context(listening.accept()[0]) for _ in dialled]
+        early, late, busy, *strangers = [f"ipv4:127.0.0.1:{each.getsockname()[1]}" for each in dialled]
+        counters = Counters()
 
         def over(places: int) -> list[int]:
             """Which of them are over after a look of a server with so many places; three quarters stay."""
@@ -357,31 +347,39 @@ def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_non
             for peer in (late, early, late):
                 with connections.calling(peer):
                     pass
-            connections.look(eight.port)
-            return eight.over()
+            connections.look(port)
+            return [number for number, each in enumerate(dialled) if flooding.is_over(each)]
 
         assert over(11) == []
         assert len(over(8)) == 2
         assert not {0, 1, 2} & {*over(8)}, "strangers first"
         assert counters.totals()["hung_up"] >= len(strangers) - 3
-        for connection in eight.taken[3:]:
-            connection.close()
+        for connection in taken:
+            if flooding.is_over(connection):
+                connection.close()
+        for number in (3, 4, 5, 6, 7):
+            taken[number].close()
         assert {0, 1, 2} & {*over(3)} == {0}, "the one that has not called for longest"
         assert {0, 1, 2} & {*over(1)} == {0, 1}
-        assert stat.S_ISSOCK(os.fstat(eight.taken[2].fileno()).st_mode), "it is not ours to close"
+        assert stat.S_ISSOCK(os.fstat(taken[2].fileno()).st_mode), "it is not ours to close"
 
 
 def test_connections_are_closed_also_where_no_descriptor_is_left() -> None:
     with contextlib.ExitStack() as stack:
-        eight = Eight(stack)
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listening.getsockname()[1]
+        dialled = [stack.enter_context(socket.create_connection(("127.0.0.1", port), BOUND_S)) for _ in range(8)]
+        for _ in dialled:
+            stack.enter_context(listening.accept()[0])
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (1 + max(map(int, os.listdir("/dev/fd"))), hard))
+        taken = []
         with contextlib.suppress(OSError):
             while True:
-                stack.enter_context(open(os.devnull))
-        assert Connections(4, Counters(), str).look(eight.port)
-        assert len(eight.over()) == 5
+                taken.append(stack.enter_context(open(os.devnull)))
+        assert Connections(4, Counters(), str).look(port)
+        assert sum(flooding.is_over(each) for each in dialled) == 5
 
 
 def test_the_oldest_of_the_address_that_has_most_goes() -> None:
