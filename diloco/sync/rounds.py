@@ -161,7 +161,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
     line = site.lines[event.fragment]
-    vital = admission.vital_of(turn, event)
+    vital = admission.vital_of(turn, event) if event.norm > 0 else None  # 0: not measured.
     # The claims of the site's next update are compared with these.  State of an earlier release has no arrivals.
     line.arrivals_ns = [*(line.arrivals_ns or [0]), state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
     if turn.options.unit_sequences or not line.step_tokens:
@@ -179,7 +179,6 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
         event.encoding,
         spans=list(event.spans),
         arrival=fragment.arrivals,
-        believed=vital.steps,
     )
     line.undecided.append(pending)
     if finding.why and state.health.policy_of(event.site) == "hold":
@@ -188,7 +187,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     if finding.why:
         what, why = "update_held" if pending.held else "outlier_admitted", f"sequence {event.sequence}: {finding.why}"
         turn.note(what, why, site=event.site, fragment=event.fragment)
-    if event.norm > 0 and pending.held is None:  # 0: not measured.
+    if vital is not None and pending.held is None:
         line.vitals = [*line.vitals, vital][-state.health.history :]
 
 
@@ -390,8 +389,7 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.merging_since_ns, fragment.full_round = None, {}
     merged = turn.attendance.merging(event.fragment)
     for name, pending in merged:
-        line, tokens = turn.state.sites[name].lines[event.fragment], pending.tokens
-        steps = pending.believed or pending.steps
+        line, tokens, steps = turn.state.sites[name].lines[event.fragment], pending.tokens, pending.steps
         if line.usual_tokens:  # An update of several periods, or an exaggerated claim, has a bounded effect.
             tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
         line.usual_tokens, line.usual_steps = smoothed(line.usual_tokens, tokens), smoothed(line.usual_steps, steps)

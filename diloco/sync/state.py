@@ -122,8 +122,6 @@ class Pending:
     spans: list[Span] = field(default_factory=list)
     arrival: int = 0
     """Its number in the order of arrival for the fragment."""
-    believed: int = 0
-    """The steps that are believed, which count as usual; 0 in a state of an earlier release."""
 
 
 @dataclass(slots=True)
