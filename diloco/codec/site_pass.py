@@ -1,8 +1,8 @@
 """A site's passes over a fragment: encoding an update, taking a version, and following the down-link.
 
 Pieces.  In the model a fragment is stored in pieces.  :func:`seal_pieces` encodes an update, and :func:`rebase_pieces`
-takes a version.  The kernels read the values in place, and the site's own updates in flight from their payloads, so
-that no tensor of the fragment's size is made.  The bits are those of ``outer.pseudo_gradient``.
+takes a version.  Both read the values in place, and the site's own updates in flight from their payloads, so that no
+tensor of the fragment's size is made.  The bits are those of ``outer.pseudo_gradient``.
 
 The down-link.  Both ends hold the same ``published`` tensor: the sum of everything sent so far.  The syncer encodes the
 difference from that to its theta, sends it, and adds the decoded difference; every learner adds the same.  So all hold
@@ -29,7 +29,6 @@ from diloco.codec.base import (
     address,
     bytes_of,
     check_values,
-    digest,
     hashing,
     kernels,
     pointers,
@@ -39,8 +38,8 @@ from diloco.codec.base import (
 )
 from diloco.codec.entropy import stage_of
 from diloco.codec.kernel_library import SUM_BLOCK, Fold, FollowJob, Pieces, SealJob, Status, TakeJob, Update
-from diloco.codec.merging import RANGE_VALUES, ranges, sum_of_products
-from diloco.codec.registry import Coded, values_of
+from diloco.codec.merging import RANGE_VALUES, decoded, ranges, sum_of_products
+from diloco.codec.registry import Coded
 from diloco.outer.pseudo_gradient import rebase
 
 if TYPE_CHECKING:
@@ -61,11 +60,15 @@ def seal_pieces(
     numel = _checked(pieces, base, sent)
     assert payload.numel() == codec.payload_bytes(numel), (payload.numel(), numel)
     codecs = [codec, *[each.codec for each in sent]]
-    made = hashing(4 * numel, "", *codecs)
-    if isinstance(made, Hasher):
-        local = torch.cat(list(pieces))
-        codec.encode_into((base, local, *[values_of(each) for each in sent]), payload, local)
-        return digest(local), sqrt(sum_of_products(local, local))
+    made, squares = hashing(4 * numel, "", *codecs), 0.0
+    if isinstance(made, Hasher):  # Each range is hashed and measured while it is in the cache.
+        for start, stop in ranges(numel, codecs):
+            local = torch.cat(_parts(pieces, start, stop))
+            in_flight = [decoded([(each.codec, each.payload)], numel, (start, stop)) for each in sent]
+            codec.encode_into((base[start:stop], local, *in_flight), payload, local, start=start, numel=numel)
+            made.update(bytes_of(local))
+            squares += sum_of_products(local, local)
+        return made.text(), sqrt(squares)
     job = SealJob(
         codec.format(numel),
         0,
@@ -92,9 +95,12 @@ def rebase_pieces(pieces: Sequence[Tensor], old_base: Tensor, new_base: Tensor, 
     codecs = [each.codec for each in merged]
     fast = kernels(*codecs, step=SUM_BLOCK)
     if fast is None:
-        values = rebase(torch.cat(list(pieces)), old_base, new_base, [values_of(each) for each in merged])
-        for here, part in zip(pieces, torch.split(values, [each.numel() for each in pieces]), strict=True):
-            here.copy_(part)
+        for start, stop in ranges(numel, codecs):
+            parts = _parts(pieces, start, stop)
+            own = [decoded([(each.codec, each.payload)], numel, (start, stop)) for each in merged]
+            values = rebase(torch.cat(parts), old_base[start:stop], new_base[start:stop], own)
+            for here, part in zip(parts, torch.split(values, [each.numel() for each in parts]), strict=True):
+                here.copy_(part)
         return
     job = TakeJob(
         0,
@@ -137,6 +143,17 @@ def _check(status: Status, held: Sequence[Coded]) -> None:
     for each in held:
         refuse(status, f"an update in flight: {each.codec.name}", each.codec.kind)
     assert status is Status.DONE, status
+
+
+def _parts(pieces: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Return views of the values between ``start`` and ``stop``."""
+    found, at = [], 0
+    for each in pieces:
+        first, last = max(start - at, 0), min(stop - at, each.numel())
+        if first < last:
+            found.append(each[first:last])
+        at += each.numel()
+    return found
 
 
 def publish(theta: Tensor, published: Tensor, codec: Codec) -> tuple[bytes, Tensor]:

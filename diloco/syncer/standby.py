@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
@@ -216,7 +215,7 @@ class Standby:
         self._taken.callback(self.store.journal.close)
         if not self.store.is_new():
             self._replayer = self.store.recover(self._rules)
-        for work in (self._run, self._carry_out, partial(self._room.run, self._stopping)):
+        for work in (self._run, self._carry_out, self._look_after_folder):
             thread = threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -280,6 +279,12 @@ class Standby:
             work()
         except BaseException as error:
             self.fail(error)
+
+    def _look_after_folder(self) -> None:
+        """Raise ``StandbyError`` once the folder is not the locked one any more: what is acknowledged would be lost."""
+        while not self._stopping.wait(LOOK_EVERY_S):
+            if (lost := self._room.lost()) is not None:
+                raise StandbyError(lost)
 
     def fail(self, error: BaseException) -> None:
         """Record a fatal error, which ``StandingBy.wait`` then raises; any thread may call this."""

@@ -466,6 +466,10 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+_OF_ONE_LINK = ("heal", "partition", "refuse", "reset", "set")
+"""Commands that are methods of ``Relay``."""
+
+
 class RelayHost:
     """Several links by name, hosted by one program."""
 
@@ -473,10 +477,7 @@ class RelayHost:
         self._relays: dict[str, Relay] = {}
 
     async def do(self, command: Mapping[str, object]) -> object:
-        """Execute one command: ``do`` names it, most of them a method of ``Relay``; the other keys are its arguments.
-
-        ``ValueError`` for a link that does not exist, and for arguments that cannot work.
-        """
+        """Execute one command: ``do`` names it, the other keys are its arguments. ``ValueError`` if it is invalid."""
         arguments = dict(command)
         what = str(arguments.pop("do", ""))
         if what == "add":
@@ -493,8 +494,10 @@ class RelayHost:
             await self._relays.pop(name).close()
         elif what == "accept":
             await relay.accept()
-        else:
+        elif what in _OF_ONE_LINK:
             getattr(relay, what)(**arguments)
+        else:
+            raise ValueError(f"do is {what!r}: no command")
         return None
 
     async def close(self) -> None:
@@ -506,7 +509,11 @@ class RelayHost:
         if name in self._relays:
             raise ValueError(f"link is {name!r}: a link of that name exists already")
         relay = Relay(LinkOptions().changed(options), parse_address(listen), parse_address(target))
-        await relay.accept()
+        try:
+            await relay.accept()
+        except OSError:
+            await relay.close()
+            raise
         self._relays[name] = relay
         return relay.address
 

@@ -156,9 +156,9 @@ class Holes:
         """Number of bytes that are present."""
 
     def fill(self, begin: int, end: int) -> bool:
-        """Mark bytes ``begin`` to ``end``, at least one, as present; False, with no change, unless all were missing."""
+        """Mark bytes ``begin`` to ``end`` as present.  Returns False, changing nothing, unless all were missing."""
         at = bisect_right(self.spans, (begin, self.payload_bytes)) - 1
-        if at < 0 or end > self.spans[at][1]:
+        if at < 0 or not self.spans[at][0] <= begin < end <= self.spans[at][1]:
             return False
         first, last = self.spans[at]
         self.held += end - begin

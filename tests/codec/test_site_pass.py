@@ -141,6 +141,19 @@ def test_a_constant_version_is_reached(name: str, versions: int, left: float) ->
     assert float((theta - published).abs().max()) <= left
 
 
+def test_two_roundings_and_the_arguments_stay_as_they_are() -> None:
+    """The decoded value is fp32 before it is added; a fused multiply-add would keep more of it."""
+    codec, published = make_codec("int8"), drawn(4001, 3)
+    payload, after = publish(published * 1.3, published, codec)
+    assert torch.equal(after, (codec.decode(payload, 4001).double() + published.double()).float())
+    for name in CODECS:
+        theta, published = torch.ones(40), torch.full((40,), 0.5)
+        payload, after = publish(theta, published, make_codec(name))
+        after.fill_(7.0)
+        follow(published, payload, make_codec(name)).fill_(7.0)
+        assert (theta.sum(), published.sum()) == (40, 20), name
+
+
 # --- Followed while it comes: the same bits, whatever has come when ---------------------------------------------------
 
 

@@ -293,8 +293,7 @@ class FullAt(Disk):
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("core", "standby"):
-        monkeypatch.setattr(f"diloco.syncer.{module}.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("diloco.syncer.standby.LOOK_EVERY_S", 0.05)
 
 
 @pytest.mark.usefixtures("looks_often")

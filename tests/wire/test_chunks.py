@@ -10,6 +10,7 @@ import pytest
 from diloco.wire.chunks import (
     ChunkSize,
     DamagedChunk,
+    Holes,
     Window,
     bytes_at_risk,
     check_next,
@@ -111,3 +112,18 @@ def test_a_window_that_could_not_write_stays_where_it_was() -> None:
     with pytest.raises(OSError, match="disk full"):
         window.accept(0, memoryview(b"ab"))
     assert window.offset == 0
+
+
+def test_holes_are_filled_once() -> None:
+    chance = random.Random(SEED)
+    for _ in range(200):
+        total = chance.randint(1, 60)
+        holes, missing = Holes(total), set(range(total))
+        for _ in range(100):
+            begin, end = sorted((chance.randint(0, total + 3), chance.randint(0, total + 3)))
+            wanted = set(range(begin, end))
+            fits = begin < end and wanted <= missing
+            assert holes.fill(begin, end) == fits
+            missing -= wanted if fits else set()
+            assert [at for first, last in holes.spans for at in range(first, last)] == sorted(missing)
+    assert Holes(0).spans == []
