@@ -137,7 +137,9 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
             told["status"] = "drained" if drained else "ok"
             write_file(run_dir.summary, json.dumps(told, indent=1).encode())
             print(f"{config.run.name}: {reason}; {trainer.step} steps, {trainer.tokens:,} tokens")
-            print(f"val loss {last.val_loss:.4f} nats/token, {last.val_bits_per_byte:.4f} bits/byte; {run_dir.root}")
+            on = " on a part of the validation text" if drained else ""
+            loss = f"val loss {last.val_loss:.4f} nats/token, {last.val_bits_per_byte:.4f} bits/byte{on}"
+            print(f"{loss}; {run_dir.root}")
     return ExitCode.DRAINED if drained else ExitCode.OK
 
 

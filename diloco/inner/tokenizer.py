@@ -65,13 +65,16 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[NDArray[np.unsignedinteger[Any]]]:
         """Return the ids of each text, uint16 or uint32 [tokens] (``token_dtype``), without the end of the file."""
-        if all(len(text) <= PIECE_CHARACTERS for text in texts):
-            return self._encode(texts)
-        return [np.concatenate([self._encode([piece])[0] for piece in self._pieces(text)]) for text in texts]
+        long = [len(text) > PIECE_CHARACTERS for text in texts]
+        short = iter(self._encode([text for text, is_long in zip(texts, long, strict=True) if not is_long]))
+        return [self._by_pieces(text) if is_long else next(short) for text, is_long in zip(texts, long, strict=True)]
 
     def _encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger[Any]]]:
         encodings = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=token_dtype(self.vocab_size)) for encoding in encodings]
+
+    def _by_pieces(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
+        return np.concatenate([self._encode([piece])[0] for piece in self._pieces(text)])
 
     def _pieces(self, text: str) -> Iterator[str]:
         """Yield ``text`` in pieces whose ids are those of the whole; the rest at once where no cut is found."""
