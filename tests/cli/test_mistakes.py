@@ -115,6 +115,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, "up_gbps is '1,x': numbers with commas between", "plan PLAN up_gbps=1,x"),
         (2, "'sites' is no setting: key=value", "plan PLAN sites"),
         (2, "codec is 'int5'", "plan PLAN codec_up=int5"),
+        (2, "outer_kind is 'newton': one of sgd", "plan PLAN outer_kind=newton"),
         (2, "utilisation is 1.0: between 0 and 1", "plan PLAN utilisation=1"),
         (2, "+lab is not given", "lab"),
         (2, "did you mean smoke?", "lab +lab=smok"),

@@ -116,6 +116,7 @@ FILE = "cluster.lease.kind=file cluster.lease.path=/l.json"
         (f"{REGION} outer.kind=gpa outer.momentum=0.9", "outer.kind is 'gpa': not built for a region"),
         ("cluster.replication.timeout_s=0.1", "cluster.replication.timeout_s is 0.1: at least 0.5"),
         ("cluster.replication.timeout_s=nan", "cluster.replication.timeout_s is nan"),
+        ("cluster.replication.mode=both", "cluster.replication.mode is 'both': one of off, sync, async"),
         ("cluster.lease.kind=zookeeper", "cluster.lease.kind is 'zookeeper': one of none, file, etcd"),
         ("cluster.lease.kind=file", "cluster.lease.path is '': kind=file needs it"),
         ("cluster.lease.kind=file cluster.lease.path=l.json", "cluster.lease.path is 'l.json': an absolute path"),

@@ -130,7 +130,7 @@ class Recording:
                 try:
                     self.check(folder, told)
                 except WRONG as error:
-                    wrong = str(error)
+                    wrong = str(error) or repr(error)
                 yield cut, wrong
 
     def forgetting(self, step: Step) -> Recording:

@@ -108,7 +108,9 @@ class Bench:
 
         ``compiled`` writes bytecode: never for a mutant, whose file may have the size and time of the next one's.
         """
-        words = ["-m", "pytest", "--basetemp", str(self.scratch / "tmp"), "-p", "no:cacheprovider", *words]
+        # A thread that a mutant leaves behind must not keep the process: it would count as one that hangs.
+        run = "import os, sys, pytest; code = int(pytest.main(sys.argv[1:])); sys.stdout.flush(); os._exit(code)"
+        words = ["-c", run, "--basetemp", str(self.scratch / "tmp"), "-p", "no:cacheprovider", *words]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"PYTHONPATH": str(self.tree), "PYTHONDONTWRITEBYTECODE": "" if compiled else "1"}
         where = {"cwd": self.tree, "env": environment, "start_new_session": True}

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 
 from diloco.sim.swarm import CHECKERS, Checker, Outcome, Several, Swarm, draw_plan, draw_several
 from tests.hunts.reporting import Counts, Hunt, Namespace, hunting
 
-WAVE = 20
-"""The seeds that each process gets before the time is looked at again."""
+CHUNK = 50
 
 
 def run_seed(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
@@ -30,15 +31,29 @@ def run_several(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
 RUNS = {"one": run_seed, "several": run_several}
 
 
-def outcomes(hunt: Hunt, asked: Namespace) -> Iterator[Outcome]:
-    """Yield the outcomes of all seeds, in order, in waves for the processes."""
-    seeds = itertools.count(asked.seed) if asked.minutes else iter(range(asked.seed, asked.seed + asked.seeds))
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        while not asked.minutes or hunt.seconds() < 60 * asked.minutes:
-            wave = list(itertools.islice(seeds, WAVE * asked.jobs))
-            if not wave:
-                return
-            yield from pool.map(RUNS[asked.syncers], wave, chunksize=5)
+def pieces(first: int, count: int) -> Iterator[range]:
+    """Yield ``count`` seeds from ``first`` on, in pieces for the processes."""
+    for start in range(first, first + count, CHUNK):
+        yield range(start, min(start + CHUNK, first + count))
+
+
+def outcomes(wanted: Iterable[range], jobs: int, syncers: str) -> Iterator[Outcome]:
+    """Yield the outcomes of every piece; at most ``jobs`` pieces are submitted at a time."""
+    with ProcessPoolExecutor(jobs) as pool:
+        waiting = iter(wanted)
+        running = {pool.submit(run_piece, piece, syncers) for piece in itertools.islice(waiting, jobs)}
+        while running:
+            done = next(as_completed(running))
+            running.discard(done)
+            running |= {pool.submit(run_piece, piece, syncers) for piece in itertools.islice(waiting, 1)}
+            try:
+                yield from done.result()
+            except BrokenProcessPool as error:
+                raise SystemExit(f"a process of the hunt died: {error}") from error
+
+
+def run_piece(seeds: range, syncers: str) -> list[Outcome]:
+    return [RUNS[syncers](seed) for seed in seeds]
 
 
 @hunting(
@@ -48,11 +63,14 @@ def outcomes(hunt: Hunt, asked: Namespace) -> Iterator[Outcome]:
     syncers=("one", "syncers that share the model", RUNS),
 )
 def main(hunt: Hunt, asked: Namespace) -> Counts:
+    wanted = pieces(asked.seed, sys.maxsize if asked.minutes else asked.seeds)
+    if asked.minutes:
+        wanted = itertools.takewhile(lambda _: hunt.seconds() < 60 * asked.minutes, wanted)
     totals: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     fates: Counter[str] = Counter()
     staleness_worst = 0
-    for outcome in outcomes(hunt, asked):
+    for outcome in outcomes(wanted, asked.jobs, asked.syncers):
         totals["seeds"] += 1
         totals += outcome.ran
         faults += outcome.faults

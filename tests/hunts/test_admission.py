@@ -21,6 +21,7 @@ from tests.hunts.fuzz import Findings, Siege, growth_of
 from tests.hunts.fuzz_inputs import readers, run_piece
 from tests.hunts.layouts import Found, differing, run_of
 from tests.hunts.reporting import Hunt
+from tests.hunts.swarm import pieces
 from tests.hunts.target import View, guarded
 from tests.hunts.test_statuses import ELSEWHERE
 
@@ -84,6 +85,10 @@ def test_a_replay_has_the_options_that_were_given_as_they_are_typed(
     assert hunt.finish({}) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["violations"] == 2
     shutil.rmtree(kept)
+
+
+def test_pieces_are_all_the_seeds_once() -> None:
+    assert [seed for piece in pieces(7, 120) for seed in piece] == list(range(7, 127))
 
 
 # --- The layout of a site's ranks changes no bit: a short run of two layouts, and a long one of all ------------------

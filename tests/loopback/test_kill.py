@@ -122,6 +122,7 @@ def test_a_site_dies_and_the_run_goes_on_also_where_its_disk_is_lost(tmp_path: P
         syncer.drain()
         assert lives[-1].wait(BOUND_S) == 0, lives[-1].errors
         (event,) = lives[-1].log.of("finished")
+        assert event["ending"] == "drained"
         ledger: Any = event["ledger"]
         finished = {"a": Finished("drained", "", ledger), "b": other.join(BOUND_S)}
     logs = [life.log for life in lives]

@@ -61,3 +61,15 @@ def test_a_drained_run_goes_on_and_two_interrupts_end_it_at_once(place: Place) -
     assert losses == scored, "once each, of both parts of the run"
     started = [event["pid"] for event in place.seen("otter", "up", "process") if event["state"] == "started"]
     assert not [pid for pid in started if alive(int(str(pid)))]
+
+
+@pytest.mark.slow
+def test_children_do_not_outlive_a_killed_parent(place: Place) -> None:
+    verb = place.start("up", "up", *UP, "run.name=otter", "scenario=none")
+    merging(place, verb, 1)
+    started = [event["pid"] for event in place.seen("otter", "up", "process") if event["state"] == "started"]
+    pids = [int(str(pid)) for pid in started]
+    assert len(pids) == 4
+    verb.process.kill()
+    verb.process.wait(10)
+    wait_for(lambda: not any(alive(pid) for pid in pids), "the children's end", bound_s=10)

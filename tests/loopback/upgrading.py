@@ -93,7 +93,13 @@ class Upgrade:
     def _merged(self, what: str) -> None:
         """Wait until each site has had so many updates merged since now."""
         begin = len(self.place.events(RUN))
-        self.place.verbs[-1].until(lambda: min(self._merges(begin).values()) >= MERGES, what, BOUND_S)
+
+        def merged() -> bool:
+            failed = [verb for verb in self.place.verbs if verb.process.poll() not in (None, 75, -signal.SIGKILL)]
+            assert not failed, failed[0].text()
+            return min(self._merges(begin).values()) >= MERGES
+
+        self.place.verbs[-1].until(merged, what, BOUND_S)
         self.said.append(what)
 
     def _merges(self, begin: int) -> dict[str, int]:

@@ -139,3 +139,13 @@ def test_every_counted_period_holds_its_wait() -> None:
     found = utilisation(model, rule, 28.1)
     assert found == pytest.approx(100 * model.step_s / (100 * model.step_s + waits_s))
     assert found == pytest.approx(0.9393, abs=5e-5)
+
+
+def test_more_overlap_and_fewer_bits_never_need_a_faster_link() -> None:
+    model, fragments = MODELS["10B"]
+    for share in SHARES:
+        needed = [
+            gbps_needed(model, exchange_of(kind, fragments), share)
+            for kind in ("streaming", "overlapped", "overlapped_4_bits")
+        ]
+        assert needed == sorted(needed, key=lambda gbps: -(gbps or 1e9))

@@ -277,7 +277,12 @@ def test_elsewhere_every_module_is_imported_and_what_needs_linux_says_so_in_one_
     commands = [*COMMANDS, *((verb, *more) for verb in sorted(LINUX_ONLY) for more in ((), ("--help",)))]
     with ProcessPoolExecutor(1, forkserver()) as other:
         asked = other.submit(elsewhere.be_on, system, tmp_path, [list(each) for each in commands])
-        found, answers = asked.result(WAIT_S)
+        try:
+            found, answers = asked.result(WAIT_S)
+        except TimeoutError:
+            for process in other._processes.values():  # Or the pool would wait for it.
+                process.kill()
+            raise
     assert not found
     said = dict(zip(commands, answers, strict=True))
     assert {each: said[each] for each, code in COMMANDS.items() if said[each][0] != code} == {}

@@ -143,6 +143,8 @@ def test_each_of_several_syncers_can_be_a_target() -> None:
     assert (step.target, step.site) == ("syncer-1", "")
     with pytest.raises(ScenarioError, match=r"target of kill is 'syncer-1': one of site-a, site-b, site-c, syncer$"):
         load(text)
+    with pytest.raises(ScenarioError, match="kill syncer-1 needs for_s"):
+        load_scenario("- {at_s: 1, do: kill, target: syncer-1}", "faults.yaml", SITES, ["syncer", "syncer-1"])
 
 
 LINKS = {"site-a": {"rtt_ms": 10.0, "jitter_ms": 0.0, "mbps": 50.0}}

@@ -125,7 +125,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     yield make
     for each in found:
         each.killed = True
-        each.ended()
+    hows = [each.ended() for each in found]
+    assert all(isinstance(how, tuple | VerbError | ConfigError | Killed) for how in hows), hows
 
 
 def run_all(start: int, *machines: Machine) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
-from diloco.sync.effects import OuterEffect, StartOuterStep, TellFate
+from diloco.sync.effects import OuterEffect, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import OuterOptions
@@ -93,7 +93,9 @@ class Desk:
         command = self.under_way.pop(fragment)
         result = run_outer_step(command, self.values[fragment], self.store.spool, RULE, self.codec)
         done = OuterStepDone(fragment, command.version, result.values.digest, result.downlink_digest)
-        effects, self.values[fragment] = self.handle(done), result.values
+        effects = self.handle(done)
+        assert any(isinstance(each, PublishVersion) for each in effects), "a version that is made is published"
+        self.values[fragment] = result.values
         return effects
 
     def snapshot_writer(self) -> Callable[[], int]:

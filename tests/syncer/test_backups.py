@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 
 import pytest
 
 from diloco.codec.base import Hasher, digest_of
 from diloco.durable import Disk, Step
+from diloco.syncer import backups as backups_module
 from diloco.syncer.backups import NAME, BackupError, BackupFacts, BackupOptions, Backups, Vault, back_up
 from diloco.syncer.store import payloads_in
 from tests.syncer.building import RUN, Crash, CrashingDisk, Events, eventually, files
@@ -125,8 +127,7 @@ def test_a_damaged_payload_is_no_backup_and_the_last_good_one_stays(backed: Back
     assert backed.backups._good_s == good_s, "what failed is not as good as new"
 
 
-def test_they_are_made_kept_and_dropped(backed: Backed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", lambda: 1e9)  # A clock that stands still.
+def test_they_are_made_kept_and_dropped(backed: Backed) -> None:
     backed.configure(keep=2)
     events, backups = backed.events, backed.backups
     backed.place(NAME.format(1, 1, 0, 0)).mkdir(parents=True)
@@ -148,6 +149,32 @@ def test_they_are_made_kept_and_dropped(backed: Backed, monkeypatch: pytest.Monk
     backups.stop(last=False)
     assert backed.names()[-1] == events.of("backup")[-1]["name"] == backed.last
     assert 4 <= len(events.of("backup")) <= 5, "a run that stands still is not copied again"
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, year: int, second: int) -> None:
+    """Wall time is that from now on."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return cls(year, 11, 21, 0, 0, second, tzinfo=tz)
+
+    monkeypatch.setattr(backups_module, "datetime", Clock)
+    monkeypatch.setattr("time.time", Clock.now(UTC).timestamp)
+
+
+def test_the_newest_survives_whatever_the_clock_says(backed: Backed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With names of wall time each was dropped as soon as it was made once the clock had been ahead for three."""
+    backed.configure(keep=3)
+    made: list[str] = []
+    for second, year in enumerate((2031, 2031, 2031, 2026, 1999, 2044)):
+        set_clock(monkeypatch, year, second)
+        made.append(backed.make())
+        assert backed.names() == made[-3:]
+        assert 0 <= float(str(backed.backups.status()["age_s"])) < 60
+    newest = backed.vault.backups(RUN)[made[-1]]
+    assert newest.at.startswith("2044-11-21"), "wall time is in it for display"
+    backed.check(made[-1])
 
 
 def test_the_last_one_is_made_again_when_it_is_gone(backed: Backed) -> None:

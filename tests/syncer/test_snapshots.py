@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step
@@ -174,6 +174,19 @@ def test_a_parameter_in_one_piece_is_no_copy_and_one_in_several_is_put_together(
     assert found["w"].tolist() == [[0, 1, 2], [12, 13, 14]]
     assert found["v"].tolist() == [10, 11]
     assert found["v"].data_ptr() == flats[1].data_ptr()
+
+
+def test_what_is_exported_is_the_average_where_the_outer_rule_keeps_one(tmp_path: Path) -> None:
+    averages = [dice("average", index) for index in (0, 1)]
+    kept = [
+        replace(each, optimizer=OuterState(3, {"fast": each.theta, "average": average}))
+        for each, average in zip(snapshot(3).fragments, averages, strict=True)
+    ]
+    export(Disk(), tmp_path / "final", LAYOUT, kept)
+    written = load_file(tmp_path / "final" / "model.safetensors")
+    wanted = full_parameters(LAYOUT, averages)
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(written[name], wanted[name]) for name in wanted)
 
 
 def test_no_room_for_it_is_said_as_such_and_any_other_failure_is_one(tmp_path: Path) -> None:
