@@ -16,7 +16,7 @@ from diloco.codec.gpu import (
 )
 from diloco.codec.registry import CODEC_NAMES, make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
-from tests.codec.values import FP32_MAX, NOT_FINITE, any_bits, drawn, same, samples
+from tests.codec.values import FP32_MAX, NOT_FINITE, any_bits, drawn, same
 from tests.sooner import sooner
 
 
@@ -78,20 +78,18 @@ def assert_encodes(bench: Bench, values: torch.Tensor, why: str, **how: bool) ->
         *sooner(SPARSE, "topk:256x4", "topk:4096x1024"),
     ],
 )
-def test_sizes_and_values_of_every_kind(name: str, kernel_device: torch.device) -> None:
+def test_sizes_and_any_finite_bits(name: str, kernel_device: torch.device) -> None:
     """Whole programs, a rest, both, a last block that is short, an odd number of values; of 1 or 3 topk keeps all.
 
-    And every exponent beside every other: subnormals, -0, values near the top whose codes are held; ties; equal ones.
+    And every exponent beside every other: subnormals, -0, values near the top whose codes are held.
     """
     bench = Bench(name, kernel_device)
     numels = (1, 3, 256, NUMELS[name]) if name in NUMELS else (1, 511, 1051) if name in GRIDS else (1, 512, 559)
     for numel in numels:
         assert_encodes(bench, drawn(numel, numel, 1e-3), f"{numel} values", in_place=numel % 3 == 0)
+
     values = any_bits(5001 if name in SPARSE else 2001, torch.Generator().manual_seed(1), -0.0)
     assert_encodes(bench, values, "any bits")
-    kinds = {kind: each[: NUMELS.get(name, 144)] for kind, each in samples(0).items()}
-    for kind, each in kinds.items() if name in SPARSE else [("all kinds", torch.cat([*kinds.values()]))]:
-        assert_encodes(bench, each, kind)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +104,33 @@ def test_ties_and_their_neighbours(name: str, code_max: int, apart_by: int, kern
     infinity = torch.tensor(torch.inf)
     for x in (ties, -ties, torch.nextafter(ties, -infinity), torch.nextafter(ties, infinity)):
         assert_encodes(bench, torch.stack([(scales * code_max).expand_as(x), x], dim=-1).reshape(-1), name)
+
+
+@pytest.mark.parametrize("name", ["int4:32", "int8:32", *GRIDS])
+def test_corners(name: str, kernel_device: torch.device) -> None:
+    """Each in blocks of its own, the last one as it is."""
+    least, bench = 2.0**-149, Bench(name, kernel_device)
+    corners = (
+        [0.0],
+        [-0.0, 0.0] * 33,
+        [least, -least],
+        [-least, 2.0**-126, 2.0**-127],
+        [2.0**-126, 2.0**-127, -(2.0**-126)] * 5,
+        [FP32_MAX, FP32_MAX / 7, 1.0],
+        [FP32_MAX, -FP32_MAX, FP32_MAX / 3],
+        [-FP32_MAX] * 32 + [1e-30] * 32,
+        [-FP32_MAX] * 9 + [1.0] * 300,
+        [FP32_MAX, -FP32_MAX * 0.93, FP32_MAX * 0.07],
+        [2.0**127, 2.0**127 * (1 - 2.0**-24), 2.0**126],
+        [127 * 2.0**-126, 63.5 * 2.0**-126, 0.5 * 2.0**-126, 1.5 * 2.0**-126],
+        [1.5, 3.0, 0.75, -1.5, 1.4999999, 1.0, -96.0],  # ties of e3m0
+        [1.0] * 16 + [-1.0] * 16 + [0.0] * 5,
+        [5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0],
+        [7 * 2.0**-126, 3.5 * 2.0**-126, 2.5 * 2.0**-126, least],
+    )
+    filled = [[*part, *[0.0] * (-len(part) % bench.plain.block)] for part in corners[:-1]]
+    values = torch.tensor([value for part in (*filled, corners[-1]) for value in part])
+    assert_encodes(bench, values, "corners")
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "e3m0", "int2:40", "sign", "topk:256x16"])
@@ -154,6 +179,16 @@ def test_the_launch_changes_no_bit(program_values: int, num_warps: int, kernel_d
     for name in ("int4:32", "int8:128"):
         bench = Bench(name, kernel_device, program_values, num_warps)
         assert_encodes(bench, drawn(numel, 2), name)
+
+
+@pytest.mark.parametrize("name", sooner(SPARSE, "topk:256x4", "topk:4096x1024"))
+def test_equal_values_are_kept_from_the_first(name: str, kernel_device: torch.device) -> None:
+    few = torch.randint(-2, 3, (NUMELS[name],), generator=torch.Generator().manual_seed(3)).to(torch.float32)
+    largest = torch.full((NUMELS[name] - 3,), FP32_MAX)
+    largest[::2] = -FP32_MAX / 2
+    alike = torch.full((NUMELS[name] - 3,), -1.5)
+    for values in (few, torch.zeros(256), alike, few * 2.0**-149, torch.eye(64).view(-1)[: NUMELS[name]], largest):
+        assert_encodes(Bench(name, kernel_device), values, f"{values[:4].tolist()}...")
 
 
 @pytest.mark.gpu

@@ -92,7 +92,19 @@ def test_a_version_is_taken_as_rebase_defines(merged: list[str]) -> None:
 # --- The down-link: all hold the same bits, and what was rounded off goes out with the next version -------------------
 
 
-CODECS = ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "e3m0", "int2", "sign", "topk"]
+CODECS = [
+    "fp32",
+    "fp32+zstd1",
+    "bf16",
+    "int8",
+    "int4",
+    "int4:32+zstd1",
+    "e3m0",
+    "int2",
+    "sign",
+    "topk",
+    "topk:65536x1024",
+]
 
 
 @pytest.mark.parametrize("name", CODECS)

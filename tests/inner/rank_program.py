@@ -5,6 +5,7 @@ Told: the folder of the prepared corpus, and the one for results.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path)
     passes: list[bool] = []
     # What rank 0 says counts, and all of them know it.
     trainer.may_act = lambda: (trainer.step % 2 == 1) == group.is_first
-    trained(trainer, 3, also=lambda info: passes.append(info.passes))
+    told = trained(trainer, 3, also=lambda info: passes.append(info.passes))
+    (out / f"steps-{group.rank}.json").write_text(json.dumps(told))
     assert passes == [True, False, True]
     newest = checkpoint.latest(out / "checkpoints")
     assert newest is not None

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import pytest
@@ -80,6 +81,7 @@ def build(
     disk: Disk = PLAIN_DISK,
     seed: int = 5,
     log: Log | None = None,
+    progress: Callable[[], float] | EllipsisType | None = ...,
     **changes: Any,
 ) -> Trainer:
     """A trainer of ``case`` for the ranks of ``group``; one rank alone draws the same batches.
@@ -98,7 +100,8 @@ def build(
     steps = {"checkpoint_steps": 2 if folder else 0, "memory_checkpoint_every_steps": 2 if memory else 0}
     options = TrainerOptions(**{"precision": "fp32", **steps, **changes})
     where: dict[str, Any] = {"checkpoint_dir": folder, "memory_dir": memory, "disk": disk, "log": log}
-    progress = lambda: 0.5 if group.is_first else 0.0  # noqa: E731
+    if isinstance(progress, EllipsisType):
+        progress = lambda: 0.5 if group.is_first else 0.0  # noqa: E731
     return Trainer(model, build_optimizers(model, inner), stream, options, spread, progress=progress, **where)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,17 @@ from diloco.inner.precision import (
 )
 from tests.inner import rank_program
 from tests.inner.conftest import run_ranks
+from tests.inner.spread_program import CASES, build, trained
 
 
-def test_two_ranks_that_began_differently_train_one_model_and_go_on_from_its_checkpoint(
+def test_two_ranks_that_began_differently_are_one_process_on_the_double_batch_and_go_on_from_its_checkpoint(
     manifest: CorpusManifest, tmp_path: Path
 ) -> None:
     run_ranks(rank_program, 2, manifest.directory, tmp_path)
+    alone = trained(build(CASES["ddp"], manifest.directory, SiteGroup(device="cpu")), 3)
+    for rank in (0, 1):
+        told = json.loads((tmp_path / f"steps-{rank}.json").read_text())
+        assert [pytest.approx(each, rel=1e-5) for each in alone] == told
 
 
 def test_a_group_is_settled_when_its_threads_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

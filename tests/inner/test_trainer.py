@@ -43,9 +43,8 @@ def make(
     model = {"vocab_size": 257, "layers": 1, "dim": dim, "heads": 2, "context": 16}
     case = Case({}, {"optimizer": "muon", "batch_sequences": 4, "warmup_steps": 3, **(inner or {})}, model)
     log = None if facts is None else lambda what, fields: facts.append((what, fields))
-    made = build(case, manifest.directory, SiteGroup(device="cpu"), folder, seed=0, log=log, **options)
-    made._asked_progress = progress
-    return made
+    group = SiteGroup(device="cpu")
+    return build(case, manifest.directory, group, folder, seed=0, log=log, progress=progress, **options)
 
 
 def everything(made: Trainer) -> dict[str, torch.Tensor]:

@@ -102,13 +102,19 @@ def test_the_published_model_of_two_syncers_is_read_from_both_and_is_the_whole_m
     seen = Observed(config, f"{first.address}/{second.address}", ends.callback)
     assert seen.refresh()
     assert seen.versions == [0, 0, 0]
+    first.push("a", 0)
+    second.push("a", 0)
+    assert seen.refresh()
+    tokens = [int(str(hand.syncer.api.status()["run_tokens"])) for hand in (first, second)]
     second.push("a", 0)
     first.syncer.stop(0.1)
     assert seen.refresh(), "one that is away keeps nobody from seeing what the other publishes"
     counts = [len(hand.layout.fragments) for hand in (first, second)]
-    assert seen.run_tokens == second.syncer.api.status()["run_tokens"] * counts[1] // 3 > 0
-    held = build.held_of(second.config)[0]
-    assert seen.versions == [int(place == held) for place in range(3)]
+    tokens[1] = int(str(second.syncer.api.status()["run_tokens"]))
+    assert min(tokens) > 0
+    assert seen.run_tokens == (tokens[0] * counts[0] + tokens[1] * counts[1]) // 3
+    held = [build.held_of(hand.config)[0] for hand in (first, second)]
+    assert seen.versions == [held.index(place) + 1 if place in held else 0 for place in range(3)]
     check_holds_what_was_published(seen, config, first, second)
     for ending, drained in (("finished", False), ("drained", True)):
         seen._statuses = [{"phase": "ended", "ending": "finished"}, {"phase": "running", "ending": None}]

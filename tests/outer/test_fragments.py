@@ -91,6 +91,7 @@ ONE = [["a", [1]]]
         ({"dtype": "bfloat16"}, "dtype"),
         ({"parameters": []}, "no parameters"),
         ({"parameters": [["a", [0]]]}, "at least 1"),
+        ({"parameters": [["a", [-1, -1]]]}, "at least 1"),
         ({"parameters": [*ONE, *ONE]}, "twice"),
         ({"parameters": [["b", [1]], *ONE]}, "order"),
         ("", "not JSON"),

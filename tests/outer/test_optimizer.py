@@ -208,6 +208,7 @@ def test_neither_threads_nor_cuts_into_parts_show(kind: str) -> None:
         ({"kind": "adam"}, "kind is 'adam': one of sgd, heavy_ball, nesterov"),
         ({"lr": 0.0}, "lr is 0.0: positive and finite"),
         ({"momentum": 1.0}, "momentum is 1.0: from 0 to below 1"),
+        ({"momentum": -0.1}, "momentum is -0.1: from 0 to below 1"),
         ({"momentum": 0.0}, 'momentum is 0.0: kind "nesterov" needs some'),
         ({"kind": "sgd"}, 'momentum is 0.9: kind "sgd" has none, kind "heavy_ball" does'),
         ({"window": 4}, "window is 4: only for delayed_nesterov"),

@@ -255,6 +255,18 @@ def test_the_steps_of_an_exchange_are_those_of_one_fragment() -> None:
     assert adapter.exchange_steps(link(1), 1) == 1_000_000
 
 
+def test_an_overlap_follows_the_exchange_of_one_fragment_and_the_round() -> None:
+    adapter = Adapter(options(num_fragments=2, overlap_steps_max=15))
+    assert settled(adapter, link(4e6)).overlap_steps == 8  # In int4 by now: half of 1 s up and 0.4 down, and 30 ms.
+    for _ in range(3):
+        choice = adapter.choose(link(4e6), STEP_NS, round_ns=500 * MS)
+    assert (choice.codec, choice.overlap_steps) == ("int4", 13)
+    for _ in range(3):
+        choice = adapter.choose(link(4e6), STEP_NS, round_ns=60 * SECOND_NS)
+    assert choice.overlap_steps == 15
+    assert "(0 to 15 allowed)" in choice.why
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -19,7 +19,7 @@ from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import OuterOptions
 from diloco.syncer.api import DECLARED
 from diloco.syncer.core import changes_nothing
-from diloco.syncer.outer_step import run_outer_step
+from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.replaying import Rules
 from diloco.syncer.snapshots import RECOVERY_ONLY, Retention
 from diloco.syncer.store import RunCard, Store, begun
@@ -63,6 +63,7 @@ class Desk:
         self.machine, self.values = found.machine, found.values
         self.now_ns = self.machine.state.now_ns
         self.under_way: dict[int, StartOuterStep] = {}
+        self.computed: dict[int, OuterResult] = {}
 
     def begin(self) -> None:
         self.handle(SyncerStarted(self.machine.state.epoch + 1))
@@ -76,6 +77,8 @@ class Desk:
         for effect in effects:
             if isinstance(effect, StartOuterStep):
                 self.under_way[effect.fragment] = effect
+            elif isinstance(effect, PublishVersion):
+                self.values[effect.fragment] = self.computed.pop(effect.fragment).values
             elif isinstance(effect, TellFate):
                 self.store.carried_out([effect])
         return effects
@@ -93,10 +96,8 @@ class Desk:
         command = self.under_way.pop(fragment)
         result = run_outer_step(command, self.values[fragment], self.store.spool, RULE, self.codec)
         done = OuterStepDone(fragment, command.version, result.values.digest, result.downlink_digest)
-        effects = self.handle(done)
-        assert any(isinstance(each, PublishVersion) for each in effects), "a version that is made is published"
-        self.values[fragment] = result.values
-        return effects
+        self.computed[fragment] = result
+        return self.handle(done)
 
     def snapshot_writer(self) -> Callable[[], int]:
         return self.store.snapshot_writer(self.machine, self.values)

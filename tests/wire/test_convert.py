@@ -43,8 +43,9 @@ from diloco.wire.convert import (
 )
 from diloco.wire.messages import CHUNK_BYTES_MAX, PAYLOAD_BYTES_MAX, Frame, MalformedMessage
 from diloco.wire.v1 import admin_pb2, sync_pb2
+from tests.hunts.mutating import spoiled
 from tests.wire.fake_syncer import RUN, join_ask, report_info
-from tests.wire.samples import everything, mutated
+from tests.wire.samples import everything
 
 
 @pytest.mark.parametrize(("message", "pack", "unpack"), everything(), ids=lambda value: type(value).__name__)
@@ -118,7 +119,7 @@ def test_fuzz_only_malformed_message_comes_out() -> None:
     samples = everything()
     raws = [pack(message) for message, pack, _ in samples]
     for turn in range(1_000):
-        raw = mutated(chance.choice(raws), raws, chance)
+        raw = spoiled(chance.choice(raws), raws, chance)
         for unpack in {chance.choice(samples)[2], samples[turn % len(samples)][2], convert.unpack_empty}:
             told = words(unpack, raw)
             assert len(told) < 400, f"seed {seed}, turn {turn}"
