@@ -71,7 +71,7 @@ NO_PROTOBUF = (
     *(b"\x0a\xff", b"\x0a\x05abc", b"\x0a\x7fabc", b"\x0a\xff\xff\xff\xff\x07a"),  # Fields that end behind the message.
     *(b"\x0a" + b"\x80" * 9 + b"\x01", b"\x12" + b"\xff" * 9 + b"\x01"),  # Lengths of 2^63 and more.
     *(b"\x80" * 11, b"\x08" + b"\xff" * 10, b"\x08"),  # Numbers without an end.
-    *(b"\x07", b"\x0c", b"\x0e", b"\x0f\x01", b"\x00\x01", b"\x02\x00"),  # No wire type, an end alone, a field 0.
+    *(b"\x07", b"\x0c", b"\x0e", b"\x0f\x01"),  # No wire type, and an end alone.
     *(b"\xfb\x3e" * 20_000, b"\xfb\x3e" * 150 + b"\xfc\x3e" * 150),  # Groups in groups.
 )
 
