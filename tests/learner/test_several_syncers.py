@@ -42,7 +42,7 @@ EVICTED = StopTraining(None, "evicted", failed=True)
 
 def part(cursor: int = 0, joins: bool | str = True, ending: Ending | None = None) -> Any:
     """An agent that does as it is told."""
-    made = Mock(has_joined=joins is True, stop=None, ending=ending)
+    made = Mock(spec=Agent, has_joined=joins is True, stop=None, ending=ending)
     made.known = made
     made.start.side_effect = JoinFailed(joins, "no") if isinstance(joins, str) else [cursor]
     made.is_redone.return_value, made.next_turn.return_value = False, None
