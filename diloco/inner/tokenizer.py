@@ -81,12 +81,12 @@ class Tokenizer:
         at = 0
         while len(text) - at > PIECE_CHARACTERS:
             cuts = (found.start() for found in CUT.finditer(text, at + PIECE_CHARACTERS))
-            cut = next((each for each in islice(cuts, CUTS_MAX) if self._parts_at(text, each)), len(text))
+            cut = next((each for each in islice(cuts, CUTS_MAX) if self._may_cut(text, each)), len(text))
             yield text[at:cut]
             at = cut
         yield text[at:]
 
-    def _parts_at(self, text: str, cut: int) -> bool:
+    def _may_cut(self, text: str, cut: int) -> bool:
         """Return whether the text around ``cut`` has the same ids as its two parts together."""
         before, after = text[max(cut - WINDOW_CHARACTERS, 0) : cut], text[cut : cut + WINDOW_CHARACTERS]
         together, *parts = self._encode([before + after, before, after])

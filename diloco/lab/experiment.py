@@ -26,7 +26,7 @@ from diloco.observe.plot import Axis, Line, Points, line_chart
 from diloco.observe.report import blocks_of, legend, page, section, series_style
 from diloco.observe.report import table as html_table
 from diloco.observe.text import count, size
-from diloco.sync.options import Bound, Count, check_bounds, require
+from diloco.sync.options import NOT_NEGATIVE, Bound, Count, check_bounds, require
 
 CODE = ("codec", "inner", "outer", "sim", "sync")
 """The parts of the package that affect a cell's result."""
@@ -36,7 +36,6 @@ OWN = ("data.leased=false", "inner.checkpoint_every_steps=0", "network=loopback"
 """The first settings of every row, since the training has no processes, disks or links of its own."""
 
 
-NOT_NEGATIVE = Bound(lambda value: 0 <= value < inf, "not negative, and finite")
 SHARE = Bound(lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated
 from diloco.config.errors import ConfigError
 from diloco.plan.bandwidth import FORWARD_SHARE, Exchange, Load, Model, Star, least, star_utilisation
 from diloco.plan.bandwidth import gbps_needed as gbps_of_grid
-from diloco.sync.options import AT_LEAST_1, Bound, check_bounds, require
+from diloco.sync.options import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, Bound, Count, check_bounds, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -58,8 +58,6 @@ def at_most(most: float) -> Bound:
     return Bound(lambda value: value <= most, f"at most {most:g}")
 
 
-ABOVE_0 = Bound(lambda value: 0 < value < inf, "above 0 and finite")
-NOT_NEGATIVE = Bound(lambda value: 0 <= value < inf, "not negative, and finite")
 SHARE = Bound(lambda value: 0 < value < 1, "between 0 and 1")
 Few = Annotated[int, AT_LEAST_1, at_most(1000)]
 """With more a simulation takes minutes."""
@@ -105,7 +103,7 @@ class Question:
     """Outer optimizer (outer.kind), for the memory of its state."""
     syncer: str = "central"
     """Where the syncer runs: central (at one site), sharded (a part at each, outer.num_syncers) or apart (at none)."""
-    downlinks_kept: Annotated[int, AT_LEAST_1] = 32
+    downlinks_kept: Count = 32
     """Versions that a site may lag behind (cluster.syncer.downlinks_kept), for the syncer's memory."""
     host_gb: Annotated[float, ABOVE_0] = 2000.0
     """Memory of a machine that runs a part of the syncer, GB."""

@@ -84,7 +84,7 @@ def below(most: float) -> Bound:
 ABOVE_0 = Bound(lambda value: 0 < value < inf, "positive and finite")
 AT_LEAST_1 = Bound(lambda value: 1 <= value < inf, "at least 1")
 ABOVE_1 = Bound(lambda value: 1 < value < inf, "above 1 and finite")
-NOT_NEGATIVE = Bound(lambda value: 0 <= value < inf, "must not be negative")
+NOT_NEGATIVE = Bound(lambda value: 0 <= value < inf, "not negative, and finite")
 Count = Annotated[int, AT_LEAST_1]
 Natural = Annotated[int, NOT_NEGATIVE]
 Positive = Annotated[int, ABOVE_0]

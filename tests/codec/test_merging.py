@@ -44,7 +44,7 @@ from diloco.outer.merge import (
     trimmed_mean,
 )
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
-from tests.codec.values import ALL, NOT_FINITE, bf16_by_default, drawn, running, same, samples
+from tests.codec.values import ALL, DOWN, NOT_FINITE, bf16_by_default, drawn, running, same, samples
 
 NESTEROV = OuterOptimizerOptions()
 HEAVY_BALL = OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.8)
@@ -102,19 +102,6 @@ def draw(numel: int, seed: int) -> Tensor:
     return drawn(numel, seed, 1e-3)
 
 
-DOWN = (
-    "fp32",
-    "fp32+zstd1",
-    "bf16",
-    "int8",
-    "int4",
-    "int4:32+zstd1",
-    "int8:6",
-    "e3m0",
-    "int2+auto",
-    "topk",
-    "topk:65536x1024",
-)
 CASES = [(down, NESTEROV, 1.0) for down in DOWN]
 CASES += [(down, each, 1.0) for each in (HEAVY_BALL, PLAIN_SGD) for down in ("fp32", "int4")]
 CASES += [("fp32", WITHOUT_KERNELS[0], 1.0), *(("int4", each, 1.0) for each in WITHOUT_KERNELS)]

@@ -17,6 +17,20 @@ from diloco.codec.kernel_library import PLAIN, Kind, choice, force
 
 FP32_MAX = torch.finfo(torch.float32).max
 NOT_FINITE = (math.nan, math.inf, -math.inf)
+DOWN = (
+    "fp32",
+    "fp32+zstd1",
+    "bf16",
+    "int8",
+    "int4",
+    "int4:32+zstd1",
+    "int8:6",
+    "e3m0",
+    "int2+auto",
+    "topk",
+    "topk:65536x1024",
+)
+"""Codecs of a down-link; the last has no kernel."""
 
 
 def drawn(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:

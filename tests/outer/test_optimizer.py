@@ -218,7 +218,7 @@ def test_neither_threads_nor_cuts_into_parts_show(kind: str) -> None:
         ({"kind": "adamw", "epsilon": 0.0}, "epsilon is 0.0: positive and finite"),
         ({"kind": "adamw", "momentum_squares": 1.0}, "momentum_squares is 1.0: from 0 to below 1"),
         ({"weight_decay": 0.1}, "weight_decay is 0.1: only for adamw and schedule_free and gpa"),
-        ({"kind": "gpa", "weight_decay": -1.0}, "weight_decay is -1.0: must not be negative"),
+        ({"kind": "gpa", "weight_decay": -1.0}, "weight_decay is -1.0: not negative, and finite"),
         ({"kind": "gpa", "weight_decay": 2.0}, "weight_decay is 2.0: lr x weight_decay is below 1"),
         ({"kind": "gpa", "momentum_ahead": 1.0}, "momentum_ahead is 1.0: from 0 to below 1"),
     ],

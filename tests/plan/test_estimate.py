@@ -191,7 +191,7 @@ def test_linear_in_both_only_at_a_single_syncer() -> None:
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"parameters": 0}, "parameters is 0: above 0"),
+        ({"parameters": 0}, "parameters is 0: positive and finite"),
         ({"step_s": 0.0}, "step_s is 0.0: above 0, or flops and tokens_per_step"),
         ({"sites": 0}, "sites is 0: at least 1"),
         ({"sites": 1001}, "sites is 1001: at most 1000"),
