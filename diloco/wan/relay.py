@@ -497,7 +497,8 @@ class RelayHost:
         elif what in _OF_ONE_LINK:
             getattr(relay, what)(**arguments)
         else:
-            raise ValueError(f"do is {what!r}: no command")
+            known = ", ".join(sorted(("accept", "add", "cpu_s", "remove", "stats", *_OF_ONE_LINK)))
+            raise ValueError(f"do is {what!r}: one of {known}")
         return None
 
     async def close(self) -> None:

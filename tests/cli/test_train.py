@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from diloco.config import compose as configs
 from diloco.config import run_dir
 from diloco.config.errors import ExitCode
 from diloco.durable import locked
+from diloco.models.evaluate import Evaluator, Score
 from diloco.observe.eventlog import read_events
 from diloco.syncer.server import Syncer
 from tests.cli.conftest import Cli
@@ -72,7 +74,11 @@ def test_a_folder_of_a_run_of_sites_or_in_use_is_refused_and_not_touched(
         cli.refuses(1, f"in use by process {os.getpid()}: is it started twice?", "train", *TINY, "run.name=held")
 
 
-def test_training_that_was_asked_to_stop_is_drained(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_that_was_asked_to_stop_is_drained(
+    place: Place, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = Mock(side_effect=lambda *_, whole=False, **__: Score(6.0, 2.0 + whole))
+    monkeypatch.setattr(Evaluator, "score", scored)
     summary = Path("runs/asked/summary.json")
     summary.parent.mkdir(parents=True)
     summary.write_text("of an earlier end")
@@ -90,7 +96,8 @@ def test_training_that_was_asked_to_stop_is_drained(place: Place, capfd: pytest.
     assert earlier == [False]
     assert json.loads(summary.read_text())["status"] == "drained"
     events = map(json.loads, Path("runs/asked/events.jsonl").read_text().splitlines())
-    assert [event["whole"] for event in events if event["what"] == "eval"] == [False], "the whole text takes long"
+    told = [(event["whole"], event["val_bits_per_byte"]) for event in events if event["what"] == "eval"]
+    assert told == [(False, 2.0)], "the whole text takes long"
     capfd.readouterr()
     assert main(["runs"]) == main(["logs", "asked"]) == 0
     out = capfd.readouterr().out

@@ -81,6 +81,7 @@ def test_refusals_cross_the_pipe_in_words_and_the_relay_goes_on(relays: RelayPro
         (lambda: relays.add("a", LinkOptions(), nowhere), "link is 'a': a link of that name exists already"),
         (lambda: relays.set("a", speed=1.0), "speed is not an option of a link"),
         (lambda: relays.heal("c"), "link is 'c': one of a"),
+        (lambda: relays._do("explode", name="a"), "do is 'explode': one of accept"),
     ):
         with pytest.raises(ValueError, match=words):
             ask()

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from diloco.wan.link import LinkOptions
-from diloco.wan.relay import SOCKET_BUFFER_BYTES, Relay, format_address, parse_address, require_loopback
+from diloco.wan.relay import SOCKET_BUFFER_BYTES, Relay, RelayHost, format_address, parse_address, require_loopback
 from tests.wan.endpoints import HOST, Site, Streams, is_silent, over, run, site, soon
 
 FAST = LinkOptions(rtt_ms=4)
@@ -278,3 +278,17 @@ async def test_a_reset_by_one_side_crosses_the_link_behind_what_was_sent(link: S
     with pytest.raises(ConnectionResetError):
         await soon(client[0].read(-1))
     assert time.monotonic() - began_s >= 0.050
+
+
+def test_a_link_that_cannot_listen_leaves_its_address_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Relay] = []
+
+    async def accept(relay: Relay) -> None:
+        made.append(relay)
+        raise OSError("another began to listen there")
+
+    monkeypatch.setattr(Relay, "accept", accept)
+    asked = {"do": "add", "name": "a", "options": {}, "target": "127.0.0.1:1", "listen": "127.0.0.1:0"}
+    with pytest.raises(OSError, match="another began"):
+        run(RelayHost().do(asked))
+    assert made[0]._reservation.fileno() == -1
