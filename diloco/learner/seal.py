@@ -38,9 +38,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diloco.codec.base import Buffers, bytes_of, digest, digest_of
+from diloco.codec.base import Buffers, Hasher, bytes_of, digest, digest_of
 from diloco.codec.gpu import DevicePasses, accelerated, new_fault
-from diloco.codec.merging import sum_of_products
+from diloco.codec.merging import ranges, sum_of_products
 from diloco.codec.registry import Coded, coded, values_of
 from diloco.codec.site_pass import seal_pieces
 from diloco.durable import PLAIN_DISK, Step
@@ -115,15 +115,28 @@ class Encoder:
         return self._encode_fetched(inputs, fed)
 
     def _feed_here(self, inputs: SealInputs) -> Encoded:
-        """Encode on the host with feedback.  The decoded values overwrite the copy of the site's values."""
+        """Encode on the host with feedback, in ranges that are hashed and measured while still in the cache.  The
+        decoded values overwrite the copy of the site's values."""
         plain, decoded, fresh = self.codec.plain, inputs.local, inputs.pseudo_gradient()
         residual = None if inputs.residual is None else inputs.residual.clone()
-        payload = self._buffers.raw(plain.payload_bytes(decoded.numel()))
-        terms = (inputs.reference, decoded, *[values_of(each) for each in inputs.in_flight])
-        plain.encode_into(terms, payload, decoded, residual=residual, beta=inputs.beta)
-        norm, term = sqrt(sum_of_products(decoded, decoded)), torch.sub(fresh, decoded)
+        numel, in_flight = decoded.numel(), [values_of(each) for each in inputs.in_flight]
+        payload, found, squares = self._buffers.raw(plain.payload_bytes(numel)), Hasher(), 0.0
+        for start, stop in ranges(numel, [plain]):
+            part = decoded[start:stop]
+            plain.encode_into(
+                (inputs.reference[start:stop], part, *(sent[start:stop] for sent in in_flight)),
+                payload,
+                part,
+                residual=None if residual is None else residual[start:stop],
+                beta=inputs.beta,
+                start=start,
+                numel=numel,
+            )
+            found.update(bytes_of(part))
+            squares += sum_of_products(part, part)
+        term = torch.sub(fresh, decoded)
         fed = Fed(inputs.residual, fresh, term, term if residual is None else residual)
-        return Encoded(self.codec.closed(payload), decoded, norm, digest(decoded), fed)
+        return Encoded(self.codec.closed(payload), decoded, sqrt(squares), found.text(), fed)
 
     def _encode_there(self, inputs: SealInputs, fed: Fed | None, passes: DevicePasses) -> Encoded:
         local, device = inputs.local, self._place.device
