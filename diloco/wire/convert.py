@@ -25,8 +25,9 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 from google.protobuf.message import DecodeError
@@ -115,21 +116,31 @@ _BY_HAND: Mapping[tuple[type, str], _Ways] = {
 
 def _message_ways(kind: type, descriptor: Any) -> _Ways:
     """Return the conversions from a ``kind`` to its generated message's fields and back, without bound checks."""
-    ways: dict[str, _Ways] = {}
-    may_lack = set()
-    for name, annotation in m.annotations_of(kind).items():
+    names = [field.name for field in fields(kind)]
+    get = attrgetter(*names) if len(names) > 1 else lambda source: [getattr(source, name) for name in names]
+    outs: list[tuple[str, _Way]] = []
+    backs: list[tuple[int, str, _Way, bool]] = []
+    for place, name in enumerate(names):
         field = descriptor.fields_by_name[name]
-        ways[name] = _value_ways(kind, name, field)
-        if field.has_presence and m.taken_apart(annotation)[2]:
-            may_lack.add(name)
+        out, back = _value_ways(kind, name, field)
+        may_lack = field.has_presence and m.taken_apart(m.annotations_of(kind)[name])[2]
+        if out is not _as_it_is:
+            outs.append((name, out))
+        if back is not _as_it_is or may_lack:
+            backs.append((place, name, back, may_lack))
 
     def message_out(message: Any) -> dict[str, Any]:
-        values = {name: getattr(message, name) for name in ways}
-        return {name: value if value is None else ways[name][0](value) for name, value in values.items()}
+        values = dict(zip(names, get(message), strict=True))
+        for name, out in outs:
+            if values[name] is not None:
+                values[name] = out(values[name])
+        return values
 
     def message_in(message: Any) -> Any:
-        lacks = {name for name in may_lack if not message.HasField(name)}
-        return kind(*(None if name in lacks else back(getattr(message, name)) for name, (_, back) in ways.items()))
+        values = list(get(message))
+        for place, name, back, may_lack in backs:
+            values[place] = None if may_lack and not message.HasField(name) else back(values[place])
+        return kind(*values)
 
     return message_out, message_in
 
@@ -219,12 +230,13 @@ def _one_of(proto: Any, bytes_max: int = m.CONTROL_BYTES_MAX, **parts: type) -> 
 
 
 def _part_ways(kind: Any, descriptor: Any) -> _Ways:
-    names = list(m.annotations_of(kind))
+    names = [field.name for field in fields(kind)]
     if descriptor.message_type is not None and set(names) <= set(descriptor.message_type.fields_by_name):
         return _message_ways(kind, descriptor.message_type)
     [only] = names
+    get = attrgetter(only)
     out, back = _value_ways(kind, only, descriptor)
-    return lambda message: out(getattr(message, only)), lambda value: kind(back(value))
+    return lambda message: out(get(message)), lambda value: kind(back(value))
 
 
 # --- chunks and frames -----------------------------------------------------------------------------------------
